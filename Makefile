@@ -1,0 +1,41 @@
+# `make demo` and `make test` do all their own set-up: a virtual environment in .venv and
+# the package installed in it. They need Python 3.11 or later and a package index, nothing else.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+WORKERS ?= 2
+
+.PHONY: demo test lint types bench format clean
+
+demo: $(VENV)/.apps
+	$(BIN)/python examples/digits_cleaning.py
+
+test: lint types
+	$(BIN)/pytest -n $(WORKERS)
+
+lint: $(VENV)/.all
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.all
+	$(BIN)/pyright
+
+format: $(VENV)/.all
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.all
+	$(BIN)/python benchmarks/core.py
+
+$(VENV)/.%: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "foretune needs Python 3.11 or later; run: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis

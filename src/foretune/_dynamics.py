@@ -1,0 +1,140 @@
+"""Dynamics: a training procedure as s_t = Phi_t(s_{t-1}, lambda).
+
+A dynamics is any object with two methods,
+
+    init(params, hparams) -> state             s_0
+    step(state, hparams, batch) -> state       Phi_t, with batch t as its data
+
+both pure functions that JAX can trace. The state is a pytree; its floating-point leaves are
+what the engines differentiate, its integers and random keys are carried along, and anything
+else in it (a model's activation function, say) stays as it is.
+
+`Training` is the dynamics of gradient descent with any Optax optimizer. Everything else, from
+ISTA to power iteration, is a class with the same two methods written by the user.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, Key, PyTree, UInt32
+
+
+@runtime_checkable
+class Dynamics(Protocol):
+    """What an engine asks of a dynamics: the two methods, and that they are pure."""
+
+    def init(self, params: Any, hparams: Any) -> Any:
+        """Return s_0 from the initial parameters."""
+        ...
+
+    def step(self, state: Any, hparams: Any, batch: Any) -> Any:
+        """Return s_t = Phi_t(s_{t-1}, lambda): same structure, shapes and dtypes as `state`."""
+        ...
+
+
+class TrainState(NamedTuple):
+    """The state s_t of `Training`: weights, optimizer's accumulators, model state, step number."""
+
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    step: Int[Array, ""]
+
+
+class Training(eqx.Module):
+    """Gradient descent on `loss` with an Optax optimizer.
+
+    Args:
+        loss: the inner objective, `loss(params, hparams, batch) -> scalar`. It may use the
+            hyperparameters anywhere: example weights, regularisers, augmentation strengths.
+            With `has_state=True` it is `loss(params, hparams, batch, model_state) ->
+            (scalar, model_state)`. With a `key`, it is also called with `key=`.
+        optimizer: an Optax transformation, or a function of the hyperparameters that returns
+            one. In the second form every constant and schedule of the optimizer is
+            differentiable. Optimizers that ask for `value`, `grad` or `value_fn` get them.
+        has_state: whether the loss takes and returns a model state (batch statistics and the
+            like). The initial parameters are then the pair `(params, model_state)`.
+        key: a random key. Step t calls the loss with `key=jax.random.fold_in(key, t)`, so that a
+            step draws the same numbers each time it is replayed.
+
+    The floating-point arrays of `params` are trained; whatever else it holds is left alone, so an
+    Equinox model can be given as it is.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> dynamics = ft.Training(
+    ...     lambda params, hparams, batch: jnp.sum((params - batch) ** 2),
+    ...     optimizer=lambda h: optax.sgd(h["lr"]))
+    >>> hparams = {"lr": jnp.array(0.25)}
+    >>> state = dynamics.init(jnp.array([0.0, 4.0]), hparams)
+    >>> dynamics.step(state, hparams, jnp.array([2.0, 2.0])).params
+    Array([1., 3.], dtype=float32)
+    """
+
+    loss: Callable[..., Any]
+    optimizer: optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
+    has_state: bool = eqx.field(static=True, default=False, kw_only=True)
+    key: Key[Array, ""] | UInt32[Array, "..."] | None = eqx.field(default=None, kw_only=True)
+
+    def init(self, params: PyTree, hparams: PyTree) -> TrainState:
+        """Return s_0; with `has_state`, `params` is the pair `(params, model_state)`."""
+        model_state = None
+        if self.has_state:
+            if not (isinstance(params, tuple) and len(params) == 2):
+                raise ValueError(
+                    "Training(has_state=True) starts from the pair (params, model_state), but the "
+                    f"initial parameters are a {type(params).__name__}. Give "
+                    "`init=(params, model_state)`."
+                )
+            params, model_state = params
+        weights = eqx.filter(params, eqx.is_inexact_array)
+        if not jax.tree.leaves(weights):
+            raise ValueError(
+                "Training found nothing to train: the initial parameters hold no floating-point "
+                f"array. Their leaves are {jax.tree.leaves(params)!r:.200}."
+            )
+        opt_state = self._optimizer(hparams).init(weights)
+        return TrainState(params, opt_state, model_state, jnp.zeros((), jnp.int32))
+
+    def step(self, state: TrainState, hparams: PyTree, batch: PyTree) -> TrainState:
+        """Return s_t: one gradient, one update of the optimizer."""
+        weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
+
+        def objective(weights):
+            params = eqx.combine(weights, fixed)
+            key = {} if self.key is None else {"key": jax.random.fold_in(self.key, state.step)}
+            if self.has_state:
+                return self.loss(params, hparams, batch, state.model_state, **key)
+            return self.loss(params, hparams, batch, **key), None
+
+        (value, model_state), grads = jax.value_and_grad(objective, has_aux=True)(weights)
+        updates, opt_state = self._optimizer(hparams).update(
+            grads,
+            state.opt_state,
+            weights,
+            value=value,
+            grad=grads,
+            value_fn=lambda weights: objective(weights)[0],
+        )
+        weights = optax.apply_updates(weights, updates)
+        # A constant given as a float32 array would promote a bfloat16 accumulator.
+        opt_state = jax.tree.map(_keep_dtype, opt_state, state.opt_state)
+        return TrainState(eqx.combine(weights, fixed), opt_state, model_state, state.step + 1)
+
+    def _optimizer(self, hparams: PyTree) -> optax.GradientTransformationExtraArgs:
+        optimizer: Any = self.optimizer
+        if not isinstance(optimizer, optax.GradientTransformation):
+            optimizer = optimizer(hparams)
+        if not isinstance(optimizer, optax.GradientTransformation):
+            raise TypeError(
+                "Training's `optimizer` must be an Optax transformation or a function of the "
+                f"hyperparameters that returns one; it returned a {type(optimizer).__name__}."
+            )
+        return optax.with_extra_args_support(optimizer)
+
+
+def _keep_dtype(new, old):
+    return new.astype(old.dtype) if eqx.is_inexact_array(new) and eqx.is_array(old) else new

@@ -1,0 +1,166 @@
+"""What is said when a value or a gradient is not finite: which leaf, since which step, and why.
+
+Nothing here runs while results are finite. When one is not, the training is run again beside one
+tangent (the sum of the offending directions) until the state or its derivative stops being
+finite; if neither does, the fault lies in the adjoint alone and the steps are searched backwards.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import PyTree
+
+from .._problem import Problem
+from .._validate import describe, named_leaves
+from .products import error_gradients, pull_rows, pushforward
+
+ZERO_MOMENT = (
+    "At these entries {leaf} is exactly 0: the gradient of the loss has been exactly 0 there, and "
+    "the square root in the optimizer has no derivative at 0. Give the optimizer a term under the "
+    "root, for instance `optax.adam(..., eps_root=1e-8)` (adamw, nadam, adabelief, radam and lamb "
+    "take it too)."
+)
+ZERO_ROOT = (
+    "An operation of this step has no finite derivative at its argument. Typical are sqrt, a norm "
+    "or a log at exactly 0, also in the branch that `jnp.where` does not take; "
+    "`optax.clip_by_global_norm` and the Adam family (remedy: `eps_root=1e-8`) where a gradient is "
+    "exactly 0; and overflow."
+)
+
+
+class NonFiniteError(FloatingPointError):
+    """A value or a hypergradient is NaN or infinite."""
+
+
+def check_finite(problem: Problem, hparams: PyTree, result: Any) -> None:
+    """Raise `NonFiniteError` with an explanation unless the value and the gradient are finite."""
+    value, grad, _ = result
+    flags = jax.device_get(_all_finite((value, grad)))
+    if all(jax.tree.leaves(flags)):
+        return
+    fine_value, fine_grad = flags
+    bad = [name for name, fine in named_leaves(fine_value, "value").items() if not fine]
+    for name, leaf in named_leaves(grad, "hparams").items():
+        wrong = int(jnp.sum(~jnp.isfinite(leaf)))
+        if wrong:
+            bad.append(f"the gradient of {name} ({wrong} of {leaf.size} entries)")
+    direction = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), 0, 1).astype(g.dtype), grad)
+    raise NonFiniteError(f"not finite: {', '.join(bad)}.\n{_explain(problem, hparams, direction)}")
+
+
+def guard_finite(result: Any) -> Any:
+    """Return `result` with a runtime check of its value and gradient, for use inside `jit`."""
+
+    def guard(name, leaf):
+        advice = "Call the engine outside `jit` at the same values to see where it begins."
+        return eqx.error_if(leaf, ~jnp.all(jnp.isfinite(leaf)), f"{name} is not finite. {advice}")
+
+    def guard_tree(tree, name):
+        leaves = [guard(path, leaf) for path, leaf in named_leaves(tree, name).items()]
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+    return result._replace(
+        value=guard_tree(result.value, "value"),
+        grad=guard_tree(result.grad, "the gradient of hparams"),
+    )
+
+
+@jax.jit
+def _all_finite(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.all(jnp.isfinite(leaf)), tree)
+
+
+def _explain(problem: Problem, hparams: PyTree, direction: PyTree) -> str:
+    T = problem.steps
+    t, state, derivative = jax.device_get(_march(problem, hparams, direction))
+    if found := _first(state, "state"):
+        name, leaf, _ = found
+        return (
+            f"First at step {t} of {T}, in the training itself: {name} ({describe(leaf)}) is not "
+            "finite. The iteration diverges (try a smaller learning rate) or the loss does."
+        )
+    if found := _first(derivative, "state"):
+        name, leaf, where = found
+        return (
+            f"First at step {t} of {T}: the derivative of {name} ({describe(leaf)}) is not finite "
+            f"at {where.sum()} entries, while the state is. {_remedy(state, where)}"
+        )
+    t, alpha = jax.device_get(_march_back(problem, hparams))
+    if found := _first(alpha, "state"):
+        name, leaf, where = found
+        place = f"at step {t + 1} of {T}, going back" if t < T else "in the gradient of the objective"
+        return (
+            f"The training and its forward derivative are finite; the adjoint of {name} "
+            f"({describe(leaf)}) is not, first {place}. {_remedy(state, where)}"
+        )
+    return "The states and their derivatives are finite: the fault lies in the objective itself."
+
+
+def _first(tree: PyTree, name: str) -> tuple[str, np.ndarray, np.ndarray] | None:
+    """Return the first leaf that is not finite: its path, itself, and where."""
+    for path, leaf in named_leaves(tree, name).items():
+        if eqx.is_inexact_array_like(leaf) and not np.all(np.isfinite(leaf)):
+            return path, leaf, ~np.isfinite(leaf)
+    return None
+
+
+def _remedy(state: PyTree, where: np.ndarray) -> str:
+    for path, leaf in named_leaves(state, "state").items():
+        moment = path.startswith("state.opt_state") and eqx.is_inexact_array_like(leaf)
+        if moment and np.shape(leaf) == where.shape and np.any(where & (leaf == 0)):
+            return ZERO_MOMENT.format(leaf=path)
+    return ZERO_ROOT
+
+
+def _is_finite(tree: PyTree) -> jax.Array:
+    floats = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
+
+
+@eqx.filter_jit
+def _march(problem: Problem, hparams: PyTree, direction: PyTree) -> tuple[Any, PyTree, PyTree]:
+    """Return (t, s_t, Z_t direction) at the first t where one is not finite, else at T."""
+    system = problem.system(hparams)
+    directions = jax.tree.map(lambda leaf: leaf[None], direction)
+
+    def proceed(carry):
+        t, s, z = carry
+        return (t < system.steps) & _is_finite((s, z))
+
+    def step(carry):
+        t, s, z = carry
+        x = jax.tree.map(lambda leaf: leaf[t], system.xs)
+        phi = lambda s, h: system.step(s, h, x)  # noqa: E731
+        return t + 1, *pushforward(phi, (s, hparams), (z, directions))
+
+    s, z = pushforward(system.initial, (hparams,), (directions,))
+    t, s, z = lax.while_loop(proceed, step, (0, s, z))
+    return t, system.restore(s), jax.tree.map(lambda leaf: leaf[0], system.restore(z))
+
+
+@eqx.filter_jit
+def _march_back(problem: Problem, hparams: PyTree) -> tuple[Any, PyTree]:
+    """Return (t, alpha_t) at the last t where alpha_t is not finite, else at 0."""
+    system = problem.system(hparams)
+    s_0 = system.initial(hparams)
+    s_T, states = lax.scan(
+        lambda s, x: (system.step(s, hparams, x), s), s_0, system.xs, length=system.steps
+    )
+    _, alpha, _ = error_gradients(system, s_T, hparams)
+
+    def proceed(carry):
+        t, alpha = carry
+        return (t > 0) & _is_finite(alpha)
+
+    def step(carry):
+        t, alpha = carry
+        s, x = jax.tree.map(lambda leaf: leaf[t - 1], (states, system.xs))
+        _, pull = eqx.filter_vjp(lambda s: system.step(s, hparams, x), s)
+        return t - 1, *pull_rows(pull, alpha)
+
+    t, alpha = lax.while_loop(proceed, step, (jnp.array(system.steps), alpha))
+    return t, system.restore(jax.tree.map(lambda leaf: leaf.sum(0), alpha))

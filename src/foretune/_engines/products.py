@@ -1,0 +1,57 @@
+"""Products with Jacobians that more than one engine needs."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from .._problem import System
+
+
+def pushforward(f: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> tuple:
+    """Return f(*primals), computed once, and its derivative along each entry of `tangents`.
+
+    Only floating-point leaves have tangents; `tangents` has None for the others.
+    """
+    moving, fixed = eqx.partition(primals, eqx.is_inexact_array)
+
+    def split(moving):
+        return eqx.partition(f(*eqx.combine(moving, fixed)), eqx.is_inexact_array)
+
+    def column(tangent):
+        out, d_out, rest = jax.jvp(split, (moving,), (tangent,), has_aux=True)
+        return eqx.combine(out, rest), d_out
+
+    return jax.vmap(column, out_axes=(None, 0))(tangents)
+
+
+def pull_rows(pull: Callable[..., PyTree], rows: PyTree[Float[Array, "K ..."]]) -> PyTree:
+    """Return the transposed product of each of K rows; a single row needs no batch axis."""
+    if jax.tree.leaves(rows)[0].shape[0] > 1:
+        return jax.vmap(pull)(rows)
+    product = pull(jax.tree.map(lambda row: row[0], rows))
+    return jax.tree.map(lambda leaf: leaf[None], product)
+
+
+def error_gradients(
+    system: System, s_T: PyTree, hparams: PyTree
+) -> tuple[tuple[Float[Array, ""], ...], PyTree, PyTree]:
+    """Return E(s_T, lambda), dE/ds and dE/dlambda, the last two with a leading axis of K errors."""
+    errors, pull = eqx.filter_vjp(system.errors, s_T, hparams)
+    K = len(errors)
+    ones = tuple(jnp.eye(K, dtype=E.dtype)[k] for k, E in enumerate(errors))
+    alpha, explicit = pull_rows(pull, ones)
+    return errors, alpha, explicit
+
+
+def inner_products(rows: PyTree, columns: PyTree) -> Float[Array, "K c"]:
+    """Return the matrix of inner products of K rows and c columns, at full precision."""
+
+    def leaf(row, column):
+        row, column = row.reshape(row.shape[0], -1), column.reshape(column.shape[0], -1)
+        return jnp.matmul(row, column.T, precision=lax.Precision.HIGHEST)
+
+    return sum(jax.tree.leaves(jax.tree.map(leaf, rows, columns)))

@@ -1,0 +1,334 @@
+"""Problems: f(lambda) = E(s_T(lambda)), a dynamics with its data, its start and its error.
+
+A `Problem` holds what the user gives. `Problem.system` turns it into a `System`: the same thing
+as pure functions of array-only states, which is all that an engine knows. An error averaged
+over the whole trajectory is a system too, with one more state variable that accumulates it, so
+no engine has a case for it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
+
+from ._validate import (
+    as_arrays,
+    check_dynamics,
+    check_leading_axis,
+    check_objective,
+    check_steps,
+    validated,
+)
+
+
+class Minibatches(eqx.Module):
+    """T minibatches as indices into data that lies on the device once.
+
+    Step t sees `data` with its leading axis indexed by `indices[t]`; the gather happens inside the
+    training loop, so memory is the data's own, whatever T is.
+
+    Args:
+        data: a pytree of arrays that share their leading axis, the examples.
+        indices: integers of shape (T, batch size), or (T, ...) in general.
+
+    >>> import foretune as ft, jax, jax.numpy as jnp
+    >>> batches = ft.Minibatches(jnp.arange(10.0), jnp.array([[0, 1], [8, 9], [4, 4]]))
+    >>> batches.steps
+    3
+    >>> batches.batch(batches.xs[1])
+    Array([8., 9.], dtype=float32)
+    """
+
+    data: PyTree[Array]
+    indices: Int[Array, "T ..."]
+
+    def __init__(self, data: PyTree, indices: Any):
+        self.data, self.indices = as_arrays(data), as_arrays(indices)
+        n = check_leading_axis(self.data, "Minibatches' data")
+        if not (eqx.is_array(self.indices) and jnp.issubdtype(self.indices.dtype, jnp.integer)):
+            raise TypeError(f"Minibatches' indices must be an integer array, got {indices!r:.200}.")
+        if self.indices.ndim == 0:
+            raise ValueError("Minibatches' indices need a leading axis of T steps, got a scalar.")
+        check_steps(self.indices.shape[0], "Minibatches' indices have leading axis 0")
+        if self.indices.size == 0:
+            raise ValueError(
+                f"Minibatches' batches are empty: the indices have shape {self.indices.shape}."
+            )
+        if not isinstance(self.indices, jax.core.Tracer):
+            low, high = int(self.indices.min()), int(self.indices.max())
+            if low < 0 or high >= n:
+                raise ValueError(
+                    f"Minibatches' indices run from {low} to {high}, but the data has {n} examples "
+                    f"(0 to {n - 1}). JAX would clamp them silently."
+                )
+
+    @classmethod
+    def shuffled(
+        cls,
+        data: PyTree,
+        *,
+        batch_size: int,
+        steps: int,
+        key: Key[Array, ""] | UInt32[Array, "..."],
+    ) -> "Minibatches":
+        """Draw `steps` minibatches by reshuffling the examples at each epoch.
+
+        >>> import foretune as ft, jax, jax.numpy as jnp
+        >>> data = {"x": jnp.ones((100, 3)), "y": jnp.zeros(100)}
+        >>> ft.Minibatches.shuffled(data, batch_size=20, steps=12, key=jax.random.key(0)).indices.shape
+        (12, 20)
+        """
+        n = check_leading_axis(as_arrays(data), "Minibatches' data")
+        check_steps(steps, f"steps={steps}")
+        if not 1 <= batch_size <= n:
+            raise ValueError(f"batch_size={batch_size} must lie between 1 and the {n} examples.")
+        per_epoch = n // batch_size
+        keys = jax.random.split(key, -(-steps // per_epoch))
+        order = jax.vmap(lambda k: jax.random.permutation(k, n))(keys)
+        indices = order[:, : per_epoch * batch_size].reshape(-1, batch_size)
+        return cls(data, indices[:steps])
+
+    @property
+    def steps(self) -> int:
+        """T, the number of steps."""
+        return self.indices.shape[0]
+
+    @property
+    def xs(self) -> Int[Array, "T ..."]:
+        """What the training loop scans over."""
+        return self.indices
+
+    def batch(self, x: Int[Array, "..."]) -> PyTree[Array]:
+        """Return the minibatch of one entry of `xs`."""
+        return jax.tree.map(lambda leaf: leaf[x], self.data)
+
+
+class FullBatch(eqx.Module):
+    """The same data at each of T steps: full-batch descent.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> ft.FullBatch({"x": jnp.ones((5, 2))}, steps=100).steps
+    100
+    """
+
+    data: PyTree[Array]
+    steps: int = eqx.field(static=True)
+
+    def __init__(self, data: PyTree, steps: int):
+        check_steps(steps, f"FullBatch's steps={steps}")
+        self.data, self.steps = as_arrays(data), steps
+
+    @property
+    def xs(self) -> None:
+        """Nothing: every step sees the same data."""
+        return None
+
+    def batch(self, x: None) -> PyTree[Array]:
+        """Return the data."""
+        return self.data
+
+
+class _Stacked(eqx.Module):
+    """A pytree of arrays with leading axis T, one entry a step."""
+
+    xs: PyTree[Array]
+
+    def __init__(self, xs: PyTree):
+        self.xs = as_arrays(xs)
+        check_steps(
+            check_leading_axis(self.xs, "batches", "T, one entry per step"),
+            "the batches have leading axis 0",
+        )
+
+    @property
+    def steps(self) -> int:
+        return jax.tree.leaves(self.xs)[0].shape[0]
+
+    def batch(self, x: PyTree[Array]) -> PyTree[Array]:
+        return x
+
+
+class System(NamedTuple):
+    """A problem as the engines see it: pure functions of an array-only state s."""
+
+    initial: Callable[[PyTree], PyTree]  # lambda -> s_0
+    step: Callable[[PyTree, PyTree, PyTree], PyTree]  # Phi: s_{t-1}, lambda, x_t -> s_t
+    errors: Callable[[PyTree, PyTree], tuple[Float[Array, ""], ...]]  # s_T, lambda -> K errors
+    xs: PyTree[Array]  # x_1 .. x_T
+    steps: int  # T
+    restore: Callable[[PyTree], PyTree]  # s -> the user's state
+
+    def run(self, hparams: PyTree) -> PyTree:
+        """Return s_T: plain training."""
+        s_0 = self.initial(hparams)
+        s_T, _ = lax.scan(
+            lambda s, x: (self.step(s, hparams, x), None), s_0, self.xs, length=self.steps
+        )
+        return s_T
+
+
+class Problem(eqx.Module):
+    """The response f(lambda) = E(s_T(lambda), lambda) of a training procedure.
+
+    Args:
+        dynamics: `Training`, or any object with `init(params, hparams)` and
+            `step(state, hparams, batch)`.
+        objective: the error `E(state, hparams, validation) -> scalar`, or a dict from top-level
+            hyperparameter names to such functions, so that each hyperparameter follows its own
+            error. The direct dependence of E on the hyperparameters counts.
+        init: the initial parameters, or a function of the hyperparameters that returns them.
+        batches: a pytree of arrays with leading axis T, `Minibatches` or `FullBatch`.
+        validation: what the objective gets as its third argument.
+        trajectory: average E over s_1 .. s_T instead of taking it at s_T.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> problem = ft.Problem(
+    ...     dynamics=ft.Training(
+    ...         lambda w, h, batch: jnp.sum((w - batch) ** 2) + h["decay"] * jnp.sum(w**2),
+    ...         optimizer=optax.sgd(0.1)),
+    ...     objective=lambda state, h, target: jnp.sum((state.params - target) ** 2),
+    ...     init=jnp.zeros(2),
+    ...     batches=ft.FullBatch(jnp.array([1.0, 3.0]), steps=50),
+    ...     validation=jnp.array([0.8, 2.4]))
+    >>> value, state = problem.response({"decay": jnp.array(0.25)})
+    >>> state.params.round(3)
+    Array([0.8, 2.4], dtype=float32)
+    """
+
+    dynamics: Any
+    objective: Callable[..., Any] | dict[str, Callable[..., Any]]
+    init: PyTree
+    batches: Minibatches | FullBatch | _Stacked
+    validation: PyTree
+    trajectory: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        dynamics: Any,
+        objective: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+        init: PyTree,
+        batches: PyTree,
+        validation: PyTree = None,
+        *,
+        trajectory: bool = False,
+    ):
+        check_dynamics(dynamics)
+        check_objective(objective)
+        self.dynamics = dynamics if _hashable(dynamics) else _ByIdentity(dynamics)
+        self.objective = dict(objective) if isinstance(objective, Mapping) else objective
+        self.init = as_arrays(init)
+        known = isinstance(batches, Minibatches | FullBatch)
+        self.batches = batches if known else _Stacked(batches)
+        self.validation = as_arrays(validation)
+        self.trajectory = trajectory
+
+    @property
+    def steps(self) -> int:
+        """T, the number of steps."""
+        return self.batches.steps
+
+    def response(self, hparams: PyTree) -> tuple[PyTree[Float[Array, ""]], PyTree]:
+        """Return `(value, final state)`: one training run and its error, with no gradient."""
+        return _response(self, validated(self, hparams))
+
+    def start(self, hparams: PyTree) -> PyTree:
+        """Return the user's s_0."""
+        # An Equinox model is callable as well, but holds arrays: it is a start, not a function.
+        is_function = callable(self.init) and not any(map(eqx.is_array, jax.tree.leaves(self.init)))
+        return self.dynamics.init(self.init(hparams) if is_function else self.init, hparams)
+
+    def objectives(self) -> dict[str | None, Callable[..., Any]]:
+        """Return the objectives by hyperparameter name; a single one has the name None."""
+        return self.objective if isinstance(self.objective, dict) else {None: self.objective}
+
+    def rows(self) -> dict[str | None, int]:
+        """Return, by hyperparameter name, the entry of `System.errors` that it follows."""
+        functions = list(dict.fromkeys(self.objectives().values()))
+        return {name: functions.index(f) for name, f in self.objectives().items()}
+
+    def system(self, hparams: PyTree) -> System:
+        """Return the problem as functions of array-only states (call it inside a trace)."""
+        s_0 = eqx.filter_eval_shape(self.start, hparams)
+        is_array = jax.tree.map(lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct), s_0)
+        static = eqx.filter(s_0, is_array, inverse=True)
+        functions = list(dict.fromkeys(self.objectives().values()))
+
+        def E(arrays, hparams):
+            state = eqx.combine(arrays, static)
+            return tuple(f(state, hparams, self.validation) for f in functions)
+
+        def initial(hparams):
+            return eqx.filter(self.start(hparams), is_array)
+
+        def step(arrays, hparams, x):
+            state = eqx.combine(arrays, static)
+            return eqx.filter(self.dynamics.step(state, hparams, self.batches.batch(x)), is_array)
+
+        def restore(arrays):
+            return eqx.combine(arrays, static)
+
+        plain = System(initial, step, E, self.batches.xs, self.steps, restore)
+        return _averaged(plain, hparams) if self.trajectory else plain
+
+    def value(self, errors: tuple[Float[Array, ""], ...]) -> PyTree[Float[Array, ""]]:
+        """Return the error, or the dict of errors by hyperparameter name."""
+        values = {name: errors[k] for name, k in self.rows().items()}
+        return values.get(None, values)
+
+    def gradient(self, rows: PyTree[Float[Array, "K ..."]]) -> PyTree[Float[Array, "..."]]:
+        """Return, from the gradients of all K errors, each hyperparameter's own."""
+        if not isinstance(self.objective, dict):
+            return jax.tree.map(lambda row: row[0], rows)
+        return {
+            name: jax.tree.map(lambda row, k=k: row[k], rows[name])
+            for name, k in self.rows().items()
+        }
+
+
+def _averaged(system: System, hparams: PyTree) -> System:
+    """The system whose error is the mean of E(s_t) over t: one more state, the running mean."""
+    shapes = jax.eval_shape(lambda h: system.errors(system.initial(h), h), hparams)
+
+    def initial(hparams):
+        return system.initial(hparams), tuple(jnp.zeros((), E.dtype) for E in shapes)
+
+    def step(state, hparams, x):
+        s, mean = state
+        s = system.step(s, hparams, x)
+        return s, tuple(
+            m + E / system.steps for m, E in zip(mean, system.errors(s, hparams), strict=True)
+        )
+
+    def errors(state, hparams):
+        return state[1]
+
+    return System(
+        initial, step, errors, system.xs, system.steps, lambda state: system.restore(state[0])
+    )
+
+
+@eqx.filter_jit
+def _response(problem: Problem, hparams: PyTree):
+    system = problem.system(hparams)
+    s_T = system.run(hparams)
+    return problem.value(system.errors(s_T, hparams)), system.restore(s_T)
+
+
+def _hashable(obj: Any) -> bool:
+    leaves = jax.tree.leaves(obj)
+    try:
+        hash(tuple(leaf for leaf in leaves if not eqx.is_array(leaf)))
+    except TypeError:
+        return False
+    return True
+
+
+class _ByIdentity:
+    """An object that cannot be hashed (a dataclass, say), told apart by identity for the cache."""
+
+    def __init__(self, wrapped: Any):
+        self.init, self.step = wrapped.init, wrapped.step
