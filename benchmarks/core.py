@@ -13,6 +13,7 @@ rounds of the ratio within a round, so that a slow spell of the machine touches 
 """
 
 import argparse
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +25,14 @@ from jax import lax
 
 import foretune as ft
 
+Programs = dict[str, Callable[[], Any]]
+
 
 def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
-def softmax_reverse(T: int = 200, n: int = 5000) -> dict[str, Callable[[], Any]]:
+def softmax_reverse(T: int = 200, n: int = 5000) -> Programs:
     """Problem (a) as three programs."""
     kx, ky, kv = jax.random.split(jax.random.key(0), 3)
     X, y = jax.random.normal(kx, (n, 784)) / 28, jax.random.randint(ky, (n,), 0, 10)
@@ -84,7 +87,7 @@ def softmax_reverse(T: int = 200, n: int = 5000) -> dict[str, Callable[[], Any]]
     }
 
 
-def network_forward(m: int, T: int = 300, n: int = 5000) -> dict[str, Callable[[], Any]]:
+def network_forward(m: int, T: int = 300, n: int = 5000) -> Programs:
     """Problem (b) with m hyperparameters as three programs: 1 rate, or blocks of a schedule."""
     keys = jax.random.split(jax.random.key(0), 7)
     X, y = jax.random.normal(keys[0], (n, 784)), jax.random.randint(keys[1], (n,), 0, 10)
@@ -166,10 +169,12 @@ def main() -> None:
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
 
-    cases = {"reverse softmax 5000x784, T=200, m=5000": (softmax_reverse, 4.0)}
+    cases: dict[str, tuple[Callable[[], Programs], float]] = {
+        "reverse softmax 5000x784, T=200, m=5000": (softmax_reverse, 4.0)
+    }
     for m in (1, 3, 8):
         name = f"forward network 784-200-200-10, T=300, m={m}"
-        cases[name] = (lambda m=m: network_forward(m), 1.0 + 2 * m)
+        cases[name] = (functools.partial(network_forward, m), 1.0 + 2 * m)
     results: dict[str, dict[str, Timing | float]] = {}
     print(f"{'':<45} {'plain s':>8} {'ours s':>8} {'ours/by hand':>13} {'ours/plain':>11} target")
     for name, (make, target) in cases.items():
@@ -181,11 +186,9 @@ def main() -> None:
             "target foretune / by hand": 1.05,
             "target foretune / plain": target,
         }
-        print(
-            f"{name:<45} {seconds['plain']:>8.4f} {seconds['foretune']:>8.4f} "
-            f"{ratio('foretune', 'by hand'):>13.3f} {ratio('foretune', 'plain'):>11.2f} <= {target:g}",
-            flush=True,
-        )
+        times = f"{seconds['plain']:>8.4f} {seconds['foretune']:>8.4f}"
+        ratios = f"{ratio('foretune', 'by hand'):>13.3f} {ratio('foretune', 'plain'):>11.2f}"
+        print(f"{name:<45} {times} {ratios} <= {target:g}", flush=True)
     if arguments.out:
         record(arguments.out, results)
 

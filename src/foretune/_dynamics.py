@@ -107,7 +107,9 @@ class Training(eqx.Module):
             params = eqx.combine(weights, fixed)
             key = {} if self.key is None else {"key": jax.random.fold_in(self.key, state.step)}
             if self.has_state:
-                return self.loss(params, hparams, batch, state.model_state, **key)
+                # Rebuilt here: Flax's variables may only change in the trace that made them.
+                model_state = jax.tree.map(lambda leaf: leaf, state.model_state)
+                return self.loss(params, hparams, batch, model_state, **key)
             return self.loss(params, hparams, batch, **key), None
 
         (value, model_state), grads = jax.value_and_grad(objective, has_aux=True)(weights)

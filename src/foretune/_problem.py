@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
 from ._validate import (
@@ -58,7 +59,7 @@ class Minibatches(eqx.Module):
             raise ValueError(
                 f"Minibatches' batches are empty: the indices have shape {self.indices.shape}."
             )
-        if not isinstance(self.indices, jax.core.Tracer):
+        if not isinstance(self.indices, Tracer):
             low, high = int(self.indices.min()), int(self.indices.max())
             if low < 0 or high >= n:
                 raise ValueError(
@@ -79,7 +80,8 @@ class Minibatches(eqx.Module):
 
         >>> import foretune as ft, jax, jax.numpy as jnp
         >>> data = {"x": jnp.ones((100, 3)), "y": jnp.zeros(100)}
-        >>> ft.Minibatches.shuffled(data, batch_size=20, steps=12, key=jax.random.key(0)).indices.shape
+        >>> key = jax.random.key(0)
+        >>> ft.Minibatches.shuffled(data, batch_size=20, steps=12, key=key).indices.shape
         (12, 20)
         """
         n = check_leading_axis(as_arrays(data), "Minibatches' data")
@@ -242,13 +244,22 @@ class Problem(eqx.Module):
         return self.dynamics.init(self.init(hparams) if is_function else self.init, hparams)
 
     def objectives(self) -> dict[str | None, Callable[..., Any]]:
-        """Return the objectives by hyperparameter name; a single one has the name None."""
-        return self.objective if isinstance(self.objective, dict) else {None: self.objective}
+        """Return the objectives by hyperparameter name, sorted; a single one has the name None."""
+        if not isinstance(self.objective, dict):
+            return {None: self.objective}
+        return {name: self.objective[name] for name in sorted(self.objective)}
 
     def rows(self) -> dict[str | None, int]:
         """Return, by hyperparameter name, the entry of `System.errors` that it follows."""
         functions = list(dict.fromkeys(self.objectives().values()))
         return {name: functions.index(f) for name, f in self.objectives().items()}
+
+    def owners(self, hparams: PyTree) -> list[str | None]:
+        """Return, for each leaf of the hyperparameters, the name of the objective it follows."""
+        paths, _ = jax.tree_util.tree_flatten_with_path(hparams)
+        if not isinstance(self.objective, dict):
+            return [None] * len(paths)
+        return [path[0].key for path, _ in paths]
 
     def system(self, hparams: PyTree) -> System:
         """Return the problem as functions of array-only states (call it inside a trace)."""

@@ -22,7 +22,7 @@ def as_arrays(tree: PyTree) -> PyTree:
     def convert(leaf):
         if isinstance(leaf, np.ndarray | np.generic):
             return jnp.asarray(leaf)
-        if isinstance(leaf, jax.Array) and leaf.weak_type:
+        if getattr(leaf, "weak_type", False):
             return jax.lax.convert_element_type(leaf, leaf.dtype)
         return leaf
 
@@ -206,8 +206,8 @@ def _check_scalar(value: Any, name: str) -> None:
         )
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(
-            f"the {name} must return a floating-point scalar, it returned {describe(value)}. A count "
-            "of errors has no gradient: use a smooth loss."
+            f"the {name} must return a floating-point scalar, it returned {describe(value)}. A "
+            "count of errors has no gradient: use a smooth loss."
         )
 
 
@@ -231,23 +231,17 @@ def _check_dependence(problem: Any, hparams: PyTree) -> None:
             raise
         jaxpr = jax.make_jaxpr(errors)(arrays, hparams).jaxpr
 
-    rows = problem.rows()
-    if None in rows:
-        owners = jax.tree.map(lambda _: rows[None], hparams)
-    else:
-        owners = {name: jax.tree.map(lambda _, k=k: k, hparams[name]) for name, k in rows.items()}
+    rows, paths = problem.rows(), list(named_leaves(hparams, "hparams"))
     unused = []
-    for k in sorted(set(rows.values())):
-        wanted = [output == k for output in range(len(jaxpr.outvars))]
+    for path, owner, i in zip(paths, problem.owners(hparams), range(-len(paths), 0), strict=True):
+        wanted = [k == rows[owner] for k in range(len(jaxpr.outvars))]
         _, used = partial_eval.dce_jaxpr(jaxpr, wanted)
-        # The direction (or the hyperparameters) are the last inputs.
-        leaves = named_leaves(owners, "hparams")
-        flags = used[-len(leaves) :]
-        unused += [p for (p, row), u in zip(leaves.items(), flags, strict=True) if row == k and not u]
+        if not used[i]:  # the direction (or the hyperparameters) are the last inputs
+            unused.append(path)
     if unused:
         raise ValueError(
-            f"the response does not depend on {', '.join(sorted(unused))}: the hypergradient there "
-            "would be 0 whatever its value. Use it in the loss, the optimizer, the initial state or "
-            "the objective (not only under `stop_gradient`, an integer cast or a comparison), or "
-            "take it out of hparams."
+            f"the response does not depend on {', '.join(unused)}: the hypergradient there "
+            "would be 0 whatever its value. Use it in the loss, the optimizer, the initial state "
+            "or the objective (not only under `stop_gradient`, an integer cast or a comparison), "
+            "or take it out of hparams."
         )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import equinox as eqx
 import jax
+from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .._problem import Problem, System
@@ -55,7 +56,7 @@ class AbstractEngine(eqx.Module):
         """Return the error at `hparams`, its gradient and the final state."""
         hparams = validated(problem, hparams)
         result = _compute(self, problem, hparams)
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(result))
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(result))
         if traced and self.check_finite:
             return guard_finite(result)
         if not traced and self.check_finite is not False:
@@ -64,7 +65,8 @@ class AbstractEngine(eqx.Module):
 
     def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:
         """Return the program that a call runs, for its memory and cost analysis."""
-        return _compute.lower(self, problem, validated(problem, hparams)).lowered
+        lower = _compute.lower  # pyright: ignore[reportFunctionMemberAccess]
+        return lower(self, problem, validated(problem, hparams)).lowered
 
 
 @eqx.filter_jit

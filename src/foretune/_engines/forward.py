@@ -13,7 +13,6 @@ is; with `chunk=c`, c + 1 states and ceil(m / c) passes over the training.
 Reference: Franceschi et al., ICML 2017, Algorithm 2.
 """
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -57,18 +56,21 @@ class Forward(AbstractEngine):
         m = flat.size
         c = min(self.chunk or m, m)
 
-        def columns(_, start):
+        def columns(start):
+            """Return the errors and s_T, and columns start .. start + c of grad E Z."""
             directions = jax.nn.one_hot(start + jnp.arange(c), m, dtype=flat.dtype)
             errors, rows, s_T = directional(system, hparams, jax.vmap(unravel)(directions))
             return (errors, s_T), rows
 
-        carry = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-            eqx.filter_eval_shape(lambda: columns(None, 0)[0]),
-        )
-        (errors, s_T), rows = lax.scan(columns, carry, jnp.arange(0, m, c))
-        rows = jnp.moveaxis(rows, 0, 1).reshape(len(errors), -1)[:, :m]
-        return Solution(errors, jax.vmap(unravel)(rows), s_T)
+        (errors, s_T), rows = columns(0)
+        if c < m:  # the same errors and s_T again, more columns
+            _, more = lax.scan(
+                lambda _, start: (None, columns(start)[1]), None, jnp.arange(c, m, c)
+            )
+            rows = jnp.concatenate(
+                [rows, jnp.moveaxis(more, 0, 1).reshape(len(errors), -1)], axis=1
+            )
+        return Solution(errors, jax.vmap(unravel)(rows[:, :m]), s_T)
 
 
 def directional(

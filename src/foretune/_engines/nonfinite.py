@@ -19,16 +19,18 @@ from .._validate import describe, named_leaves
 from .products import error_gradients, pull_rows, pushforward
 
 ZERO_MOMENT = (
-    "At these entries {leaf} is exactly 0: the gradient of the loss has been exactly 0 there, and "
-    "the square root in the optimizer has no derivative at 0. Give the optimizer a term under the "
-    "root, for instance `optax.adam(..., eps_root=1e-8)` (adamw, nadam, adabelief, radam and lamb "
-    "take it too)."
+    "There, {leaves} hold exact zeros: the gradient of the loss has been exactly 0, and the square "
+    "root in the optimizer has no derivative at 0. Give the optimizer a term under the root, for "
+    "instance `optax.adam(..., eps_root=1e-8)` (adamw, nadam, radam and lamb take it too)."
 )
 ZERO_ROOT = (
-    "An operation of this step has no finite derivative at its argument. Typical are sqrt, a norm "
-    "or a log at exactly 0, also in the branch that `jnp.where` does not take; "
-    "`optax.clip_by_global_norm` and the Adam family (remedy: `eps_root=1e-8`) where a gradient is "
-    "exactly 0; and overflow."
+    "An operation has no finite derivative at its argument. Typical are sqrt, a norm or a log at "
+    "exactly 0, also in the branch that `jnp.where` does not take; `optax.clip_by_global_norm` and "
+    "the Adam family (remedy: `eps_root=1e-8`) where a gradient is exactly 0."
+)
+UNSTABLE = (
+    "It had grown to {peak:.1e} the step before: the training is unstable at these hyperparameters "
+    "(lower the learning rate, or take fewer steps)."
 )
 
 
@@ -42,8 +44,7 @@ def check_finite(problem: Problem, hparams: PyTree, result: Any) -> None:
     flags = jax.device_get(_all_finite((value, grad)))
     if all(jax.tree.leaves(flags)):
         return
-    fine_value, fine_grad = flags
-    bad = [name for name, fine in named_leaves(fine_value, "value").items() if not fine]
+    bad = [name for name, fine in named_leaves(flags[0], "value").items() if not fine]
     for name, leaf in named_leaves(grad, "hparams").items():
         wrong = int(jnp.sum(~jnp.isfinite(leaf)))
         if wrong:
@@ -76,28 +77,33 @@ def _all_finite(tree: PyTree) -> PyTree:
 
 def _explain(problem: Problem, hparams: PyTree, direction: PyTree) -> str:
     T = problem.steps
-    t, state, derivative = jax.device_get(_march(problem, hparams, direction))
+    still = jax.tree.map(jnp.zeros_like, direction)
+    t, state, *_ = jax.device_get(_march(problem, hparams, still))
     if found := _first(state, "state"):
         name, leaf, _ = found
         return (
             f"First at step {t} of {T}, in the training itself: {name} ({describe(leaf)}) is not "
             "finite. The iteration diverges (try a smaller learning rate) or the loss does."
         )
+    t, state, derivative, peak = jax.device_get(_march(problem, hparams, direction))
     if found := _first(derivative, "state"):
         name, leaf, where = found
         return (
             f"First at step {t} of {T}: the derivative of {name} ({describe(leaf)}) is not finite "
-            f"at {where.sum()} entries, while the state is. {_remedy(state, where)}"
+            f"in {where.sum()} of {where.size} entries, while the state is. "
+            + _remedy(state, where, peak)
         )
     t, alpha = jax.device_get(_march_back(problem, hparams))
     if found := _first(alpha, "state"):
         name, leaf, where = found
-        place = f"at step {t + 1} of {T}, going back" if t < T else "in the gradient of the objective"
+        place = (
+            f"at step {t + 1} of {T}, going back" if t < T else "in the gradient of the objective"
+        )
         return (
             f"The training and its forward derivative are finite; the adjoint of {name} "
-            f"({describe(leaf)}) is not, first {place}. {_remedy(state, where)}"
+            f"({describe(leaf)}) is not, first {place}. {_remedy(state, where, 0.0)}"
         )
-    return "The states and their derivatives are finite: the fault lies in the objective itself."
+    return f"The states and their derivatives are finite: it begins in the objective. {ZERO_ROOT}"
 
 
 def _first(tree: PyTree, name: str) -> tuple[str, np.ndarray, np.ndarray] | None:
@@ -108,12 +114,18 @@ def _first(tree: PyTree, name: str) -> tuple[str, np.ndarray, np.ndarray] | None
     return None
 
 
-def _remedy(state: PyTree, where: np.ndarray) -> str:
-    for path, leaf in named_leaves(state, "state").items():
-        moment = path.startswith("state.opt_state") and eqx.is_inexact_array_like(leaf)
-        if moment and np.shape(leaf) == where.shape and np.any(where & (leaf == 0)):
-            return ZERO_MOMENT.format(leaf=path)
-    return ZERO_ROOT
+def _remedy(state: PyTree, where: np.ndarray, peak: float) -> str:
+    if peak > float(jnp.finfo(jnp.float32).max) ** 0.5:
+        return UNSTABLE.format(peak=peak)
+    moments = [
+        path
+        for path, leaf in named_leaves(state, "state").items()
+        if path.startswith("state.opt_state")
+        and eqx.is_inexact_array_like(leaf)
+        and np.shape(leaf) == where.shape
+        and np.any(where & (leaf == 0))
+    ]
+    return ZERO_MOMENT.format(leaves=" and ".join(moments)) if moments else ZERO_ROOT
 
 
 def _is_finite(tree: PyTree) -> jax.Array:
@@ -122,24 +134,30 @@ def _is_finite(tree: PyTree) -> jax.Array:
 
 
 @eqx.filter_jit
-def _march(problem: Problem, hparams: PyTree, direction: PyTree) -> tuple[Any, PyTree, PyTree]:
-    """Return (t, s_t, Z_t direction) at the first t where one is not finite, else at T."""
+def _march(problem: Problem, hparams: PyTree, direction: PyTree) -> tuple[Any, PyTree, PyTree, Any]:
+    """Return t, s_t, z_t = Z_t direction, max |z_{t-1}| at the first t not finite, else at T."""
     system = problem.system(hparams)
     directions = jax.tree.map(lambda leaf: leaf[None], direction)
 
     def proceed(carry):
-        t, s, z = carry
+        t, s, z, _ = carry
         return (t < system.steps) & _is_finite((s, z))
 
     def step(carry):
-        t, s, z = carry
+        t, s, z, _ = carry
         x = jax.tree.map(lambda leaf: leaf[t], system.xs)
         phi = lambda s, h: system.step(s, h, x)  # noqa: E731
-        return t + 1, *pushforward(phi, (s, hparams), (z, directions))
+        peak = jnp.max(jnp.array([jnp.max(jnp.abs(leaf)) for leaf in jax.tree.leaves(z)]))
+        return t + 1, *pushforward(phi, (s, hparams), (z, directions)), peak.astype(float)
 
     s, z = pushforward(system.initial, (hparams,), (directions,))
-    t, s, z = lax.while_loop(proceed, step, (0, s, z))
-    return t, system.restore(s), jax.tree.map(lambda leaf: leaf[0], system.restore(z))
+    t, s, z, peak = lax.while_loop(proceed, step, (0, s, z, jnp.zeros(())))
+    return (
+        t,
+        system.restore(s),
+        jax.tree.map(lambda leaf: leaf[0], eqx.filter(system.restore(z), eqx.is_array)),
+        peak,
+    )
 
 
 @eqx.filter_jit

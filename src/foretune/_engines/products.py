@@ -1,5 +1,6 @@
 """Products with Jacobians that more than one engine needs."""
 
+import functools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -30,7 +31,7 @@ def pushforward(f: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> 
 
 def pull_rows(pull: Callable[..., PyTree], rows: PyTree[Float[Array, "K ..."]]) -> PyTree:
     """Return the transposed product of each of K rows; a single row needs no batch axis."""
-    if jax.tree.leaves(rows)[0].shape[0] > 1:
+    if any(row.shape[0] > 1 for row in jax.tree.leaves(rows)):
         return jax.vmap(pull)(rows)
     product = pull(jax.tree.map(lambda row: row[0], rows))
     return jax.tree.map(lambda leaf: leaf[None], product)
@@ -54,4 +55,4 @@ def inner_products(rows: PyTree, columns: PyTree) -> Float[Array, "K c"]:
         row, column = row.reshape(row.shape[0], -1), column.reshape(column.shape[0], -1)
         return jnp.matmul(row, column.T, precision=lax.Precision.HIGHEST)
 
-    return sum(jax.tree.leaves(jax.tree.map(leaf, rows, columns)))
+    return functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(leaf, rows, columns)))
