@@ -2,7 +2,7 @@
 
 A third of the training labels are changed at random. Each training example gets a weight in the
 training loss, and the weights are hyperparameters: they descend on the error of a few checked
-examples, by the exact hypergradient of the whole training in reverse mode. Weights that reach 0 mark
+examples, by the exact hypergradient of the whole training in reverse mode. Weights at 0 mark
 the wrong labels (Franceschi et al., ICML 2017, section 5.1).
 
     python examples/digits_cleaning.py [--iterations 150]
@@ -75,7 +75,7 @@ def main() -> None:
     def update(hparams, opt_state, grad):
         updates, opt_state = optimizer.update(grad, opt_state, hparams)
         hparams = optax.apply_updates(hparams, updates)
-        return optax.projections.projection_box(hparams, 0.0, 1.0), opt_state
+        return jax.tree.map(optax.projections.projection_hypercube, hparams), opt_state
 
     for _ in track(range(arguments.iterations), description="tuning 900 weights"):
         value, grad, state = engine(problem, hparams)

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._validate import check_objective, check_steps
 
 from .problems import penalised, regression, squared_error
 
@@ -209,7 +210,6 @@ def test_steps_that_change_the_state(start, change, pattern):
         (lambda: {}, "batches holds no array"),
         (lambda: np.zeros((0, 2)), "leading axis 0.*T must be"),
         (lambda: ft.FullBatch(np.zeros(3), steps=0), "steps=0.*T must be"),
-        (lambda: ft.FullBatch(np.zeros(3), steps=2.5), "steps=2.5.*whole number"),
         (lambda: ft.Minibatches((np.zeros(3), np.zeros(4)), np.zeros((2, 1), int)), "differ"),
         (lambda: ft.Minibatches(np.zeros(3), np.zeros((0, 2), int)), "leading axis 0"),
         (lambda: ft.Minibatches(np.zeros(3), np.zeros((2, 0), int)), "batches are empty"),
@@ -232,10 +232,13 @@ def test_batches(batches, pattern):
 def test_the_parts_of_a_problem():
     with pytest.raises(TypeError, match=r"no method `init\(params, hparams\)`"):
         regression(dynamics=penalised)
+    # Called directly: the tests' own type checker would catch these first.
     with pytest.raises(TypeError, match="must be a function"):
-        regression(objective=3.0)
+        check_objective(3.0)
     with pytest.raises(TypeError, match=r"objective\['lr'\] must be a function"):
-        regression(objective={"lr": 1})
+        check_objective({"lr": 1})
+    with pytest.raises(ValueError, match="steps=2.5: .*whole number"):
+        check_steps(2.5, "steps=2.5")
     with pytest.raises(TypeError, match="non-empty dict"):
         regression(objective={})
     with pytest.raises(ValueError, match="chunk=0 columns"):

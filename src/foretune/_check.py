@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
+from ._arguments import unflatten
 from ._engines.forward import directional
 from ._engines.reverse import Reverse
 from ._problem import Problem
@@ -105,7 +106,8 @@ def check_hypergradient(
     {'agree'}
     """
     check_steps(directions, f"directions={directions}")
-    hparams = validated(problem, hparams)
+    arrays, structure = validated(problem, hparams)
+    problem, hparams = unflatten(structure, arrays)
     eps = _precision(problem, hparams)
     tolerance = 3 * eps**0.5 if tolerance is None else tolerance
     key = jax.random.key(0) if key is None else key

@@ -6,6 +6,7 @@ over the whole trajectory is a system too, with one more state variable that acc
 no engine has a case for it.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
+from ._arguments import Output, Structure, unflatten
 from ._validate import (
     as_arrays,
     check_dynamics,
@@ -235,7 +237,9 @@ class Problem(eqx.Module):
 
     def response(self, hparams: PyTree) -> tuple[PyTree[Float[Array, ""]], PyTree]:
         """Return `(value, final state)`: one training run and its error, with no gradient."""
-        return _response(self, validated(self, hparams))
+        arrays, structure = validated(self, hparams)
+        value, state = _response(structure, arrays)
+        return value, state.tree()
 
     def start(self, hparams: PyTree) -> PyTree:
         """Return the user's s_0."""
@@ -322,11 +326,12 @@ def _averaged(system: System, hparams: PyTree) -> System:
     )
 
 
-@eqx.filter_jit
-def _response(problem: Problem, hparams: PyTree):
+@functools.partial(jax.jit, static_argnums=0)
+def _response(structure: Structure, arrays: list[Array]) -> tuple[PyTree, Output]:
+    problem, hparams = unflatten(structure, arrays)
     system = problem.system(hparams)
     s_T = system.run(hparams)
-    return problem.value(system.errors(s_T, hparams)), system.restore(s_T)
+    return problem.value(system.errors(s_T, hparams)), Output(system.restore(s_T))
 
 
 def _hashable(obj: Any) -> bool:

@@ -15,6 +15,8 @@ import numpy as np
 from jax.interpreters import partial_eval
 from jaxtyping import Array, Float, PyTree
 
+from ._arguments import Structure, flatten, unflatten
+
 
 def as_arrays(tree: PyTree) -> PyTree:
     """Put NumPy arrays on the device, once; drop weak types, which would compile a second time."""
@@ -94,10 +96,11 @@ def check_steps(steps: Any, given: str) -> None:
 def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
     """Return the hyperparameters as arrays, or raise for a leaf that is not a float array."""
     hparams = as_arrays(hparams)
-    leaves = named_leaves(hparams, "hparams")
+    if all(map(_is_hyperparameter, leaves := jax.tree.leaves(hparams))) and leaves:
+        return hparams
     if not leaves:
         raise ValueError("there are no hyperparameters: hparams has no leaf.")
-    for path, leaf in leaves.items():
+    for path, leaf in named_leaves(hparams, "hparams").items():
         if not isinstance(leaf, jax.Array):
             raise TypeError(
                 f"{path} is {describe(leaf)}; hyperparameters are float arrays. Write "
@@ -114,16 +117,17 @@ def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
     return hparams
 
 
-def validated(problem: Any, hparams: PyTree) -> PyTree[Float[Array, "..."]]:
-    """Return the hyperparameters as arrays after every check that needs no arithmetic."""
-    hparams = check_hparams(hparams)
-    leaves, treedef = jax.tree.flatten((problem, hparams))
-    _check_shapes(treedef, tuple(map(_abstract, leaves)))
-    return hparams
+def _is_hyperparameter(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 0
+    )
 
 
-def _abstract(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
+def validated(problem: Any, hparams: PyTree) -> tuple[list[Array], Structure]:
+    """Return `(problem, hparams)`, flattened, after every check that needs no arithmetic."""
+    arrays, structure = flatten((problem, check_hparams(hparams)))
+    _check_shapes(structure, tuple((array.shape, array.dtype) for array in arrays))
+    return arrays, structure
 
 
 def _is_abstract(leaf: Any) -> bool:
@@ -131,8 +135,8 @@ def _is_abstract(leaf: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _check_shapes(treedef: Any, leaves: tuple[Any, ...]) -> None:
-    problem, hparams = jax.tree.unflatten(treedef, leaves)
+def _check_shapes(structure: Structure, shapes: tuple[tuple[Any, Any], ...]) -> None:
+    problem, hparams = unflatten(structure, (jax.ShapeDtypeStruct(*shape) for shape in shapes))
     _check_names(problem, hparams)
     s_0 = eqx.filter_eval_shape(lambda p, h: p.start(h), problem, hparams)
     s_1 = eqx.filter_eval_shape(_first_step, problem, hparams)

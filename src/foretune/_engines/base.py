@@ -6,16 +6,18 @@ same functions reuse the program.
 """
 
 import abc
+import functools
 from typing import NamedTuple
 
 import equinox as eqx
 import jax
 from jax.core import Tracer
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
+from .._arguments import Output, Structure, unflatten
 from .._problem import Problem, System
 from .._validate import validated
-from .nonfinite import check_finite, guard_finite
+from .nonfinite import NonFiniteError, explain, guard_finite, is_finite
 
 
 class Hypergradient(NamedTuple):
@@ -54,23 +56,30 @@ class AbstractEngine(eqx.Module):
 
     def __call__(self, problem: Problem, hparams: PyTree) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
-        hparams = validated(problem, hparams)
-        result = _compute(self, problem, hparams)
-        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(result))
-        if traced and self.check_finite:
-            return guard_finite(result)
-        if not traced and self.check_finite is not False:
-            check_finite(problem, hparams, result)
-        return result
+        arrays, structure = validated(problem, hparams)
+        traced = any(isinstance(array, Tracer) for array in arrays)
+        flagged = self.check_finite is not False and not traced
+        value, grad, state, finite = _compute(self, structure, flagged, arrays)
+        result = Hypergradient(value, grad, state.tree())
+        if flagged and not finite:
+            problem, hparams = unflatten(structure, arrays)
+            raise NonFiniteError(explain(problem, hparams, result))
+        return guard_finite(result) if traced and self.check_finite else result
 
     def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:
         """Return the program that a call runs, for its memory and cost analysis."""
-        lower = _compute.lower  # pyright: ignore[reportFunctionMemberAccess]
-        return lower(self, problem, validated(problem, hparams)).lowered
+        arrays, structure = validated(problem, hparams)
+        return _compute.lower(self, structure, False, arrays)
 
 
-@eqx.filter_jit
-def _compute(engine: AbstractEngine, problem: Problem, hparams: PyTree) -> Hypergradient:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _compute(
+    engine: AbstractEngine, structure: Structure, flagged: bool, arrays: list[Array]
+) -> tuple[PyTree, PyTree, Output, Bool[Array, ""] | None]:
+    """Return value, gradient and s_T, and where `flagged` whether the first two are finite."""
+    problem, hparams = unflatten(structure, arrays)
     system = problem.system(hparams)
     errors, rows, s_T = engine.solve(system, hparams)
-    return Hypergradient(problem.value(errors), problem.gradient(rows), system.restore(s_T))
+    value, grad = problem.value(errors), problem.gradient(rows)
+    finite = is_finite((value, grad)) if flagged else None
+    return value, grad, Output(system.restore(s_T)), finite

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from .._problem import Problem
 from .._validate import describe, named_leaves
@@ -38,19 +38,22 @@ class NonFiniteError(FloatingPointError):
     """A value or a hypergradient is NaN or infinite."""
 
 
-def check_finite(problem: Problem, hparams: PyTree, result: Any) -> None:
-    """Raise `NonFiniteError` with an explanation unless the value and the gradient are finite."""
+def is_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Return whether every floating-point leaf is finite."""
+    floats = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
+
+
+def explain(problem: Problem, hparams: PyTree, result: Any) -> str:
+    """Return the message of `NonFiniteError`: which leaves are not finite, since when and why."""
     value, grad, _ = result
-    flags = jax.device_get(_all_finite((value, grad)))
-    if all(jax.tree.leaves(flags)):
-        return
-    bad = [name for name, fine in named_leaves(flags[0], "value").items() if not fine]
+    bad = [name for name, leaf in named_leaves(value, "value").items() if not np.isfinite(leaf)]
     for name, leaf in named_leaves(grad, "hparams").items():
         wrong = int(jnp.sum(~jnp.isfinite(leaf)))
         if wrong:
             bad.append(f"the gradient of {name} ({wrong} of {leaf.size} entries)")
     direction = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), 0, 1).astype(g.dtype), grad)
-    raise NonFiniteError(f"not finite: {', '.join(bad)}.\n{_explain(problem, hparams, direction)}")
+    return f"not finite: {', '.join(bad)}.\n{_origin(problem, hparams, direction)}"
 
 
 def guard_finite(result: Any) -> Any:
@@ -70,12 +73,7 @@ def guard_finite(result: Any) -> Any:
     )
 
 
-@jax.jit
-def _all_finite(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: jnp.all(jnp.isfinite(leaf)), tree)
-
-
-def _explain(problem: Problem, hparams: PyTree, direction: PyTree) -> str:
+def _origin(problem: Problem, hparams: PyTree, direction: PyTree) -> str:
     T = problem.steps
     still = jax.tree.map(jnp.zeros_like, direction)
     t, state, *_ = jax.device_get(_march(problem, hparams, still))
@@ -86,6 +84,7 @@ def _explain(problem: Problem, hparams: PyTree, direction: PyTree) -> str:
             "finite. The iteration diverges (try a smaller learning rate) or the loss does."
         )
     t, state, derivative, peak = jax.device_get(_march(problem, hparams, direction))
+    peak = float(peak)
     if found := _first(derivative, "state"):
         name, leaf, where = found
         return (
@@ -109,8 +108,9 @@ def _explain(problem: Problem, hparams: PyTree, direction: PyTree) -> str:
 def _first(tree: PyTree, name: str) -> tuple[str, np.ndarray, np.ndarray] | None:
     """Return the first leaf that is not finite: its path, itself, and where."""
     for path, leaf in named_leaves(tree, name).items():
-        if eqx.is_inexact_array_like(leaf) and not np.all(np.isfinite(leaf)):
-            return path, leaf, ~np.isfinite(leaf)
+        where = np.asarray(~np.isfinite(leaf)) if eqx.is_inexact_array_like(leaf) else np.array(0)
+        if where.any():
+            return path, np.asarray(leaf), where
     return None
 
 
@@ -128,11 +128,6 @@ def _remedy(state: PyTree, where: np.ndarray, peak: float) -> str:
     return ZERO_MOMENT.format(leaves=" and ".join(moments)) if moments else ZERO_ROOT
 
 
-def _is_finite(tree: PyTree) -> jax.Array:
-    floats = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
-
-
 @eqx.filter_jit
 def _march(problem: Problem, hparams: PyTree, direction: PyTree) -> tuple[Any, PyTree, PyTree, Any]:
     """Return t, s_t, z_t = Z_t direction, max |z_{t-1}| at the first t not finite, else at T."""
@@ -141,7 +136,7 @@ def _march(problem: Problem, hparams: PyTree, direction: PyTree) -> tuple[Any, P
 
     def proceed(carry):
         t, s, z, _ = carry
-        return (t < system.steps) & _is_finite((s, z))
+        return (t < system.steps) & is_finite((s, z))
 
     def step(carry):
         t, s, z, _ = carry
@@ -172,7 +167,7 @@ def _march_back(problem: Problem, hparams: PyTree) -> tuple[Any, PyTree]:
 
     def proceed(carry):
         t, alpha = carry
-        return (t > 0) & _is_finite(alpha)
+        return (t > 0) & is_finite(alpha)
 
     def step(carry):
         t, alpha = carry

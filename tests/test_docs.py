@@ -1,0 +1,47 @@
+"""The documentation's code runs, and every public name is documented with an example."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import foretune as ft
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("page", ["README.md"])
+def test_code_blocks_run_in_order(page, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert blocks
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), namespace)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in vars(ft) if name[0].isupper() or "check" in name]
+)
+def test_public_names_are_documented(name):
+    public = getattr(ft, name)
+    assert public.__doc__
+    has_arguments = name in {
+        "Training",
+        "Problem",
+        "Minibatches",
+        "FullBatch",
+        "Reverse",
+        "Forward",
+    }
+    assert ">>>" in public.__doc__ or not has_arguments
+
+
+def test_the_digits_example_finds_wrong_labels(capsys, monkeypatch):
+    pytest.importorskip("sklearn")
+    path = ROOT / "examples" / "digits_cleaning.py"
+    monkeypatch.setattr("sys.argv", [str(path), "--iterations", "60", "--steps", "100"])
+    namespace = {"__name__": "__main__"}
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+    found = re.search(r"recall (\d+)%, precision (\d+)%", capsys.readouterr().out)
+    assert int(found[1]) > 50
+    assert int(found[2]) > 80
