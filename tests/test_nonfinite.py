@@ -60,8 +60,30 @@ def _repeated(steps):
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_a_training_that_diverges(engine):
     problem, hparams = regression(steps=200)
-    with pytest.raises(ft.NonFiniteError, match=r"step \d+ of 200, in the training itself: state"):
+    pattern = (
+        r"step \d+ of 200, in the training itself: state.* It had grown to .* smaller learning rate"
+    )
+    with pytest.raises(ft.NonFiniteError, match=pattern):
         engine(problem, hparams | {"lr": jnp.array(50.0)})
+
+
+def test_a_gradient_of_the_loss_that_is_not_finite():
+    """The norm of a vector of zeros: a smaller learning rate would not help."""
+
+    def loss(params, hparams, batch):
+        return penalised(params, hparams, batch) + jnp.sqrt(jnp.sum(params["w"] ** 2))
+
+    problem, hparams = regression(dynamics=ft.Training(loss, lambda h: optax.sgd(h["lr"])))
+    with pytest.raises(ft.NonFiniteError, match=r"step 1 of 10, in the training itself") as error:
+        ft.Forward()(problem, hparams)
+    assert "learning rate" not in str(error.value)
+    assert "a norm or a log at exactly 0" in str(error.value)
+
+
+def test_a_hyperparameter_that_is_not_finite():
+    problem, hparams = regression()
+    with pytest.raises(ft.NonFiniteError, match=r"hparams\['lr'\] itself is not finite"):
+        ft.Reverse()(problem, hparams | {"lr": jnp.array(jnp.nan)})
 
 
 def test_a_derivative_that_explodes():
@@ -100,7 +122,8 @@ def test_a_value_that_is_not_finite():
             "decay": lambda s, h, b: squared_error(s, h, b) + jnp.log(h["decay"] * 0.0),
         }
     )
-    with pytest.raises(ft.NonFiniteError, match=r"not finite: value\['decay'\]"):
+    pattern = r"not finite: value\['decay'\](?s:.*)the objective itself is not, at the last state"
+    with pytest.raises(ft.NonFiniteError, match=pattern):
         ft.Forward()(problem, hparams)
 
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._validate import check_objective, check_steps
+from foretune._validate import check_count, check_objective
 
 from .problems import penalised, regression, squared_error
 
@@ -15,8 +15,11 @@ ENGINES = [ft.Reverse(), ft.Forward()]
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_compiled():
+def nothing_is_compiled(request):
     """Fail where an engine's program was compiled before the error came."""
+    if "unknown_length" in request.node.name:  # it shows that the other engine works
+        yield
+        return
     seen = []
 
     def listen(event, duration, fun_name="", **_):
@@ -134,9 +137,12 @@ def test_a_dict_of_objectives_needs_a_dict_of_hyperparameters():
 @pytest.mark.parametrize(
     ("objective", "pattern"),
     [
-        (lambda s, h, b: s.params["w"], r"one scalar, it returned objective = float32\[3\]"),
-        (lambda s, h, b: {"a": s.params["b"]}, r"objective\['a'\] = float32\[\]"),
-        (lambda s, h, b: None, "it returned nothing"),
+        (
+            lambda s, h, b: s.params["w"],
+            r"one scalar, it returned\n  objective: float32\[3\]\nReduce it",
+        ),
+        (lambda s, h, b: {"a": s.params["b"]}, r"objective\['a'\]: float32\[\]\nReturn one array"),
+        (lambda s, h, b: None, "Is a `return` missing"),
         (lambda s, h, b: jnp.sum(s.params["w"] > 0), "A count of errors has no gradient"),
     ],
 )
@@ -208,10 +214,10 @@ def test_steps_that_change_the_state(start, change, pattern):
         (lambda: {"x": np.zeros((5, 2)), "t": np.float32(1)}, r"batches\['t'\] is float32\[\]"),
         (lambda: {"x": np.zeros((5, 2)), "t": "a"}, r"batches\['t'\] is the str 'a'"),
         (lambda: {}, "batches holds no array"),
-        (lambda: np.zeros((0, 2)), "leading axis 0.*T must be"),
-        (lambda: ft.FullBatch(np.zeros(3), steps=0), "steps=0.*T must be"),
+        (lambda: np.zeros((0, 2)), "leading axis of the batches, T = 0: .*1 or more"),
+        (lambda: ft.FullBatch(np.zeros(3), steps=0), "steps=0: .*1 or more"),
         (lambda: ft.Minibatches((np.zeros(3), np.zeros(4)), np.zeros((2, 1), int)), "differ"),
-        (lambda: ft.Minibatches(np.zeros(3), np.zeros((0, 2), int)), "leading axis 0"),
+        (lambda: ft.Minibatches(np.zeros(3), np.zeros((0, 2), int)), "indices, T = 0"),
         (lambda: ft.Minibatches(np.zeros(3), np.zeros((2, 0), int)), "batches are empty"),
         (lambda: ft.Minibatches(np.zeros(3), np.zeros((2, 1))), "must be an integer array"),
         (lambda: ft.Minibatches(np.zeros(3), np.array([[0, 3]])), "run from 0 to 3.*3 examples"),
@@ -237,11 +243,11 @@ def test_the_parts_of_a_problem():
         check_objective(3.0)
     with pytest.raises(TypeError, match=r"objective\['lr'\] must be a function"):
         check_objective({"lr": 1})
-    with pytest.raises(ValueError, match="steps=2.5: .*whole number"):
-        check_steps(2.5, "steps=2.5")
+    with pytest.raises(ValueError, match=r"steps=2.5: .*whole number"):
+        check_count(2.5, "steps=2.5")
     with pytest.raises(TypeError, match="non-empty dict"):
         regression(objective={})
-    with pytest.raises(ValueError, match="chunk=0 columns"):
+    with pytest.raises(ValueError, match="chunk=0"):
         ft.Forward(chunk=0)
 
 
@@ -249,8 +255,110 @@ def test_training_says_what_it_cannot_train():
     problem, hparams = regression(init={"w": np.zeros(3, int)})
     rejects(ValueError, "nothing to train", problem, hparams)
     problem, hparams = regression(
-        dynamics=ft.Training(penalised, optax.sgd(0.1), has_state=True), init=np.zeros(3)
+        dynamics=ft.Training(lambda p, h, b, s: (p, s), optax.sgd(0.1), has_state=True),
+        init=np.zeros(3),
     )
     rejects(ValueError, r"starts from the pair \(params, model_state\)", problem, hparams)
     problem, hparams = regression(optimizer=lambda h: h["lr"])
     rejects(TypeError, "must be an Optax transformation or a function", problem, hparams)
+
+
+@pytest.mark.parametrize(
+    ("make", "pattern"),
+    [
+        (
+            lambda: ft.Training(lambda p, h: 0.0, optax.sgd(0.1)),
+            r"`loss\(params, hparams, batch\)` is",
+        ),
+        (
+            lambda: ft.Training(lambda p, h, b, s: 0.0, optax.sgd(0.1)),
+            r"takes `\(p, h, b, s\)` \(missing a required argument: 's'\)",
+        ),
+        (
+            lambda: ft.Training(penalised, optax.sgd(0.1), key=jax.random.key(0)),
+            r"`loss\(params, hparams, batch, key=...\)` is how it is called",
+        ),
+        (lambda: ft.Training(penalised, optax.sgd), "Call it, `optax.sgd"),
+        (
+            lambda: regression(objective=lambda s, h: 0.0),
+            r"`objective\(state, hparams, validation\)`",
+        ),
+        (lambda: regression(init=lambda: 0.0), r"`init\(hparams\)` is how it is called"),
+        (lambda: regression(dynamics=Grows), "give an instance, `Grows"),
+        (lambda: regression(batches=[(np.ones(2), np.ones(2))] * 3), "a list of 3 batches. Stack"),
+        (lambda: regression(batches=None), r"FullBatch\(None, steps=T\)"),
+        (lambda: ft.Reverse(*regression()), r"`Reverse\(\)\(problem, hparams\)`"),
+        (lambda: ft.Forward(*regression()), r"`Forward\(\)\(problem, hparams\)`"),
+        (
+            lambda: ft.Reverse()(*reversed(regression())),
+            "first argument must be a `foretune.Problem`",
+        ),
+    ],
+)
+def test_first_day_mistakes(make, pattern):
+    with pytest.raises((TypeError, ValueError), match=pattern):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("loss", "pattern"),
+    [
+        (
+            lambda p, h, b: p["w"] * h["lr"],
+            r"the loss must return a floating-point scalar(?s:.*)\[3\]",
+        ),
+        (lambda p, h, b: (penalised(p, h, b), 1), r"needs `has_state=True`"),
+        (lambda p, h, b: None, r"loss: None, no leaf"),
+    ],
+)
+def test_losses_that_are_no_scalar(loss, pattern):
+    problem, hparams = regression(dynamics=ft.Training(loss, lambda h: optax.sgd(h["lr"])))
+    rejects(TypeError, pattern, problem, hparams)
+
+
+def test_a_model_state_must_come_back():
+    training = ft.Training(lambda p, h, b, s: penalised(p, h, b), optax.sgd(0.1), has_state=True)
+    init = ({"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}, np.zeros(2))
+    problem, hparams = regression(dynamics=training, init=init)
+    rejects(TypeError, r"must return the pair \(value, model_state\)", problem, hparams)
+
+
+def test_an_objective_without_derivative_is_suspected():
+    def accuracy(state, hparams, batch):
+        return jnp.mean((batch[0] @ state.params["w"] > 0).astype(float))
+
+    problem, hparams = regression(objective=accuracy)
+    rejects(ValueError, "An accuracy, a sign or an argmax has no derivative", problem, hparams)
+
+
+def test_errors_in_user_code_say_what_was_called():
+    problem, hparams = regression(objective=lambda s, h, val: val[0].sum(), validation=None)
+    with pytest.raises(TypeError) as error:
+        ft.Reverse()(problem, hparams)
+    (note,) = (n for n in error.value.__notes__ if "foretune" in n)
+    assert "objective(state, hparams, validation)" in note
+    assert "validation: None" in note
+    assert "state.params['w']: float32[3]" in note
+
+
+def test_a_loop_of_unknown_length_points_to_forward_mode():
+    class Searching:
+        def init(self, params, hparams):
+            return params
+
+        def step(self, state, hparams, batch):
+            return jax.lax.while_loop(lambda s: s < 1, lambda s: s + hparams["a"], state)
+
+    problem = ft.Problem(
+        Searching(), lambda s, h, b: s, jnp.array(0.0), ft.FullBatch(None, steps=1)
+    )
+    assert float(ft.Forward()(problem, {"a": jnp.array(0.3)}).grad["a"]) == 4.0
+    with pytest.raises(ValueError, match="Reverse-mode") as error:
+        ft.Reverse()(problem, {"a": jnp.array(0.3)})
+    assert any("foretune.Forward()" in note for note in error.value.__notes__)
+
+
+def test_a_flax_module_must_be_split():
+    nnx = pytest.importorskip("flax.nnx")
+    problem, hparams = regression(init=nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    rejects(TypeError, r"Split it, `graph, params, rest = nnx.split", problem, hparams)

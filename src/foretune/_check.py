@@ -23,7 +23,7 @@ from ._arguments import unflatten
 from ._engines.forward import directional
 from ._engines.reverse import Reverse
 from ._problem import Problem
-from ._validate import check_steps, named_leaves, validated
+from ._validate import check_count, named_leaves, validated
 
 FIRST_STEP = 0.05  # relative to the hyperparameter's own size
 AGREE, UNSURE = "agree", "unsure"
@@ -78,6 +78,10 @@ def check_hypergradient(
 ) -> HypergradientCheck:
     """Check that forward mode = reverse mode = finite differences, or raise where they are not.
 
+    A row of the table is the derivative along one direction v in one leaf: each entry of v is the size
+    of the hyperparameter's own entry (1 where the leaf is 0), with a random sign. For a scalar it is
+    the gradient times the hyperparameter's size, and there is only one direction.
+
     Args:
         problem: the problem.
         hparams: where to check; not on a kink of the dynamics, where there is no gradient.
@@ -92,8 +96,9 @@ def check_hypergradient(
         HypergradientMismatch: with the table and the leaves that disagree.
 
     Rows whose differences are too noisy to tell (uncertainty over a tenth of the derivative's
-    scale) are marked `unsure`: run the check in float64 (`jax_enable_x64`) to settle them. Matrix
-    products run at the highest precision during the check.
+    scale) are marked `unsure`: run the check in float64 to settle them (`jax_enable_x64`, and
+    parameters, data and hyperparameters made of float64 arrays). Matrix products run at the highest
+    precision during the check.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -105,7 +110,7 @@ def check_hypergradient(
     >>> {row.verdict for row in check.rows}
     {'agree'}
     """
-    check_steps(directions, f"directions={directions}")
+    check_count(directions, f"directions={directions}")
     arrays, structure = validated(problem, hparams)
     problem, hparams = unflatten(structure, arrays)
     eps = _precision(problem, hparams)
@@ -193,7 +198,8 @@ def _directions(hparams: PyTree, index: int, key: Any, count: int) -> list[PyTre
     directions = []
     for key_j in jax.random.split(key, min(count, leaf.size)):
         v = [jnp.zeros_like(leaf) for leaf in leaves]
-        v[index] = (jax.random.rademacher(key_j, leaf.shape) * size).astype(leaf.dtype)
+        sign = jax.random.rademacher(key_j, leaf.shape) if leaf.size > 1 else 1
+        v[index] = (sign * size).astype(leaf.dtype)
         directions.append(jax.tree.unflatten(treedef, v))
     return directions
 

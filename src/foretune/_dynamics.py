@@ -22,6 +22,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
+from ._validate import check_signature, describe, describe_tree
+
+FLAX = "flax.nnx.module.Module"  # told by name: Flax is not a dependency
+
 
 @runtime_checkable
 class Dynamics(Protocol):
@@ -62,7 +66,8 @@ class Training(eqx.Module):
             step draws the same numbers each time it is replayed.
 
     The floating-point arrays of `params` are trained; whatever else it holds is left alone, so an
-    Equinox model can be given as it is.
+    Equinox model can be given as it is. An array that is to stay as it is goes into the batch, the
+    model state or a closure.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> dynamics = ft.Training(
@@ -79,6 +84,22 @@ class Training(eqx.Module):
     has_state: bool = eqx.field(static=True, default=False, kw_only=True)
     key: Key[Array, ""] | UInt32[Array, "..."] | None = eqx.field(default=None, kw_only=True)
 
+    def __check_init__(self):
+        form = "loss(params, hparams, batch{}{})".format(
+            ", model_state" if self.has_state else "", ", key=..." if self.key is not None else ""
+        )
+        check_signature(self.loss, form, ("key",) if self.key is not None else ())
+        if self.key is not None and not eqx.is_array(self.key):
+            raise TypeError(
+                f"Training's key is {describe(self.key)}; give a random key, `jax.random.key(0)`."
+            )
+        from_optax = str(getattr(self.optimizer, "__module__", "")).split(".")[0] == "optax"
+        if from_optax and not isinstance(self.optimizer, optax.GradientTransformation):
+            raise TypeError(
+                "Training's optimizer is one of Optax's functions. Call it, `optax.sgd(0.1)`, or "
+                'give a function of the hyperparameters, `lambda h: optax.sgd(h["lr"])`.'
+            )
+
     def init(self, params: PyTree, hparams: PyTree) -> TrainState:
         """Return s_0; with `has_state`, `params` is the pair `(params, model_state)`."""
         model_state = None
@@ -94,7 +115,14 @@ class Training(eqx.Module):
         if not jax.tree.leaves(weights):
             raise ValueError(
                 "Training found nothing to train: the initial parameters hold no floating-point "
-                f"array. Their leaves are {jax.tree.leaves(params)!r:.200}."
+                f"array (`jnp.array(..., dtype=float)`). They are\n{describe_tree(params, 'params')}"
+            )
+        if any(f"{c.__module__}.{c.__name__}".startswith(FLAX) for c in type(params).__mro__):
+            raise TypeError(
+                "the initial parameters are a Flax NNX module, whose batch statistics and random "
+                "state would be trained or stand still. Split it, `graph, params, rest = "
+                "nnx.split(model, nnx.Param, ...)`, start from `init=(params, rest)` with "
+                "`has_state=True`, and `nnx.merge(graph, params, model_state)` in the loss."
             )
         opt_state = self._optimizer(hparams).init(weights)
         return TrainState(params, opt_state, model_state, jnp.zeros((), jnp.int32))
@@ -109,8 +137,11 @@ class Training(eqx.Module):
             if self.has_state:
                 # Rebuilt here: Flax's variables may only change in the trace that made them.
                 model_state = jax.tree.map(lambda leaf: leaf, state.model_state)
-                return self.loss(params, hparams, batch, model_state, **key)
-            return self.loss(params, hparams, batch, **key), None
+                result = self.loss(params, hparams, batch, model_state, **key)
+            else:
+                result = self.loss(params, hparams, batch, **key), None
+            _check_loss(result, self.has_state)
+            return result
 
         (value, model_state), grads = jax.value_and_grad(objective, has_aux=True)(weights)
         updates, opt_state = self._optimizer(hparams).update(
@@ -133,9 +164,24 @@ class Training(eqx.Module):
         if not isinstance(optimizer, optax.GradientTransformation):
             raise TypeError(
                 "Training's `optimizer` must be an Optax transformation or a function of the "
-                f"hyperparameters that returns one; it returned a {type(optimizer).__name__}."
+                f"hyperparameters that returns one; it returned {describe(optimizer)}."
             )
         return optax.with_extra_args_support(optimizer)
+
+
+def _check_loss(result: Any, has_state: bool) -> None:
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            "with `has_state=True` the loss must return the pair (value, model_state), it returned "
+            f"{describe(result)}."
+        )
+    value = result[0]
+    if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        hint = "" if has_state else " (a loss with a model state needs `has_state=True`)"
+        raise TypeError(
+            f"the loss must return a floating-point scalar, it returned\n{describe_tree(value, 'loss')}"
+            f"\nReduce it, for instance with `jnp.mean`{hint}."
+        )
 
 
 def _keep_dtype(new, old):

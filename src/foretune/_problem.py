@@ -20,10 +20,12 @@ from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 from ._arguments import Output, Structure, unflatten
 from ._validate import (
     as_arrays,
+    check_count,
     check_dynamics,
     check_leading_axis,
     check_objective,
-    check_steps,
+    check_signature,
+    describe,
     validated,
 )
 
@@ -53,10 +55,12 @@ class Minibatches(eqx.Module):
         self.data, self.indices = as_arrays(data), as_arrays(indices)
         n = check_leading_axis(self.data, "Minibatches' data")
         if not (eqx.is_array(self.indices) and jnp.issubdtype(self.indices.dtype, jnp.integer)):
-            raise TypeError(f"Minibatches' indices must be an integer array, got {indices!r:.200}.")
+            raise TypeError(
+                f"Minibatches' indices must be an integer array, got {describe(self.indices)}."
+            )
         if self.indices.ndim == 0:
             raise ValueError("Minibatches' indices need a leading axis of T steps, got a scalar.")
-        check_steps(self.indices.shape[0], "Minibatches' indices have leading axis 0")
+        check_count(self.indices.shape[0], "the leading axis of Minibatches' indices, T = 0")
         if self.indices.size == 0:
             raise ValueError(
                 f"Minibatches' batches are empty: the indices have shape {self.indices.shape}."
@@ -87,7 +91,7 @@ class Minibatches(eqx.Module):
         (12, 20)
         """
         n = check_leading_axis(as_arrays(data), "Minibatches' data")
-        check_steps(steps, f"steps={steps}")
+        check_count(steps, f"steps={steps}")
         if not 1 <= batch_size <= n:
             raise ValueError(f"batch_size={batch_size} must lie between 1 and the {n} examples.")
         per_epoch = n // batch_size
@@ -123,7 +127,7 @@ class FullBatch(eqx.Module):
     steps: int = eqx.field(static=True)
 
     def __init__(self, data: PyTree, steps: int):
-        check_steps(steps, f"FullBatch's steps={steps}")
+        check_count(steps, f"FullBatch's steps={steps}")
         self.data, self.steps = as_arrays(data), steps
 
     @property
@@ -143,10 +147,8 @@ class _Stacked(eqx.Module):
 
     def __init__(self, xs: PyTree):
         self.xs = as_arrays(xs)
-        check_steps(
-            check_leading_axis(self.xs, "batches", "T, one entry per step"),
-            "the batches have leading axis 0",
-        )
+        steps = check_leading_axis(self.xs, "batches", "T, one entry per step")
+        check_count(steps, f"the leading axis of the batches, T = {steps}")
 
     @property
     def steps(self) -> int:
@@ -180,7 +182,8 @@ class Problem(eqx.Module):
 
     Args:
         dynamics: `Training`, or any object with `init(params, hparams)` and
-            `step(state, hparams, batch)`.
+            `step(state, hparams, batch)`. It must be pure, and not change once it is in use:
+            a compiled program does not see the change.
         objective: the error `E(state, hparams, validation) -> scalar`, or a dict from top-level
             hyperparameter names to such functions, so that each hyperparameter follows its own
             error. The direct dependence of E on the hyperparameters counts.
@@ -225,6 +228,8 @@ class Problem(eqx.Module):
         self.dynamics = dynamics if _hashable(dynamics) else _ByIdentity(dynamics)
         self.objective = dict(objective) if isinstance(objective, Mapping) else objective
         self.init = as_arrays(init)
+        if self._starts_from_function():
+            check_signature(init, "init(hparams)")
         known = isinstance(batches, Minibatches | FullBatch)
         self.batches = batches if known else _Stacked(batches)
         self.validation = as_arrays(validation)
@@ -236,16 +241,24 @@ class Problem(eqx.Module):
         return self.batches.steps
 
     def response(self, hparams: PyTree) -> tuple[PyTree[Float[Array, ""]], PyTree]:
-        """Return `(value, final state)`: one training run and its error, with no gradient."""
+        """Return `(value, final state)`: one training run and its error, as they are.
+
+        No gradient, and no check that the value is finite.
+        """
         arrays, structure = validated(self, hparams)
         value, state = _response(structure, arrays)
         return value, state.tree()
 
     def start(self, hparams: PyTree) -> PyTree:
         """Return the user's s_0."""
+        params = self.init(hparams) if self._starts_from_function() else self.init
+        return self.dynamics.init(params, hparams)
+
+    def _starts_from_function(self) -> bool:
         # An Equinox model is callable as well, but holds arrays: it is a start, not a function.
-        is_function = callable(self.init) and not any(map(eqx.is_array, jax.tree.leaves(self.init)))
-        return self.dynamics.init(self.init(hparams) if is_function else self.init, hparams)
+        arrays = jax.Array | jax.ShapeDtypeStruct
+        holds_arrays = any(isinstance(leaf, arrays) for leaf in jax.tree.leaves(self.init))
+        return callable(self.init) and not holds_arrays
 
     def objectives(self) -> dict[str | None, Callable[..., Any]]:
         """Return the objectives by hyperparameter name, sorted; a single one has the name None."""

@@ -4,7 +4,9 @@ The checks on shapes and structures trace the user's functions abstractly (no ar
 compilation), once per combination of structures and shapes.
 """
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,10 +34,20 @@ def as_arrays(tree: PyTree) -> PyTree:
 
 
 def describe(leaf: Any) -> str:
-    """Return `float32[5,3]` for an array, the type for anything else."""
+    """Return `float32[5,3]` for an array, `a function` or the like for anything else."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-    return f"the {type(leaf).__name__} {leaf!r:.60}"
+    if leaf is None:
+        return "None"
+    simple = isinstance(leaf, int | float | complex | str | bytes)
+    return f"the {type(leaf).__name__} {leaf!r:.60}" if simple else f"a {type(leaf).__name__}"
+
+
+def describe_tree(tree: PyTree, name: str, most: int = 6) -> str:
+    """Return the leaves of a tree by path, in a line each, the first few of them."""
+    leaves = [f"  {path}: {describe(leaf)}" for path, leaf in named_leaves(tree, name).items()]
+    rest = [f"  ... and {len(leaves) - most} more"] if len(leaves) > most else []
+    return "\n".join(leaves[:most] + rest) or f"  {name}: {describe(tree)}, no leaf"
 
 
 def named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
@@ -44,14 +56,34 @@ def named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
     return {name + jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
+def check_signature(function: Any, form: str, keywords: tuple[str, ...] = ()) -> None:
+    """Raise unless `function` can be called as `form` says, `loss(params, hparams, batch)` say."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a builtin: nothing to see
+    names = form[form.index("(") + 1 : form.index(")")].split(", ")
+    positional = [name for name in names if "=" not in name]
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        raise TypeError(
+            f"`{form}` is how it is called, but it takes `{signature}` ({error})."
+        ) from None
+
+
 def check_dynamics(dynamics: Any) -> None:
     """Raise unless `dynamics` has the two methods."""
-    for method, arguments in (("init", "params, hparams"), ("step", "state, hparams, batch")):
-        if not callable(getattr(dynamics, method, None)):
+    if isinstance(dynamics, type):
+        raise TypeError(f"the dynamics is a class; give an instance, `{dynamics.__name__}(...)`.")
+    for form in ("init(params, hparams)", "step(state, hparams, batch)"):
+        method = getattr(dynamics, form[:4], None)
+        if not callable(method):
             raise TypeError(
-                f"the dynamics {describe(dynamics)} has no method `{method}({arguments})`. A "
-                "dynamics is `foretune.Training(...)` or any object with `init` and `step`."
+                f"the dynamics is {describe(dynamics)}, which has no method `{form}`. A dynamics "
+                "is `foretune.Training(...)` or any object with `init` and `step`."
             )
+        check_signature(method, f"dynamics.{form}")
 
 
 def check_objective(objective: Any) -> None:
@@ -59,7 +91,10 @@ def check_objective(objective: Any) -> None:
     if isinstance(objective, Mapping):
         for name, function in objective.items():
             if not callable(function):
-                raise TypeError(f"objective[{name!r}] must be a function, got {function!r:.100}.")
+                raise TypeError(
+                    f"objective[{name!r}] must be a function, got {describe(function)}."
+                )
+            check_signature(function, f"objective[{name!r}](state, hparams, validation)")
         if objective:
             return
     if not callable(objective):
@@ -67,13 +102,21 @@ def check_objective(objective: Any) -> None:
             "the objective must be a function (state, hparams, validation) -> scalar, or a "
             f"non-empty dict of them by hyperparameter name; got {describe(objective)}."
         )
+    check_signature(objective, "objective(state, hparams, validation)")
 
 
 def check_leading_axis(tree: PyTree, name: str, meaning: str = "the examples") -> int:
     """Return the length of the leading axis that all leaves share, or raise."""
     leaves = named_leaves(tree, name)
+    if isinstance(tree, list) and tree and not any(eqx.is_array(element) for element in tree):
+        raise TypeError(
+            f"{name} is a list of {len(tree)} batches. Stack them, one entry per step on the leading "
+            f"axis: `jax.tree.map(lambda *leaves: jnp.stack(leaves), *{name})`."
+        )
     if not leaves:
-        raise ValueError(f"{name} holds no array.")
+        raise ValueError(
+            f"{name} holds no array. Where the steps need no data, give `FullBatch(None, steps=T)`."
+        )
     for path, leaf in leaves.items():
         if not eqx.is_array(leaf) or leaf.ndim == 0:
             raise ValueError(
@@ -87,10 +130,10 @@ def check_leading_axis(tree: PyTree, name: str, meaning: str = "the examples") -
     return next(iter(lengths.values()))
 
 
-def check_steps(steps: Any, given: str) -> None:
-    """Raise unless T is a positive integer."""
-    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"{given}: the number of steps T must be a whole number, 1 or more.")
+def check_count(count: Any, given: str) -> None:
+    """Raise unless `count` is a positive integer."""
+    if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{given}: it must be a whole number, 1 or more.")
 
 
 def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
@@ -102,10 +145,12 @@ def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
         raise ValueError("there are no hyperparameters: hparams has no leaf.")
     for path, leaf in named_leaves(hparams, "hparams").items():
         if not isinstance(leaf, jax.Array):
+            number = isinstance(leaf, int | float)
+            remedy = (
+                f"Write `jnp.array({leaf!r}, dtype=float)`" if number else "Keep it out of hparams"
+            )
             raise TypeError(
-                f"{path} is {describe(leaf)}; hyperparameters are float arrays. Write "
-                f"`jnp.array({leaf!r:.30}, dtype=float)` if it is a real number to be tuned; keep "
-                "anything else out of hparams."
+                f"{path} is {describe(leaf)}; hyperparameters are float arrays. {remedy}."
             )
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
@@ -125,6 +170,11 @@ def _is_hyperparameter(leaf: Any) -> bool:
 
 def validated(problem: Any, hparams: PyTree) -> tuple[list[Array], Structure]:
     """Return `(problem, hparams)`, flattened, after every check that needs no arithmetic."""
+    if not hasattr(problem, "system"):
+        raise TypeError(
+            f"the first argument must be a `foretune.Problem`, got {describe(problem)}. Call an engine "
+            "as `engine(problem, hparams)`."
+        )
     arrays, structure = flatten((problem, check_hparams(hparams)))
     _check_shapes(structure, tuple((array.shape, array.dtype) for array in arrays))
     return arrays, structure
@@ -138,15 +188,32 @@ def _is_abstract(leaf: Any) -> bool:
 def _check_shapes(structure: Structure, shapes: tuple[tuple[Any, Any], ...]) -> None:
     problem, hparams = unflatten(structure, (jax.ShapeDtypeStruct(*shape) for shape in shapes))
     _check_names(problem, hparams)
-    s_0 = eqx.filter_eval_shape(lambda p, h: p.start(h), problem, hparams)
-    s_1 = eqx.filter_eval_shape(_first_step, problem, hparams)
+    with _noting("the start of the dynamics, init(params, hparams)", params=problem.init):
+        s_0 = eqx.filter_eval_shape(lambda p, h: p.start(h), problem, hparams)
+    with _noting("step(state, hparams, batch) of the dynamics", state=s_0, hparams=hparams):
+        s_1 = eqx.filter_eval_shape(_first_step, problem, hparams)
     _check_same_state(s_0, s_1)
     for name, E in problem.objectives().items():
-        value = eqx.filter_eval_shape(
-            lambda p, s, h, E=E: E(s, h, p.validation), problem, s_0, hparams
-        )
-        _check_scalar(value, "objective" if name is None else f"objective[{name!r}]")
+        label = "objective" if name is None else f"objective[{name!r}]"
+        with _noting(
+            f"{label}(state, hparams, validation)", state=s_0, validation=problem.validation
+        ):
+            value = eqx.filter_eval_shape(
+                lambda p, s, h, E=E: E(s, h, p.validation), problem, s_0, hparams
+            )
+        _check_scalar(value, label)
     _check_dependence(problem, hparams)
+
+
+@contextlib.contextmanager
+def _noting(what: str, **arguments: PyTree):
+    """Add to an error from the user's code what was called, and on what."""
+    try:
+        yield
+    except Exception as error:
+        shown = "\n".join(describe_tree(tree, name) for name, tree in arguments.items())
+        error.add_note(f"foretune: this happened in {what}, with\n{shown}")
+        raise
 
 
 def _first_step(problem: Any, hparams: PyTree) -> PyTree:
@@ -160,7 +227,7 @@ def _check_names(problem: Any, hparams: PyTree) -> None:
     if not isinstance(hparams, dict):
         raise TypeError(
             "a dict of objectives needs a dict of hyperparameters with the same top-level names; "
-            f"hparams is a {type(hparams).__name__}."
+            f"hparams is {describe(hparams)}."
         )
     unknown = sorted(set(problem.objective) - set(hparams), key=str)
     missing = sorted(set(hparams) - set(problem.objective), key=str)
@@ -187,7 +254,7 @@ def _check_same_state(before: PyTree, after: PyTree) -> None:
             raise ValueError(
                 f"a step changes the structure of the state: {path} ({describe(old.get(path, now))}"
                 f") is in {found} but not in {lacking}. `step` must return the structure that "
-                "`init` returns."
+                f"`init` returns; it returned\n{describe_tree(after, 'state')}"
             )
         if describe(was) != describe(now):
             hint = (
@@ -202,11 +269,13 @@ def _check_same_state(before: PyTree, after: PyTree) -> None:
 
 def _check_scalar(value: Any, name: str) -> None:
     if not _is_abstract(value) or value.shape != ():
-        shown = {p: describe(v) for p, v in named_leaves(value, name).items()}
+        remedy = "Reduce it, for instance with `jnp.mean`."
+        if value is None:
+            remedy = "Is a `return` missing?"
+        elif not _is_abstract(value):
+            remedy = "Return one array of shape ()."
         raise ValueError(
-            f"the {name} must return one scalar, it returned "
-            + (", ".join(f"{path} = {leaf}" for path, leaf in shown.items()) or "nothing")
-            + ". Reduce it, for instance with `jnp.mean`."
+            f"the {name} must return one scalar, it returned\n{describe_tree(value, name)}\n{remedy}"
         )
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(
@@ -243,9 +312,16 @@ def _check_dependence(problem: Any, hparams: PyTree) -> None:
         if not used[i]:  # the direction (or the hyperparameters) are the last inputs
             unused.append(path)
     if unused:
+        remedy = (
+            "Use it in the loss, the optimizer, the initial state or the objective (not only under "
+            "`stop_gradient`, an integer cast or a comparison), or take it out of hparams."
+        )
+        if len(unused) == len(paths):
+            remedy = (
+                "Does the objective depend on the trained state, and smoothly? An accuracy, a sign "
+                "or an argmax has no derivative."
+            )
         raise ValueError(
-            f"the response does not depend on {', '.join(unused)}: the hypergradient there "
-            "would be 0 whatever its value. Use it in the loss, the optimizer, the initial state "
-            "or the objective (not only under `stop_gradient`, an integer cast or a comparison), "
-            "or take it out of hparams."
+            f"the response does not depend on {', '.join(unused)}: the hypergradient there would "
+            f"be 0 whatever its value. {remedy}"
         )

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .._arguments import Output, Structure, unflatten
 from .._problem import Problem, System
-from .._validate import validated
+from .._validate import describe, validated
 from .nonfinite import NonFiniteError, explain, guard_finite, is_finite
 
 
@@ -59,7 +59,11 @@ class AbstractEngine(eqx.Module):
         arrays, structure = validated(problem, hparams)
         traced = any(isinstance(array, Tracer) for array in arrays)
         flagged = self.check_finite is not False and not traced
-        value, grad, state, finite = _compute(self, structure, flagged, arrays)
+        try:
+            value, grad, state, finite = _compute(self, structure, flagged, arrays)
+        except (ValueError, RuntimeError) as error:
+            _advise(error)
+            raise
         result = Hypergradient(value, grad, state.tree())
         if flagged and not finite:
             problem, hparams = unflatten(structure, arrays)
@@ -70,6 +74,30 @@ class AbstractEngine(eqx.Module):
         """Return the program that a call runs, for its memory and cost analysis."""
         arrays, structure = validated(problem, hparams)
         return _compute.lower(self, structure, False, arrays)
+
+
+def check_options(engine: AbstractEngine) -> None:
+    """Raise where a problem was given to the class instead of to an engine."""
+    for name, option in vars(engine).items():
+        if not isinstance(option, int | None):
+            engine_name = type(engine).__name__
+            raise TypeError(
+                f"{engine_name}({name}={describe(option)}): the problem goes to the engine, not to "
+                f"its class: `{engine_name}()(problem, hparams)`."
+            )
+
+
+def _advise(error: Exception) -> None:
+    if "Reverse-mode differentiation" in str(error):
+        error.add_note(
+            "foretune: a step holds a loop of unknown length (a line search, say), which has no "
+            "reverse mode. Use `foretune.Forward()`."
+        )
+    if "RESOURCE_EXHAUSTED" in str(error):
+        error.add_note(
+            "foretune: out of memory. Reverse mode holds T states, forward mode m + 1 of them, or "
+            "c + 1 with `foretune.Forward(chunk=c)`."
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -20,8 +20,8 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from .._problem import System
-from .._validate import check_steps
-from .base import AbstractEngine, Solution
+from .._validate import check_count
+from .base import AbstractEngine, Solution, check_options
 from .products import error_gradients, inner_products, pushforward
 
 
@@ -30,7 +30,8 @@ class Forward(AbstractEngine):
 
     Costs about 1 + 2m training runs for m hyperparameters, and memory that does not grow with the
     number of steps. `chunk` bounds the columns of Z that are held at once (default: all m);
-    each chunk is one pass over the training.
+    each chunk is one pass over the training. `check_finite`: see `AbstractEngine`; by default a
+    result that is not finite raises `NonFiniteError`, except inside `jax.jit`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -47,8 +48,9 @@ class Forward(AbstractEngine):
     check_finite: bool | None = None
 
     def __check_init__(self):
+        check_options(self)
         if self.chunk is not None:
-            check_steps(self.chunk, f"Forward's chunk={self.chunk!r} columns of Z")
+            check_count(self.chunk, f"Forward(chunk={self.chunk})")
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T."""
@@ -70,7 +72,8 @@ class Forward(AbstractEngine):
             rows = jnp.concatenate(
                 [rows, jnp.moveaxis(more, 0, 1).reshape(len(errors), -1)], axis=1
             )
-        return Solution(errors, jax.vmap(unravel)(rows[:, :m]), s_T)
+        rows = jax.vmap(unravel)(rows[:, :m].astype(flat.dtype))
+        return Solution(errors, rows, s_T)
 
 
 def directional(

@@ -28,6 +28,8 @@ ZERO_ROOT = (
     "exactly 0, also in the branch that `jnp.where` does not take; `optax.clip_by_global_norm` and "
     "the Adam family (remedy: `eps_root=1e-8`) where a gradient is exactly 0."
 )
+DIVERGES = "It had grown to {peak:.1e} the step before: it diverges. Try a smaller learning rate."
+HUGE = 1e12
 UNSTABLE = (
     "It had grown to {peak:.1e} the step before: the training is unstable at these hyperparameters "
     "(lower the learning rate, or take fewer steps)."
@@ -75,22 +77,26 @@ def guard_finite(result: Any) -> Any:
 
 def _origin(problem: Problem, hparams: PyTree, direction: PyTree) -> str:
     T = problem.steps
+    if found := _first(jax.device_get(hparams), "hparams"):
+        return f"{found[0]} itself is not finite."
     still = jax.tree.map(jnp.zeros_like, direction)
-    t, state, *_ = jax.device_get(_march(problem, hparams, still))
+    t, state, _, peak, _ = jax.device_get(_march(problem, hparams, still))
     if found := _first(state, "state"):
         name, leaf, _ = found
+        cause = DIVERGES.format(peak=float(peak)) if peak > HUGE else ZERO_ROOT
         return (
             f"First at step {t} of {T}, in the training itself: {name} ({describe(leaf)}) is not "
-            "finite. The iteration diverges (try a smaller learning rate) or the loss does."
+            f"finite. {cause}"
         )
-    t, state, derivative, peak = jax.device_get(_march(problem, hparams, direction))
-    peak = float(peak)
+    if not _finite_errors(problem, hparams):
+        return "The training is finite to its end: the objective itself is not, at the last state."
+    t, state, derivative, _, peak = jax.device_get(_march(problem, hparams, direction))
     if found := _first(derivative, "state"):
         name, leaf, where = found
         return (
             f"First at step {t} of {T}: the derivative of {name} ({describe(leaf)}) is not finite "
             f"in {where.sum()} of {where.size} entries, while the state is. "
-            + _remedy(state, where, peak)
+            + (UNSTABLE.format(peak=float(peak)) if peak > HUGE else _remedy(state, where))
         )
     t, alpha = jax.device_get(_march_back(problem, hparams))
     if found := _first(alpha, "state"):
@@ -100,7 +106,7 @@ def _origin(problem: Problem, hparams: PyTree, direction: PyTree) -> str:
         )
         return (
             f"The training and its forward derivative are finite; the adjoint of {name} "
-            f"({describe(leaf)}) is not, first {place}. {_remedy(state, where, 0.0)}"
+            f"({describe(leaf)}) is not, first {place}. {_remedy(state, where)}"
         )
     return f"The states and their derivatives are finite: it begins in the objective. {ZERO_ROOT}"
 
@@ -114,9 +120,7 @@ def _first(tree: PyTree, name: str) -> tuple[str, np.ndarray, np.ndarray] | None
     return None
 
 
-def _remedy(state: PyTree, where: np.ndarray, peak: float) -> str:
-    if peak > float(jnp.finfo(jnp.float32).max) ** 0.5:
-        return UNSTABLE.format(peak=peak)
+def _remedy(state: PyTree, where: np.ndarray) -> str:
     moments = [
         path
         for path, leaf in named_leaves(state, "state").items()
@@ -129,30 +133,43 @@ def _remedy(state: PyTree, where: np.ndarray, peak: float) -> str:
 
 
 @eqx.filter_jit
-def _march(problem: Problem, hparams: PyTree, direction: PyTree) -> tuple[Any, PyTree, PyTree, Any]:
-    """Return t, s_t, z_t = Z_t direction, max |z_{t-1}| at the first t not finite, else at T."""
+def _march(problem: Problem, hparams: PyTree, direction: PyTree) -> tuple[Any, ...]:
+    """Return t, s_t, z_t = Z_t direction, max |s_{t-1}|, max |z_{t-1}| at the first t not finite.
+
+    With a direction of 0, only s_t counts.
+    """
     system = problem.system(hparams)
     directions = jax.tree.map(lambda leaf: leaf[None], direction)
 
     def proceed(carry):
-        t, s, z, _ = carry
-        return (t < system.steps) & is_finite((s, z))
+        t, s, z, *_ = carry
+        return (t < system.steps) & is_finite(s) & (is_finite(z) | (_peak(direction) == 0))
 
     def step(carry):
-        t, s, z, _ = carry
+        t, s, z, *_ = carry
         x = jax.tree.map(lambda leaf: leaf[t], system.xs)
         phi = lambda s, h: system.step(s, h, x)  # noqa: E731
-        peak = jnp.max(jnp.array([jnp.max(jnp.abs(leaf)) for leaf in jax.tree.leaves(z)]))
-        return t + 1, *pushforward(phi, (s, hparams), (z, directions)), peak.astype(float)
+        peaks = _peak(s), _peak(z)
+        return t + 1, *pushforward(phi, (s, hparams), (z, directions)), *peaks
 
     s, z = pushforward(system.initial, (hparams,), (directions,))
-    t, s, z, peak = lax.while_loop(proceed, step, (0, s, z, jnp.zeros(())))
-    return (
-        t,
-        system.restore(s),
-        jax.tree.map(lambda leaf: leaf[0], eqx.filter(system.restore(z), eqx.is_array)),
-        peak,
-    )
+    none = jnp.zeros((), float)
+    t, s, z, *peaks = lax.while_loop(proceed, step, (0, s, z, none, none))
+    z = jax.tree.map(lambda leaf: leaf[0], eqx.filter(system.restore(z), eqx.is_array))
+    return t, system.restore(s), z, *peaks
+
+
+def _peak(tree: PyTree) -> Array:
+    """Return the largest magnitude among the floating-point leaves."""
+    floats = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
+    peaks = [jnp.max(jnp.abs(leaf), initial=0.0).astype(float) for leaf in floats]
+    return jnp.max(jnp.array(peaks), initial=0.0)
+
+
+@eqx.filter_jit
+def _finite_errors(problem: Problem, hparams: PyTree) -> Array:
+    system = problem.system(hparams)
+    return is_finite(system.errors(system.run(hparams), hparams))
 
 
 @eqx.filter_jit

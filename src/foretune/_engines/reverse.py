@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from .._problem import System
-from .base import AbstractEngine, Solution
+from .base import AbstractEngine, Solution, check_options
 from .products import error_gradients, pull_rows
 
 
@@ -27,7 +27,9 @@ class Reverse(AbstractEngine):
     """The exact hypergradient by reverse mode: for many hyperparameters.
 
     Costs the time of a few training runs for any number of hyperparameters, and the memory of T
-    states. When T states do not fit, or hyperparameters are few, use `Forward`.
+    states. When T states do not fit, or hyperparameters are few, use `Forward`. `check_finite`: see
+    `AbstractEngine`; by default a result that is not finite raises `NonFiniteError`, except inside
+    `jax.jit`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -41,6 +43,9 @@ class Reverse(AbstractEngine):
     """
 
     check_finite: bool | None = None
+
+    def __check_init__(self):
+        check_options(self)
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T."""
