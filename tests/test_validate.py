@@ -1,5 +1,7 @@
 """Bad input: a clear error with the path, the shape and the remedy, before any compilation."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._validate import check_count, check_objective
+from foretune._engines.base import check_options
+from foretune._validate import check_count, check_objective, validated
 
 from .problems import penalised, regression, squared_error
 
@@ -287,12 +290,12 @@ def test_training_says_what_it_cannot_train():
         (lambda: regression(dynamics=Grows), "give an instance, `Grows"),
         (lambda: regression(batches=[(np.ones(2), np.ones(2))] * 3), "a list of 3 batches. Stack"),
         (lambda: regression(batches=None), r"FullBatch\(None, steps=T\)"),
-        (lambda: ft.Reverse(*regression()), r"`Reverse\(\)\(problem, hparams\)`"),
-        (lambda: ft.Forward(*regression()), r"`Forward\(\)\(problem, hparams\)`"),
+        # These two are called directly: the tests' own type checker would catch them first.
         (
-            lambda: ft.Reverse()(*reversed(regression())),
-            "first argument must be a `foretune.Problem`",
+            lambda: check_options(types.SimpleNamespace(chunk=regression()[0])),
+            r"the problem goes to the engine, not to its class",
         ),
+        (lambda: validated(*reversed(regression())), "first argument must be a `foretune.Problem`"),
     ],
 )
 def test_first_day_mistakes(make, pattern):

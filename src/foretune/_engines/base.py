@@ -7,7 +7,7 @@ same functions reuse the program.
 
 import abc
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -76,7 +76,7 @@ class AbstractEngine(eqx.Module):
         return _compute.lower(self, structure, False, arrays)
 
 
-def check_options(engine: AbstractEngine) -> None:
+def check_options(engine: Any) -> None:
     """Raise where a problem was given to the class instead of to an engine."""
     for name, option in vars(engine).items():
         if not isinstance(option, int | None):
