@@ -129,9 +129,9 @@ NOT_DIFFERENTIABLE = {
     ),
     "lbfgs with its line search": Unfit(
         Row(lambda lr, c: optax.chain(optax.lbfgs(), optax.scale(lr * c)), 1.0),
-        None,
-        "The line search is a loop of unknown length, which has no reverse mode, and the first "
-        "step's scale is under `stop_gradient`, so that forward mode misses a term.",
+        "forward",
+        "The line search is a loop of unknown length, which has no reverse mode. (Without it, "
+        "`scale_init_precond=True` hides a term of the first step under `stop_gradient`.)",
     ),
     "adopt": Unfit(Row(lambda lr, c: contrib.adopt(lr, b1=c), 0.8), "reverse", ROOT_OF_START),
     "dadapt_adamw": Unfit(
