@@ -2,7 +2,8 @@
 
 A third of the training labels are changed at random. Each training example gets a weight in the
 training loss, and the weights are hyperparameters: they descend on the error of a few checked
-examples, by the exact hypergradient of the whole training in reverse mode. Weights at 0 mark
+examples, by the exact hypergradient of the whole training in reverse mode, with a bound on each
+weight and on their sum. Weights at 0 mark
 the wrong labels (Franceschi et al., ICML 2017, section 5.1).
 
     python examples/digits_cleaning.py [--iterations 150]
@@ -10,11 +11,9 @@ the wrong labels (Franceschi et al., ICML 2017, section 5.1).
 
 import argparse
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.progress import track
 from sklearn.datasets import load_digits
 
 import foretune as ft
@@ -68,20 +67,18 @@ def main() -> None:
     print(f"{wrong.sum()} of {len(wrong)} training labels are wrong; 300 others are checked.")
     print(f"before: validation error {value:.3f}, test accuracy {accuracy(state, test):.1%}")
 
-    engine, optimizer = ft.Reverse(), optax.adam(0.01)
-    opt_state = optimizer.init(hparams)
+    result = ft.minimize(
+        problem,
+        hparams,
+        steps=arguments.iterations,
+        engine=ft.Reverse(),
+        optimizer=optax.adam(0.01),
+        constraints={"weight": ft.CappedSimplex(total=len(wrong) * 2 / 3)},
+        callbacks=[ft.Progress("tuning 900 weights")],
+    )
+    value, state = result.value, result.state
 
-    @jax.jit
-    def update(hparams, opt_state, grad):
-        updates, opt_state = optimizer.update(grad, opt_state, hparams)
-        hparams = optax.apply_updates(hparams, updates)
-        return jax.tree.map(optax.projections.projection_hypercube, hparams), opt_state
-
-    for _ in track(range(arguments.iterations), description="tuning 900 weights"):
-        value, grad, state = engine(problem, hparams)
-        hparams, opt_state = update(hparams, opt_state, grad)
-
-    found = np.asarray(hparams["weight"]) < 1e-3
+    found = np.asarray(result.hparams["weight"]) < 1e-3
     right = int((found & wrong).sum())
     print(f"after:  validation error {value:.3f}, test accuracy {accuracy(state, test):.1%}")
     print(

@@ -230,7 +230,7 @@ class Problem(eqx.Module):
         self.init = as_arrays(init)
         if self._starts_from_function():
             check_signature(init, "init(hparams)")
-        known = isinstance(batches, Minibatches | FullBatch)
+        known = isinstance(batches, Minibatches | FullBatch | _Stacked)
         self.batches = batches if known else _Stacked(batches)
         self.validation = as_arrays(validation)
         self.trajectory = trajectory
@@ -248,6 +248,24 @@ class Problem(eqx.Module):
         arrays, structure = validated(self, hparams)
         value, state = _response(structure, arrays)
         return value, state.tree()
+
+    def replace(self, **changes: Any) -> "Problem":
+        """Return the problem with some of its arguments changed.
+
+        >>> import foretune as ft, jax.numpy as jnp, optax
+        >>> problem = ft.Problem(
+        ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+        ...     lambda state, h, x: (state.params - x) ** 2,
+        ...     jnp.array(0.0), ft.FullBatch(jnp.array(1.0), steps=3), jnp.array(1.0))
+        >>> problem.replace(batches=ft.FullBatch(jnp.array(1.0), steps=5)).steps
+        5
+        """
+        given = {name: getattr(self, name) for name in Problem.__dataclass_fields__}
+        return Problem(**(given | changes))
+
+    def continued(self, state: PyTree) -> "Problem":
+        """Return the problem that starts from a state of the dynamics instead of from `init`."""
+        return self.replace(dynamics=_Continued(self.dynamics), init=state)
 
     def start(self, hparams: PyTree) -> PyTree:
         """Return the user's s_0."""
@@ -354,6 +372,18 @@ def _hashable(obj: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+class _Continued(eqx.Module):
+    """A dynamics that starts from a state it is given."""
+
+    dynamics: Any
+
+    def init(self, params: PyTree, hparams: PyTree) -> PyTree:
+        return params
+
+    def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
+        return self.dynamics.step(state, hparams, batch)
 
 
 class _ByIdentity:

@@ -1,0 +1,161 @@
+"""Callbacks: what happens beside a run. Progress, history, checkpoints, TensorBoard.
+
+A callback is a class with up to three methods, each of which gets the run in progress:
+
+    start(run)   before the first evaluation (a checkpoint resumes the run here)
+    step(run)    after each evaluation, before the update that follows from it
+    end(run)     when the run ends, however it ends
+
+A run has `step`, `steps`, `hparams`, `value`, `grad`, `state`, `record`, `history` and `best`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class Callback:
+    """The base of all callbacks; override what you need.
+
+    >>> import foretune as ft
+    >>> class Printer(ft.Callback):
+    ...     def step(self, run):
+    ...         print(run.step, run.record["value"])
+    """
+
+    resumes: bool = False
+    """Whether `start` may put the run where an earlier one was; it is then called first."""
+
+    def start(self, run: Any) -> None:
+        """Do what is to be done before the first evaluation."""
+
+    def step(self, run: Any) -> None:
+        """Do what is to be done after each evaluation."""
+
+    def end(self, run: Any) -> None:
+        """Do what is to be done when the run ends."""
+
+
+class Progress(Callback):
+    """A progress bar: step, value, gradient norm, metrics, time left. Quiet off a terminal.
+
+    >>> import foretune as ft
+    >>> progress = ft.Progress()
+    """
+
+    def __init__(self, description: str = "tuning"):
+        self.description = description
+        self._bar: Any = None
+        self._task: Any = None
+
+    def start(self, run: Any) -> None:
+        """Show the bar."""
+        from rich import progress
+
+        columns = (
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[numbers]}"),
+        )
+        self._bar = progress.Progress(*columns, disable=not sys.stdout.isatty())
+        self._task = self._bar.add_task(
+            self.description, total=run.steps, completed=run.step, numbers=""
+        )
+        self._bar.start()
+
+    def step(self, run: Any) -> None:
+        """Move the bar."""
+        numbers = (f"{name} {_short(x)}" for name, x in run.record.items() if name != "step")
+        self._bar.update(self._task, completed=run.step, numbers="  ".join(numbers))
+
+    def end(self, run: Any) -> None:
+        """Leave the bar as it is."""
+        self._bar.stop()
+
+
+class History(Callback):
+    """Writes each record as a line of JSON, as the run goes.
+
+    >>> import foretune as ft
+    >>> history = ft.History("runs/clean/metrics.jsonl")
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def start(self, run: Any) -> None:
+        """Write what a resumed run already has."""
+        _writable_folder(self.path.parent)
+        self._write(run.history, "w")
+
+    def step(self, run: Any) -> None:
+        """Append the new record."""
+        self._write([run.record], "a")
+
+    def _write(self, records: list[dict[str, Any]], mode: str) -> None:
+        with self.path.open(mode) as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+class TensorBoard(Callback):
+    """Writes the scalars of each record for TensorBoard (needs the package tensorboardX).
+
+    >>> import foretune as ft
+    >>> board = ft.TensorBoard("runs/clean/tensorboard")
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self._writer: Any = None
+
+    def start(self, run: Any) -> None:
+        """Open the log; of an earlier run, what lies beyond the step resumed from is dropped."""
+        try:
+            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoard needs the package tensorboardX: pip install tensorboardX."
+            ) from error
+        _writable_folder(self.directory)
+        self._writer = SummaryWriter(str(self.directory), purge_step=run.step or None)
+
+    def step(self, run: Any) -> None:
+        """Write the scalars."""
+        import jax
+
+        paths, _ = jax.tree_util.tree_flatten_with_path(run.record)
+        for path, number in paths:
+            name = "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+            if name != "step":
+                self._writer.add_scalar(name, number, run.step)
+
+    def end(self, run: Any) -> None:
+        """Close the log."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _writable_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".foretune-write-test"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OSError(
+            f"cannot write to the folder {folder}: {error.strerror or error}. Give another one, or "
+            "change its permissions."
+        ) from error
+
+
+def _short(x: Any) -> str:
+    if isinstance(x, float):
+        return f"{x:.4g}"
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{name} {_short(value)}" for name, value in x.items()) + "}"
+    if isinstance(x, list):
+        return f"[{_short(x[0])}, ...]" if x else "[]"
+    return str(x)
