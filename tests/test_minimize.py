@@ -37,6 +37,18 @@ def test_the_optimal_ridge_coefficient(engine, constraint):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("constraint", [ft.NonNegative(), ft.Log()], ids=str)
+def test_the_default_optimizer_needs_no_rate(constraint):
+    problem, closed_form = ridge(200)
+    grid = np.geomspace(1e-3, 10, 4001)
+    lowest = float(np.min(jax.vmap(closed_form)(jnp.array(grid))))
+    start = {"rho": jnp.array(1.0)}
+    result = ft.minimize(problem, start, steps=300, constraints={"rho": constraint})
+    first = result.history[0]["value"]
+    assert result.best.score - lowest < 0.01 * (first - lowest)
+
+
+@pytest.mark.usefixtures("x64")
 def test_an_optimum_on_the_boundary():
     problem, closed_form = ridge(200)
     free = ft.minimize(

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from jaxtyping import Array, Float, Key, PyTree
 
 from ._callbacks import Callback
@@ -27,6 +28,8 @@ from ._engines.base import AbstractEngine, Hypergradient
 from ._engines.reverse import Reverse
 from ._problem import Problem
 from ._validate import check_count, check_hparams, check_leading_axis, named_leaves, validated
+
+DEFAULT_OPTIMIZER = optax.contrib.cocob()
 
 
 class Best(NamedTuple):
@@ -120,7 +123,8 @@ def minimize(
         hparams: where to start; projected onto the constraints, with a warning, if outside.
         steps: the number of updates. The error is evaluated `steps + 1` times, ends included.
         engine: how the hypergradient is computed; `Reverse()` by default.
-        optimizer: an Optax optimizer for the hyperparameters; `optax.adam(1e-2)` by default.
+        optimizer: an Optax optimizer for the hyperparameters. By default `optax.contrib.cocob()`,
+            which needs no hyper-learning rate (the README has the comparison behind this choice).
             Gradient clipping is Optax's: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
         constraints: sets (`Box`, `CappedSimplex`, ...) or changes of variable (`Log`, `Logit`) as a
             prefix of the hyperparameters; what is left out is free.
@@ -157,7 +161,7 @@ def minimize(
     check_count(steps, f"minimize(steps={steps})")
     check_count(evaluate_every, f"minimize(evaluate_every={evaluate_every})")
     engine = Reverse() if engine is None else engine
-    optimizer = optax.adam(1e-2) if optimizer is None else optimizer
+    optimizer = DEFAULT_OPTIMIZER if optimizer is None else optimizer
     if batched and warm_start:
         raise ValueError("minimize takes either batched=True or warm_start=True, not both.")
     hparams = check_hparams(hparams)
@@ -167,14 +171,13 @@ def minimize(
     constraints = check_constraints(constraints, single)
     hparams = _feasible(hparams, constraints, batched)
     outer = _Outer(optimizer, constraints, batched)
-    inner = eqx.filter_jit(problem.start)(hparams) if warm_start else None
+    inner = problem.start(hparams) if warm_start else None
     nowhere = jnp.full(() if members is None else (members,), jnp.inf)
     best = Best(hparams, nowhere, jnp.zeros(nowhere.shape, jnp.int32))
     settings = {"constraints": repr(constraints), "inner steps": str(problem.steps)}
     run = Run(problem, steps, Carry(hparams, outer.init(hparams), best, inner), settings)
     rules = [stop] if callable(stop) else list(stop)
     score = score or _total_value
-    measure = eqx.filter_jit(jax.vmap(evaluate) if evaluate and batched else evaluate or _nothing)
 
     with _Interrupt() as interrupt:
         for callback in sorted(callbacks, key=lambda callback: not callback.resumes):
@@ -193,7 +196,7 @@ def minimize(
                 norms = _gradient_norm(hyper.grad, batched)
                 record = {"step": run.step, "value": hyper.value, "gradient_norm": norms}
                 if evaluate and (run.step % evaluate_every == 0 or run.step == steps):
-                    record |= measure(hyper.state, run.hparams)
+                    record |= _measure(evaluate, hyper.state, run.hparams, batched)
                 run.record = jax.tree.map(_plain, jax.device_get(record))
                 run.history.append(run.record)
                 run.carry = run.carry._replace(
@@ -300,9 +303,19 @@ def _better(best: Best, hparams: PyTree, score: Array, step: Any) -> Best:
     return Best(chosen, jnp.where(better, score, best.score), jnp.where(better, step, best.step))
 
 
-def _feasible(hparams: PyTree, constraints: PyTree, batched: bool) -> PyTree:
+@eqx.filter_jit
+def _measure(evaluate, state, hparams, batched: bool) -> dict[str, Any]:
+    return (eqx.filter_vmap(evaluate) if batched else evaluate)(state, hparams)
+
+
+@eqx.filter_jit
+def _project(constraints: PyTree, hparams: PyTree, batched: bool) -> PyTree:
     project = functools.partial(apply_constraints, constraints, "project")
-    inside = jax.jit(jax.vmap(project) if batched else project)(hparams)
+    return (jax.vmap(project) if batched else project)(hparams)
+
+
+def _feasible(hparams: PyTree, constraints: PyTree, batched: bool) -> PyTree:
+    inside = _project(constraints, hparams, batched)
     for (path, given), moved in zip(
         named_leaves(hparams, "hparams").items(), jax.tree.leaves(inside), strict=True
     ):
@@ -327,10 +340,6 @@ def _is_row(node: Any) -> bool:
 def _plain(leaf: Any) -> Any:
     """Return numbers as Python's own, so that records can be written as JSON and compared."""
     return leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf
-
-
-def _nothing(state: PyTree, hparams: PyTree) -> dict[str, Any]:
-    return {}
 
 
 class _Interrupt:
