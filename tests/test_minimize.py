@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -238,4 +237,12 @@ def test_non_finite_hypergradients_are_explained():
     starts["lr"] = jnp.array([0.1, 50.0])
     with pytest.raises(ft.NonFiniteError, match="in the training itself"):
         ft.minimize(problem, starts, steps=2, batched=True)
-    sys.stdout.flush()
+
+
+def test_nothing_is_lost_when_a_run_diverges():
+    problem, hparams = regression(steps=100)
+    with pytest.raises(ft.NonFiniteError) as error:
+        ft.minimize(problem, hparams, steps=50, optimizer=optax.sgd(-100.0))  # uphill
+    run = error.value.run
+    assert len(run.history) == run.step > 0
+    assert float(run.best.score) == min(row["value"] for row in run.history)

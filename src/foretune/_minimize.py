@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from ._callbacks import Callback
 from ._constraints import apply_constraints, check_constraints
 from ._engines.base import AbstractEngine, Hypergradient
+from ._engines.nonfinite import NonFiniteError
 from ._engines.reverse import Reverse
 from ._problem import Problem
 from ._validate import check_count, check_hparams, check_leading_axis, named_leaves, validated
@@ -146,7 +147,8 @@ def minimize(
             program; records then hold one number for each.
 
     Ctrl-C ends the run after the current evaluation and returns what there is; a second one
-    interrupts at once.
+    interrupts at once. A hypergradient that is not finite raises `NonFiniteError`, whose attribute
+    `run` holds the history and the best hyperparameters until then.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -191,7 +193,15 @@ def minimize(
                     now = problem.replace(batches=batches(run.step, *extra))
                 if warm_start:
                     now = now.continued(run.carry.inner)
-                hyper = _hypergradient(engine, now, run.hparams, batched)
+                try:
+                    hyper = _hypergradient(engine, now, run.hparams, batched)
+                except NonFiniteError as error:
+                    error.add_note(
+                        f"foretune: this was step {run.step} of minimize; what there is until then "
+                        "(history, best, hparams) is in the attribute `run` of this error."
+                    )
+                    error.run = run
+                    raise
                 run.value, run.grad, run.state = hyper
                 norms = _gradient_norm(hyper.grad, batched)
                 record = {"step": run.step, "value": hyper.value, "gradient_norm": norms}

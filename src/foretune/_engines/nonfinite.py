@@ -39,6 +39,9 @@ UNSTABLE = (
 class NonFiniteError(FloatingPointError):
     """A value or a hypergradient is NaN or infinite."""
 
+    run: Any = None
+    """The run until then, where a driver raised it."""
+
 
 def is_finite(tree: PyTree) -> Bool[Array, ""]:
     """Return whether every floating-point leaf is finite."""
