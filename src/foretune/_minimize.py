@@ -108,7 +108,7 @@ def minimize(
     optimizer: optax.GradientTransformation | None = None,
     constraints: PyTree = None,
     callbacks: Sequence[Callback] = (),
-    stop: Callable[[Run], str | None] | Iterable[Callable[[Run], str | None]] = (),
+    stop: Callable[[Run], str | None] | Iterable[Callable[[Run], str | None]] | None = None,
     key: Key[Array, ""] | None = None,
     batches: Callable[..., PyTree] | None = None,
     evaluate: Callable[[PyTree, PyTree], dict[str, Any]] | None = None,
@@ -178,7 +178,7 @@ def minimize(
     best = Best(hparams, nowhere, jnp.zeros(nowhere.shape, jnp.int32))
     settings = {"constraints": repr(constraints), "inner steps": str(problem.steps)}
     run = Run(problem, steps, Carry(hparams, outer.init(hparams), best, inner), settings)
-    rules = [stop] if callable(stop) else list(stop)
+    rules = [stop] if callable(stop) else list(stop or ())
     score = score or _total_value
 
     with _Interrupt() as interrupt:
