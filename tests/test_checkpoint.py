@@ -153,6 +153,27 @@ def test_the_folder_of_another_run_is_refused(tmp_path, options):
         run(tmp_path, **options)
 
 
+def test_another_start_is_refused(tmp_path):
+    run(tmp_path)
+    problem, hparams = regression(steps=4)
+    with pytest.raises(ValueError, match="holds another run"):
+        ft.minimize(
+            problem, hparams | {"lr": hparams["lr"] * 2}, steps=6, optimizer=optax.adam(0.01),
+            callbacks=[ft.Checkpoint(tmp_path)],
+        )  # fmt: skip
+
+
+def test_a_run_that_diverged_goes_on_with_a_smaller_step(tmp_path):
+    problem, hparams = regression(steps=100)
+    for rate in (-100.0, 0.0):
+        options = {"optimizer": optax.sgd(rate), "callbacks": [ft.Checkpoint(tmp_path)]}
+        if rate:
+            with pytest.raises(ft.NonFiniteError):
+                ft.minimize(problem, hparams, steps=50, **options)
+        else:
+            assert ft.minimize(problem, hparams, steps=50, **options).stopped == "50 steps done"
+
+
 def test_few_checkpoints_are_kept(tmp_path):
     problem, hparams = regression(steps=4)
     ft.minimize(problem, hparams, steps=7, callbacks=[ft.Checkpoint(tmp_path, every=2, keep=3)])

@@ -218,5 +218,14 @@ def test_constraints_that_do_not_fit():
         check_constraints({"lr": 1.0}, hparams)
     with pytest.raises(ValueError, match=r"do not fit hparams\['lr'\], which is float32\[\]"):
         check_constraints({"lr": ft.Box(np.zeros(3), np.ones(3))}, hparams)
-    with pytest.raises(ValueError, match=r"square matrices, but x\['w'\] is float32\[3\]"):
+    with pytest.raises(ValueError, match=r"does not fit hparams\['net'\]: .*square matrices"):
         check_constraints({"net": ft.Symmetric(ft.NonNegative())}, hparams)
+    with pytest.raises(TypeError, match=r"is a class; write `NonNegative\(...\)`"):
+        check_constraints({"lr": ft.NonNegative}, hparams)
+    with pytest.raises(ValueError, match="Log and Logit are changes of variable"):
+        ft.Intersection(ft.Log(), ft.Box(0.0, 1.0))
+    with pytest.raises(ValueError, match="no point in common"):
+        ft.Intersection(ft.Box(0.0, 0.1), ft.Box(0.2, 0.3)).check_start(jnp.array(0.1))
+    for change, start in ((ft.Log(), 0.0), (ft.Logit(), 1.0)):
+        with pytest.raises(ValueError, match="Start inside"):
+            change.check_start(jnp.array(start))

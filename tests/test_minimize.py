@@ -78,12 +78,24 @@ def test_history_and_best():
     )
     assert [row["step"] for row in result.history] == list(range(8))
     assert [row["step"] for row in result.history if "norm" in row] == [0, 3, 6, 7]
-    assert int(result.best.step) == 4
+    assert int(result.best.step) == 3  # the nearest that was measured
     assert result.stopped == "7 steps done"
     value, state = problem.response(result.hparams)
     np.testing.assert_allclose(result.value, value, rtol=1e-6)
     np.testing.assert_allclose(result.state.params["w"], state.params["w"], rtol=1e-6)
     json.dumps(result.history)
+
+
+def test_best_by_a_metric_that_is_not_always_there():
+    problem, hparams = regression(steps=5)
+    result = ft.minimize(
+        problem, hparams, steps=6, evaluate_every=2,
+        evaluate=lambda state, h: {"size": jnp.sum(state.params["w"] ** 2)},
+        score=lambda record: -record["size"],
+    )  # fmt: skip
+    sizes = [row["size"] for row in result.history if "size" in row]
+    assert len(sizes) == 4
+    np.testing.assert_allclose(result.best.score, -max(sizes), rtol=1e-6)
 
 
 def test_several_descents_at_once_are_the_same_as_one_by_one():
@@ -222,6 +234,11 @@ def test_bad_input(tmp_path):
         ft.minimize(problem, hparams, steps=1, constraints={"rate": ft.NonNegative()})
     with pytest.raises(ValueError, match="either batched=True or warm_start=True"):
         ft.minimize(problem, hparams, steps=1, batched=True, warm_start=True)
+    for name, wrong in (("engine", ft.Forward), ("optimizer", optax.adam), ("callbacks", [print])):
+        with pytest.raises(TypeError, match=f"{name} must be"):
+            ft.minimize(problem, hparams, steps=1, **{name: wrong})
+    with pytest.raises(ValueError, match="evaluate must return a dict of scalars"):
+        ft.minimize(problem, hparams, steps=1, evaluate=lambda state, h: {"value": 1.0})
     (tmp_path / "file").write_text("")
     for callback in (
         ft.History(tmp_path / "file" / "x" / "m.jsonl"),

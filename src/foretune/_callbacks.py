@@ -16,7 +16,10 @@ from typing import Any
 
 
 class Callback:
-    """The base of all callbacks; override what you need.
+    """The base of all callbacks; override what you need of `start`, `step` and `end`.
+
+    Each gets the `Run`: `step` and `steps`, `hparams`, `value`, `grad`, `state`, `record`, `history`
+    and `best`. `step` is called after each evaluation, `end` also when the run fails.
 
     >>> import foretune as ft
     >>> class Printer(ft.Callback):
@@ -146,8 +149,8 @@ def _writable_folder(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise OSError(
-            f"cannot write to the folder {folder}: {error.strerror or error}. Give another one, or "
-            "change its permissions."
+            f"cannot write to the folder {folder}: {error.strerror or error}. Give a folder that "
+            "can be written to."
         ) from error
 
 

@@ -28,7 +28,9 @@ class Checkpoint(Callback):
         keep: how many are kept.
 
     A resumed run repeats the evaluation it was in, and goes on as if it had never stopped: its
-    results are the same to the bit on the same machine.
+    results are the same to the bit on the same machine. The directory of a run with other shapes,
+    another start, other constraints or another kind of optimizer is refused with a `ValueError`; the
+    optimizer's constants, the functions and the data are yours to keep.
 
     >>> import foretune as ft
     >>> checkpoint = ft.Checkpoint("runs/clean", every=10)
@@ -61,7 +63,7 @@ class Checkpoint(Callback):
             except Exception as error:
                 warnings.warn(
                     f"the checkpoint of step {step} in {self.directory} cannot be used "
-                    f"({type(error).__name__}: {error!s:.200}); trying the one before it.",
+                    f"({type(error).__name__}: {error!s:.200}) and is passed over.",
                     stacklevel=2,
                 )
                 shutil.rmtree(self.directory / str(step), ignore_errors=True)
@@ -91,7 +93,8 @@ class Checkpoint(Callback):
     def _save(self, run: Any) -> None:
         import orbax.checkpoint as ocp
 
-        if run.step == self._saved or len(run.history) < run.step:
+        # A step that could not be evaluated is not saved: the run can go on before it, otherwise.
+        if run.step == self._saved or len(run.history) <= run.step:
             return
         arrays = _arrays(run.carry)
         meta = {

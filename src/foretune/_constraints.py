@@ -45,6 +45,10 @@ class AbstractConstraint(eqx.Module):
         distance, size = _norm(jax.tree.map(jnp.subtract, x, self.project(x))), _norm(x)
         return distance <= tolerance * jnp.maximum(size, 1.0)
 
+    def check_start(self, x: PyTree) -> PyTree:
+        """Return x, or raise where a run cannot start from it (nor from its projection)."""
+        return x
+
     def to_search(self, x: PyTree) -> PyTree:
         """Return the variable that the outer optimizer moves: x itself, for a set."""
         return x
@@ -133,8 +137,8 @@ class Simplex(AbstractConstraint):
     """{x >= 0, sum x = total}.
 
     >>> import foretune as ft, jax.numpy as jnp
-    >>> ft.Simplex(1.0).project(jnp.array([0.5, 0.7, -2.0]))
-    Array([0.39999998, 0.6       , 0.        ], dtype=float32)
+    >>> ft.Simplex(1.0).project(jnp.array([0.5, 0.75, -2.0]))
+    Array([0.375, 0.625, 0.   ], dtype=float32)
     """
 
     total: float = 1.0
@@ -151,10 +155,8 @@ class CappedSimplex(AbstractConstraint):
     """{0 <= x <= upper, sum x <= total}: the paper's set for example weights.
 
     >>> import foretune as ft, jax.numpy as jnp
-    >>> ft.CappedSimplex(1.0).project(jnp.array([3.0, 0.4, 0.2, -1.0]))
-    Array([1., 0., 0., 0.], dtype=float32)
-    >>> ft.CappedSimplex(1.5).project(jnp.array([3.0, 0.4, 0.2, -1.0]))
-    Array([1.        , 0.35      , 0.15000001, 0.        ], dtype=float32)
+    >>> ft.CappedSimplex(1.5).project(jnp.array([3.0, 0.5, 0.25, -1.0]))
+    Array([1.   , 0.375, 0.125, 0.   ], dtype=float32)
     """
 
     total: float
@@ -231,6 +233,21 @@ class Intersection(AbstractConstraint):
         self.sets, self.tolerance = sets, tolerance
         if len(sets) < 2:
             raise ValueError(f"Intersection needs two sets or more, got {len(sets)}.")
+        if any(isinstance(constraint, Log | Logit) for constraint in sets):
+            raise ValueError("Intersection takes sets; Log and Logit are changes of variable.")
+
+    def contains(self, x: PyTree, tolerance: float = 1e-5) -> Bool[Array, ""]:
+        """Return whether x lies in all the sets, up to `tolerance` times its size."""
+        return _all([constraint.contains(x, tolerance) for constraint in self.sets])
+
+    def check_start(self, x: PyTree) -> PyTree:
+        """Return x, or raise where the sets have no point in common."""
+        if not self.contains(self.project(x), 1e-3):
+            raise ValueError(
+                f"the sets of {self} have no point in common (none was found in {DYKSTRA_STEPS} "
+                "rounds of projections)."
+            )
+        return x
 
     def project(self, x: PyTree) -> PyTree:
         """Return the nearest point of the intersection."""
@@ -259,6 +276,8 @@ class Intersection(AbstractConstraint):
 class Log(AbstractConstraint):
     """x > 0, moved as log(x): steps are factors. For learning rates and other scales.
 
+    It cannot start at 0, which no factor changes.
+
     >>> import foretune as ft, jax.numpy as jnp
     >>> float(ft.Log().from_search(ft.Log().to_search(jnp.array(0.5))))
     0.5
@@ -267,6 +286,14 @@ class Log(AbstractConstraint):
     def project(self, x: PyTree) -> PyTree:
         """Return x, with what is not positive raised to the smallest normal number."""
         return jax.tree.map(lambda leaf: jnp.maximum(leaf, jnp.finfo(leaf.dtype).tiny), x)
+
+    def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
+        """Return whether all of x is positive."""
+        return _all(jax.tree.map(lambda leaf: leaf > 0, x))
+
+    def check_start(self, x: PyTree) -> PyTree:
+        """Return x if it is positive, or raise."""
+        return _inside(self, x)
 
     def to_search(self, x: PyTree) -> PyTree:
         """Return log(x)."""
@@ -301,6 +328,14 @@ class Logit(AbstractConstraint):
 
         return jax.tree.map(inside, x)
 
+    def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
+        """Return whether all of x lies strictly between the bounds."""
+        return _all(jax.tree.map(lambda leaf: (leaf > self.lower) & (leaf < self.upper), x))
+
+    def check_start(self, x: PyTree) -> PyTree:
+        """Return x if it lies strictly between the bounds, or raise."""
+        return _inside(self, x)
+
     def to_search(self, x: PyTree) -> PyTree:
         """Return the logit of x between the bounds."""
         return jax.tree.map(lambda x: jnp.log(x - self.lower) - jnp.log(self.upper - x), x)
@@ -324,7 +359,10 @@ def check_constraints(constraints: Any, hparams: PyTree, path: str = "hparams") 
     if constraints is None:
         return Free()
     if isinstance(constraints, AbstractConstraint):
-        shapes = jax.eval_shape(constraints.project, hparams)
+        try:
+            shapes = jax.eval_shape(constraints.project, hparams)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{constraints} does not fit {path}: {error}") from error
         for (name, leaf), after in zip(
             named_leaves(hparams, path).items(), jax.tree.leaves(shapes), strict=True
         ):
@@ -348,6 +386,10 @@ def check_constraints(constraints: Any, hparams: PyTree, path: str = "hparams") 
     if same and len(constraints) == len(hparams):
         pairs = enumerate(zip(constraints, hparams, strict=True))
         return type(hparams)([check_constraints(c, h, f"{path}[{i}]") for i, (c, h) in pairs])
+    if isinstance(constraints, type):
+        raise TypeError(
+            f"the constraint of {path} is a class; write `{constraints.__name__}(...)`."
+        )
     raise TypeError(
         f"the constraint of {path} is {describe(constraints)}, which does not fit: give a set "
         "(`foretune.NonNegative()` and the like), None, or the same containers as in hparams."
@@ -406,6 +448,19 @@ def _shift(v: Float[Array, " n"], total: Any, upper: Any, *, at_most: bool) -> F
         return shifted
     clipped = jnp.clip(v, 0, upper)
     return jnp.where(jnp.sum(clipped) <= total, clipped, shifted)
+
+
+def _all(tree: PyTree) -> Bool[Array, ""]:
+    return jnp.all(jnp.array([jnp.all(leaf) for leaf in jax.tree.leaves(tree)]))
+
+
+def _inside(constraint: AbstractConstraint, x: PyTree) -> PyTree:
+    if not constraint.contains(x):
+        raise ValueError(
+            f"a hyperparameter under {constraint} starts at {jax.tree.leaves(x)!r:.100}, outside it or "
+            "on its border, from where it cannot move. Start inside."
+        )
+    return x
 
 
 def _on_vector(f: Callable[[Array], Array], x: PyTree) -> PyTree:

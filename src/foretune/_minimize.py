@@ -7,11 +7,12 @@ variable). Step k costs one hypergradient; the loop itself adds two small progra
 """
 
 import functools
+import hashlib
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -51,7 +52,7 @@ class Carry(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What `minimize` returns."""
+    """What `minimize` returns: `hparams`, `value`, `state`, `history`, `best` and `stopped`."""
 
     hparams: PyTree
     """The last hyperparameters."""
@@ -104,10 +105,10 @@ def minimize(
     hparams: PyTree,
     *,
     steps: int,
-    engine: AbstractEngine | None = None,
-    optimizer: optax.GradientTransformation | None = None,
+    engine: Any = None,
+    optimizer: Any = None,
     constraints: PyTree = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Any = (),
     stop: Callable[[Run], str | None] | Iterable[Callable[[Run], str | None]] | None = None,
     key: Key[Array, ""] | None = None,
     batches: Callable[..., PyTree] | None = None,
@@ -140,7 +141,7 @@ def minimize(
             compiled once, every `evaluate_every` steps.
         score: what `best` is lowest in, as a function of a record; by default its `value` (the sum
             of the values, where the objective is a dict). `lambda r: -r["accuracy"]` for a metric
-            of `evaluate`.
+            of `evaluate`; only records that have the metrics are scored.
         warm_start: start each training from the final inner state of the one before. The step
             counter goes on, and a start that depends on the hyperparameters is used only once.
         batched: the hyperparameters have a leading axis of independent descents, run as one
@@ -160,7 +161,8 @@ def minimize(
     >>> round(float(result.hparams["decay"]), 2)  # w = 1 / (1 + decay)
     0.25
     """
-    check_count(steps, f"minimize(steps={steps})")
+    check_count(steps, f"minimize(steps={steps!r})")
+    _check_kinds(engine, optimizer, callbacks)
     check_count(evaluate_every, f"minimize(evaluate_every={evaluate_every})")
     engine = Reverse() if engine is None else engine
     optimizer = DEFAULT_OPTIMIZER if optimizer is None else optimizer
@@ -176,7 +178,11 @@ def minimize(
     inner = problem.start(hparams) if warm_start else None
     nowhere = jnp.full(() if members is None else (members,), jnp.inf)
     best = Best(hparams, nowhere, jnp.zeros(nowhere.shape, jnp.int32))
-    settings = {"constraints": repr(constraints), "inner steps": str(problem.steps)}
+    settings = {
+        "constraints": repr(constraints),
+        "inner steps": str(problem.steps),
+        "start": _digest_of(hparams),
+    }
     run = Run(problem, steps, Carry(hparams, outer.init(hparams), best, inner), settings)
     rules = [stop] if callable(stop) else list(stop or ())
     score = score or _total_value
@@ -205,13 +211,15 @@ def minimize(
                 run.value, run.grad, run.state = hyper
                 norms = _gradient_norm(hyper.grad, batched)
                 record = {"step": run.step, "value": hyper.value, "gradient_norm": norms}
-                if evaluate and (run.step % evaluate_every == 0 or run.step == steps):
-                    record |= _measure(evaluate, hyper.state, run.hparams, batched)
+                measured = evaluate and (run.step % evaluate_every == 0 or run.step == steps)
+                if measured:
+                    record |= _metrics(evaluate, hyper.state, run.hparams, batched, record)
                 run.record = jax.tree.map(_plain, jax.device_get(record))
                 run.history.append(run.record)
-                run.carry = run.carry._replace(
-                    best=_better(run.best, run.hparams, jnp.asarray(score(run.record)), run.step)
-                )
+                if measured or not evaluate:
+                    now_score = jnp.asarray(score(run.record))
+                    best = _better(run.best, run.hparams, now_score, run.step)
+                    run.carry = run.carry._replace(best=best)
                 for callback in callbacks:
                     callback.step(run)
                 reasons = [reason for rule in rules if (reason := rule(run))]
@@ -313,6 +321,37 @@ def _better(best: Best, hparams: PyTree, score: Array, step: Any) -> Best:
     return Best(chosen, jnp.where(better, score, best.score), jnp.where(better, step, best.step))
 
 
+def _metrics(evaluate, state, hparams, batched, record) -> dict[str, Any]:
+    metrics = _measure(evaluate, state, hparams, batched)
+    if not isinstance(metrics, dict) or set(metrics) & set(record):
+        raise ValueError(
+            f"evaluate must return a dict of scalars with names other than {list(record)}, got "
+            f"{metrics!r:.200}."
+        )
+    return metrics
+
+
+def _check_kinds(engine: Any, optimizer: Any, callbacks: Any) -> None:
+    if engine is not None and not isinstance(engine, AbstractEngine):
+        raise TypeError(f"engine must be an engine, `foretune.Reverse()` say; got {engine!r:.100}.")
+    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"optimizer must be an Optax optimizer, `optax.adam(0.01)` say; got {optimizer!r:.100}."
+        )
+    listed = isinstance(callbacks, list | tuple)
+    if not listed or not all(isinstance(callback, Callback) for callback in callbacks):
+        raise TypeError(
+            f"callbacks must be a list like `[foretune.Progress()]`; got {callbacks!r:.100}."
+        )
+
+
+def _digest_of(tree: PyTree) -> str:
+    digest = hashlib.sha256()
+    for leaf in jax.device_get(jax.tree.leaves(tree)):
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
 @eqx.filter_jit
 def _measure(evaluate, state, hparams, batched: bool) -> dict[str, Any]:
     return (eqx.filter_vmap(evaluate) if batched else evaluate)(state, hparams)
@@ -325,6 +364,7 @@ def _project(constraints: PyTree, hparams: PyTree, batched: bool) -> PyTree:
 
 
 def _feasible(hparams: PyTree, constraints: PyTree, batched: bool) -> PyTree:
+    apply_constraints(constraints, "check_start", hparams)
     inside = _project(constraints, hparams, batched)
     for (path, given), moved in zip(
         named_leaves(hparams, "hparams").items(), jax.tree.leaves(inside), strict=True

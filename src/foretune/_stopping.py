@@ -26,6 +26,9 @@ class NoImprovement:
 class SmallGradient:
     """Stop when the norm of the hypergradient is below `norm`.
 
+    It is the gradient in the hyperparameters themselves, before any projection: at an optimum on
+    the border of a constraint it need not be small.
+
     >>> import foretune as ft
     >>> rule = ft.SmallGradient(1e-4)
     """
@@ -43,10 +46,10 @@ class TimeLimit:
     """Stop after so many seconds of wall-clock time, counted from this call (or its resumption).
 
     >>> import foretune as ft
-    >>> rule = ft.TimeLimit(600)
+    >>> rule = ft.TimeLimit(600.0)
     """
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float | int):
         self.seconds = seconds
 
     def __call__(self, run: Any) -> str | None:
