@@ -91,9 +91,6 @@ TRANSFORMATIONS = {
 OTHERS = TRANSFORMATIONS | {
     "acprop": Row(lambda lr, c: contrib.acprop(lr, b1=c), 0.8),
     "ademamix": Row(lambda lr, c: contrib.ademamix(lr, b1=c, eps_root=1e-8), 0.8),
-    "cocob": Row(
-        lambda lr, c: optax.chain(contrib.cocob(alpha=c), optax.scale(lr)), 10.0, schedules=False
-    ),
     "dowg": Row(lambda lr, c: contrib.dowg(lr, weight_decay=c), 0.1, lr=1.0, schedules=False),
     "madgrad": Row(lambda lr, c: contrib.madgrad(lr, momentum=c), 0.9),
     "momo": Row(lambda lr, c: contrib.momo(lr, weight_decay=c), 0.1),
@@ -151,5 +148,5 @@ NOT_DIFFERENTIABLE = {
 """Optimizers that one or both engines cannot differentiate. Besides these, `contrib.sophia` and
 `contrib.dpsgd` ask for what a plain training step does not compute (a Hessian estimate from its own
 function, gradients by example), `contrib.galore` for singular vectors, which have no derivative
-where singular values coincide, and `contrib.sam` and `contrib.reduce_on_plateau` are wrappers that
+where singular values coincide, `contrib.cocob` takes the larger of two numbers that start equal, and `contrib.sam` and `contrib.reduce_on_plateau` are wrappers that
 branch on the step or the loss and pass derivatives as their inner optimizer does."""
