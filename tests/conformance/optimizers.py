@@ -148,5 +148,6 @@ NOT_DIFFERENTIABLE = {
 """Optimizers that one or both engines cannot differentiate. Besides these, `contrib.sophia` and
 `contrib.dpsgd` ask for what a plain training step does not compute (a Hessian estimate from its own
 function, gradients by example), `contrib.galore` for singular vectors, which have no derivative
-where singular values coincide, `contrib.cocob` takes the larger of two numbers that start equal, and `contrib.sam` and `contrib.reduce_on_plateau` are wrappers that
+where singular values coincide, `contrib.cocob` takes the larger of two numbers that start equal, and
+`contrib.sam` and `contrib.reduce_on_plateau` are wrappers that
 branch on the step or the loss and pass derivatives as their inner optimizer does."""
