@@ -20,6 +20,8 @@ from ._constraints import NonNegative as NonNegative
 from ._constraints import Simplex as Simplex
 from ._constraints import Symmetric as Symmetric
 from ._constraints import SymmetricNonNegative as SymmetricNonNegative
+from ._driver import Result as Result
+from ._driver import Run as Run
 from ._dynamics import Dynamics as Dynamics
 from ._dynamics import Training as Training
 from ._dynamics import TrainState as TrainState
@@ -27,8 +29,6 @@ from ._engines.base import Hypergradient as Hypergradient
 from ._engines.forward import Forward as Forward
 from ._engines.nonfinite import NonFiniteError as NonFiniteError
 from ._engines.reverse import Reverse as Reverse
-from ._minimize import Result as Result
-from ._minimize import Run as Run
 from ._minimize import minimize as minimize
 from ._problem import FullBatch as FullBatch
 from ._problem import Minibatches as Minibatches

@@ -94,7 +94,7 @@ class Checkpoint(Callback):
         import orbax.checkpoint as ocp
 
         # A step that could not be evaluated is not saved: the run can go on before it, otherwise.
-        if run.step == self._saved or len(run.history) <= run.step:
+        if run.step == self._saved or not run.whole:
             return
         arrays = _arrays(run.carry)
         meta = {

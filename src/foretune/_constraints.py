@@ -57,6 +57,10 @@ class AbstractConstraint(eqx.Module):
         """Return x from the variable that the outer optimizer moves."""
         return u
 
+    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return the natural size of a change: u's own, and `unit` where u is near 0."""
+        return jax.tree.map(lambda u, unit: jnp.abs(u) + unit, u, unit)
+
 
 class Box(AbstractConstraint):
     """{lower <= x <= upper}; the bounds are numbers or arrays, and may be infinite.
@@ -76,6 +80,16 @@ class Box(AbstractConstraint):
     def project(self, x: PyTree) -> PyTree:
         """Return x with each entry clipped to the bounds."""
         return jax.tree.map(lambda leaf: jnp.clip(leaf, *_like(leaf, self.lower, self.upper)), x)
+
+    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return the natural size of a change: no more than the way to the upper bound is long."""
+
+        def size(u, unit):
+            own = jnp.abs(u) + unit
+            (upper,) = _like(u, self.upper)
+            return jnp.minimum(own, jnp.maximum(upper - u, 1e-3 * own))  # it can leave the bound
+
+        return jax.tree.map(size, u, unit)
 
 
 class NonNegative(AbstractConstraint):
@@ -303,6 +317,10 @@ class Log(AbstractConstraint):
         """Return exp(u)."""
         return jax.tree.map(jnp.exp, u)
 
+    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return 1: a change of log(x) is relative already."""
+        return jax.tree.map(jnp.ones_like, u)
+
 
 class Logit(AbstractConstraint):
     """lower < x < upper, moved as log((x - lower) / (upper - x)). For momenta and shares.
@@ -344,6 +362,10 @@ class Logit(AbstractConstraint):
         """Return x from its logit."""
         span = self.upper - self.lower
         return jax.tree.map(lambda u: self.lower + span * jax.nn.sigmoid(u), u)
+
+    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return 1: a change of the logit is relative already."""
+        return jax.tree.map(jnp.ones_like, u)
 
 
 class Free(AbstractConstraint):
@@ -396,13 +418,14 @@ def check_constraints(constraints: Any, hparams: PyTree, path: str = "hparams") 
     )
 
 
-def apply_constraints(constraints: PyTree, how: str, x: PyTree) -> PyTree:
-    """Return `project`, `to_search` or `from_search` of each constraint on its part of x."""
+def apply_constraints(constraints: PyTree, how: str, x: PyTree, *more: PyTree) -> PyTree:
+    """Return `project`, `to_search`, `reach`, ... of each constraint on its part of x."""
     is_constraint = lambda node: isinstance(node, AbstractConstraint)  # noqa: E731
     return jax.tree.map(
-        lambda constraint, part: getattr(constraint, how)(part),
+        lambda constraint, *parts: getattr(constraint, how)(*parts),
         constraints,
         x,
+        *more,
         is_leaf=is_constraint,
     )
 

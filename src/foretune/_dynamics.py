@@ -7,7 +7,9 @@ A dynamics is any object with two methods,
 
 both pure functions that JAX can trace. The state is a pytree; its floating-point leaves are
 what the engines differentiate, its integers and random keys are carried along, and anything
-else in it (a model's activation function, say) stays as it is.
+else in it (a model's activation function, say) stays as it is. Where there is also a method
+`step_and_loss(state, hparams, batch) -> (state, loss)`, as in `Training`, real-time tuning reports
+that loss.
 
 `Training` is the dynamics of gradient descent with any Optax optimizer. Everything else, from
 ISTA to power iteration, is a class with the same two methods written by the user.
@@ -20,7 +22,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, Key, PyTree, UInt32
+from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
 from ._validate import check_signature, describe, describe_tree
 
@@ -129,6 +131,12 @@ class Training(eqx.Module):
 
     def step(self, state: TrainState, hparams: PyTree, batch: PyTree) -> TrainState:
         """Return s_t: one gradient, one update of the optimizer."""
+        return self.step_and_loss(state, hparams, batch)[0]
+
+    def step_and_loss(
+        self, state: TrainState, hparams: PyTree, batch: PyTree
+    ) -> tuple[TrainState, Float[Array, ""]]:
+        """Return s_t, and the loss at s_{t-1} that the gradient was taken of."""
         weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
 
         def objective(weights):
@@ -155,7 +163,8 @@ class Training(eqx.Module):
         weights = optax.apply_updates(weights, updates)
         # A constant given as a float32 array would promote a bfloat16 accumulator.
         opt_state = jax.tree.map(_keep_dtype, opt_state, state.opt_state)
-        return TrainState(eqx.combine(weights, fixed), opt_state, model_state, state.step + 1)
+        state = TrainState(eqx.combine(weights, fixed), opt_state, model_state, state.step + 1)
+        return state, value
 
     def _optimizer(self, hparams: PyTree) -> optax.GradientTransformationExtraArgs:
         optimizer: Any = self.optimizer

@@ -1,0 +1,82 @@
+"""An outer optimizer whose steps are relative to the hyperparameters: nothing to tune.
+
+Hyperparameters differ in scale by orders of magnitude, and a good learning rate is not known in
+advance to one. So Adam runs on the scaled variable: with r_i the reach of entry i,
+
+    r_i = |lambda_i| + o_i   (at most the way to its upper bound),
+    o_i = unit * |f| / |df/dlambda_i|   at the first gradient that is not 0,
+    lambda_i <- lambda_i - step_size * r_i * Adam(r_i df/dlambda_i).
+
+Far from 0 a step changes an entry by a factor; near 0, where a factor does nothing, by a share of o_i,
+the change that would take away the share `unit` of the error if it were linear. The first gradient
+thereby gives the scale, also to a hyperparameter that starts at 0. Under a `Box`, steps shrink towards
+the upper bound (a momentum of 0.9 moves by 0.01, not by 0.09).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+
+class RelativeState(NamedTuple):
+    """The units o, 0 until known, and Adam's moments of the scaled gradient."""
+
+    unit: PyTree
+    adam: Any
+
+
+def relative_adam(
+    step_size: float = 0.1, b1: float = 0.9, b2: float = 0.999, unit: float = 0.1
+) -> optax.GradientTransformationExtraArgs:
+    """Adam with steps relative to each hyperparameter's own size: the default of `RealTime`.
+
+    Args:
+        step_size: the relative change of an entry in one step, about.
+        b1: Adam's decay of the first moment.
+        b2: Adam's decay of the second moment.
+        unit: the share of the error that sets the scale of a hyperparameter near 0.
+
+    It needs the error as `value` and the hyperparameters as `params`, as all drivers give them. Do
+    not combine it with `Log`, which makes steps relative by itself.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> optimizer = ft.relative_adam(0.1)
+    >>> lr = jnp.array(0.5)
+    >>> state = optimizer.init(lr)
+    >>> step, state = optimizer.update(jnp.array(2.0), state, lr, value=jnp.array(1.0))
+    >>> float(step.round(3))  # 10 % of 0.5 + 0.1 * 1.0 / 2.0
+    -0.055
+    """
+    adam = optax.scale_by_adam(b1, b2, eps=1e-30)
+
+    def init(params: PyTree) -> RelativeState:
+        return RelativeState(jax.tree.map(jnp.zeros_like, params), adam.init(params))
+
+    def update(
+        updates: PyTree,
+        state: RelativeState,
+        params: PyTree = None,
+        *,
+        value: Any = None,
+        reach: Callable[[PyTree, PyTree], PyTree] | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, RelativeState]:
+        if params is None or value is None:
+            raise ValueError("relative_adam needs `params` and `value` in its update.")
+
+        def first(o, g):
+            natural = unit * jnp.abs(value) / jnp.where(g == 0, 1, jnp.abs(g))
+            return jnp.where((o == 0) & (g != 0), natural.astype(o.dtype), o)
+
+        o = jax.tree.map(first, state.unit, updates)
+        own = reach or (lambda u, o: jax.tree.map(lambda u, o: jnp.abs(u) + o, u, o))
+        r = own(params, o)
+        direction, moments = adam.update(jax.tree.map(jnp.multiply, r, updates), state.adam)
+        steps = jax.tree.map(lambda r, d: -step_size * r * d, r, direction)
+        return steps, RelativeState(o, moments)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
