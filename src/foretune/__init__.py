@@ -1,5 +1,8 @@
 """foretune: exact hypergradients of any training procedure, in JAX."""
 
+from ._bias import Bias as Bias
+from ._bias import BiasReport as BiasReport
+from ._bias import hypergradient_bias as hypergradient_bias
 from ._callbacks import Callback as Callback
 from ._callbacks import History as History
 from ._callbacks import Progress as Progress
@@ -33,8 +36,13 @@ from ._minimize import minimize as minimize
 from ._problem import FullBatch as FullBatch
 from ._problem import Minibatches as Minibatches
 from ._problem import Problem as Problem
+from ._realtime import RealTime as RealTime
+from ._realtime import RealTimeState as RealTimeState
+from ._relative import relative_adam as relative_adam
 from ._stopping import NoImprovement as NoImprovement
 from ._stopping import SmallGradient as SmallGradient
 from ._stopping import TimeLimit as TimeLimit
+from ._stopping import Vanished as Vanished
+from ._stream import windows as windows
 
 __version__ = "0.1.0"

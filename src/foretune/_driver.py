@@ -111,6 +111,7 @@ class Run:
 
 def nowhere(hparams: PyTree, shape: tuple[int, ...] = ()) -> Best:
     """Return the best of nothing yet."""
+    hparams = jax.tree.map(jnp.copy, hparams)  # theirs may be donated
     return Best(hparams, jnp.full(shape, jnp.inf), jnp.zeros(shape, jnp.int32))
 
 

@@ -166,6 +166,14 @@ class Training(eqx.Module):
         state = TrainState(eqx.combine(weights, fixed), opt_state, model_state, state.step + 1)
         return state, value
 
+    def in_precision(self, dtype: Any) -> "Training":
+        """Return the same training with its loss computed in another floating-point type.
+
+        Parameters and batch are cast inside the loss; the parameters themselves, their gradients
+        and the optimizer stay as they are.
+        """
+        return eqx.tree_at(lambda training: training.loss, self, _Cast(self.loss, dtype))
+
     def _optimizer(self, hparams: PyTree) -> optax.GradientTransformationExtraArgs:
         optimizer: Any = self.optimizer
         if not isinstance(optimizer, optax.GradientTransformation):
@@ -176,6 +184,29 @@ class Training(eqx.Module):
                 f"hyperparameters that returns one; it returned {describe(optimizer)}."
             )
         return optax.with_extra_args_support(optimizer)
+
+
+class _Cast(eqx.Module):
+    """A loss computed in another floating-point type."""
+
+    loss: Callable[..., Any]
+    dtype: Any = eqx.field(static=True)
+
+    def __call__(self, params: PyTree, hparams: PyTree, batch: PyTree, *state: Any, **key: Any):
+        def cast(leaf):
+            return leaf.astype(self.dtype) if eqx.is_inexact_array(leaf) else leaf
+
+        def restored(new, old):
+            return new.astype(old.dtype) if eqx.is_inexact_array(old) else new
+
+        params, batch = jax.tree.map(cast, (params, batch))
+        result = self.loss(params, hparams, batch, *jax.tree.map(cast, state), **key)
+        if not state:
+            return result.astype(jnp.promote_types(result.dtype, jnp.float32))
+        value, new = result
+        return value.astype(jnp.promote_types(value.dtype, jnp.float32)), jax.tree.map(
+            restored, new, state[0]
+        )
 
 
 def _check_loss(result: Any, has_state: bool) -> None:

@@ -140,7 +140,7 @@ class FullBatch(eqx.Module):
         return self.data
 
 
-class _Stacked(eqx.Module):
+class Stacked(eqx.Module):
     """A pytree of arrays with leading axis T, one entry a step."""
 
     xs: PyTree[Array]
@@ -152,9 +152,11 @@ class _Stacked(eqx.Module):
 
     @property
     def steps(self) -> int:
+        """T, the number of steps."""
         return jax.tree.leaves(self.xs)[0].shape[0]
 
     def batch(self, x: PyTree[Array]) -> PyTree[Array]:
+        """Return the batch of one entry of `xs`."""
         return x
 
 
@@ -163,6 +165,7 @@ class System(NamedTuple):
 
     initial: Callable[[PyTree], PyTree]  # lambda -> s_0
     step: Callable[[PyTree, PyTree, PyTree], PyTree]  # Phi: s_{t-1}, lambda, x_t -> s_t
+    step_and_loss: Callable[..., tuple[PyTree, Any]]  # the same, and the training loss or None
     errors: Callable[[PyTree, PyTree], tuple[Float[Array, ""], ...]]  # s_T, lambda -> K errors
     xs: PyTree[Array]  # x_1 .. x_T
     steps: int  # T
@@ -209,7 +212,7 @@ class Problem(eqx.Module):
     dynamics: Any
     objective: Callable[..., Any] | dict[str, Callable[..., Any]]
     init: PyTree
-    batches: Minibatches | FullBatch | _Stacked
+    batches: Minibatches | FullBatch | Stacked
     validation: PyTree
     trajectory: bool = eqx.field(static=True)
 
@@ -230,8 +233,8 @@ class Problem(eqx.Module):
         self.init = as_arrays(init)
         if self._starts_from_function():
             check_signature(init, "init(hparams)")
-        known = isinstance(batches, Minibatches | FullBatch | _Stacked)
-        self.batches = batches if known else _Stacked(batches)
+        known = isinstance(batches, Minibatches | FullBatch | Stacked)
+        self.batches = batches if known else Stacked(batches)
         self.validation = as_arrays(validation)
         self.trajectory = trajectory
 
@@ -265,7 +268,7 @@ class Problem(eqx.Module):
 
     def continued(self, state: PyTree) -> "Problem":
         """Return the problem that starts from a state of the dynamics instead of from `init`."""
-        return self.replace(dynamics=_Continued(self.dynamics), init=state)
+        return self.replace(dynamics=Continued(self.dynamics), init=state)
 
     def start(self, hparams: PyTree) -> PyTree:
         """Return the user's s_0."""
@@ -310,14 +313,21 @@ class Problem(eqx.Module):
         def initial(hparams):
             return eqx.filter(self.start(hparams), is_array)
 
+        def step_and_loss(arrays, hparams, x):
+            state, batch = eqx.combine(arrays, static), self.batches.batch(x)
+            if hasattr(self.dynamics, "step_and_loss"):
+                state, loss = self.dynamics.step_and_loss(state, hparams, batch)
+            else:
+                state, loss = self.dynamics.step(state, hparams, batch), None
+            return eqx.filter(state, is_array), loss
+
         def step(arrays, hparams, x):
-            state = eqx.combine(arrays, static)
-            return eqx.filter(self.dynamics.step(state, hparams, self.batches.batch(x)), is_array)
+            return step_and_loss(arrays, hparams, x)[0]
 
         def restore(arrays):
             return eqx.combine(arrays, static)
 
-        plain = System(initial, step, E, self.batches.xs, self.steps, restore)
+        plain = System(initial, step, step_and_loss, E, self.batches.xs, self.steps, restore)
         return _averaged(plain, hparams) if self.trajectory else plain
 
     def value(self, errors: tuple[Float[Array, ""], ...]) -> PyTree[Float[Array, ""]]:
@@ -352,8 +362,8 @@ def _averaged(system: System, hparams: PyTree) -> System:
     def errors(state, hparams):
         return state[1]
 
-    return System(
-        initial, step, errors, system.xs, system.steps, lambda state: system.restore(state[0])
+    return system._replace(
+        initial=initial, step=step, errors=errors, restore=lambda state: system.restore(state[0])
     )
 
 
@@ -374,16 +384,27 @@ def _hashable(obj: Any) -> bool:
     return True
 
 
-class _Continued(eqx.Module):
-    """A dynamics that starts from a state it is given."""
+class Continued(eqx.Module):
+    """A dynamics that starts from a state it is given.
+
+    `carried` names the hyperparameters that the state may depend on already.
+    """
 
     dynamics: Any
+    carried: tuple[str, ...] = eqx.field(static=True, default=())
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
+        """Return the state."""
         return params
 
     def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
+        """Return s_t."""
         return self.dynamics.step(state, hparams, batch)
+
+    @property
+    def step_and_loss(self) -> Callable[..., Any]:
+        """The dynamics' own, where it has one."""
+        return self.dynamics.step_and_loss
 
 
 class _ByIdentity:
@@ -391,3 +412,5 @@ class _ByIdentity:
 
     def __init__(self, wrapped: Any):
         self.init, self.step = wrapped.init, wrapped.step
+        if hasattr(wrapped, "step_and_loss"):
+            self.step_and_loss = wrapped.step_and_loss

@@ -48,7 +48,7 @@ def relative_adam(
     >>> lr = jnp.array(0.5)
     >>> state = optimizer.init(lr)
     >>> step, state = optimizer.update(jnp.array(2.0), state, lr, value=jnp.array(1.0))
-    >>> float(step.round(3))  # 10 % of 0.5 + 0.1 * 1.0 / 2.0
+    >>> print(f"{step:.3f}")  # 10 % of 0.5 + 0.1 * 1.0 / 2.0
     -0.055
     """
     adam = optax.scale_by_adam(b1, b2, eps=1e-30)

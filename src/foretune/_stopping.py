@@ -55,3 +55,36 @@ class TimeLimit:
     def __call__(self, run: Any) -> str | None:
         """Return the reason, or None."""
         return f"{self.seconds:g} seconds are over" if run.seconds >= self.seconds else None
+
+
+class Vanished:
+    """Stop real-time tuning when a hyperparameter has stayed at 0, or close to it.
+
+    A learning rate that has gone to 0 leaves the model and Z as they are, while the other
+    hyperparameters go on drifting: the training is over.
+
+    Args:
+        name: the top-level name of the hyperparameter, a learning rate in general.
+        below: what counts as 0, relative to the largest value it has had in the run.
+        patience: for how many windows in a row.
+
+    >>> import foretune as ft
+    >>> rule = ft.Vanished("lr")
+    """
+
+    def __init__(self, name: str, below: float = 1e-4, patience: int = 10):
+        if patience < 1:
+            raise ValueError(f"Vanished(patience={patience}): one window or more.")
+        self.name, self.below, self.patience = name, below, patience
+
+    def __call__(self, run: Any) -> str | None:
+        """Return the reason, or None."""
+        if self.name not in run.record.get("hparams", {}):
+            raise ValueError(
+                f"Vanished({self.name!r}) names no hyperparameter of the run's records, which have "
+                f"{sorted(run.record.get('hparams', {}))}."
+            )
+        sizes = [np.max(np.abs(record["hparams"][self.name])) for record in run.history]
+        recent, peak = sizes[-self.patience :], max(sizes)
+        gone = len(recent) == self.patience and max(recent) <= self.below * peak and peak > 0
+        return f"{self.name} has gone to 0" if gone else None

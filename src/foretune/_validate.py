@@ -309,7 +309,9 @@ def _check_dependence(problem: Any, hparams: PyTree) -> None:
     for path, owner, i in zip(paths, problem.owners(hparams), range(-len(paths), 0), strict=True):
         wanted = [k == rows[owner] for k in range(len(jaxpr.outvars))]
         _, used = partial_eval.dce_jaxpr(jaxpr, wanted)
-        if not used[i]:  # the direction (or the hyperparameters) are the last inputs
+        if not used[i] and path not in getattr(
+            problem.dynamics, "carried", ()
+        ):  # the direction (or the hyperparameters) are the last inputs
             unused.append(path)
     if unused:
         remedy = (

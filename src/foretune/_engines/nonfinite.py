@@ -35,12 +35,22 @@ UNSTABLE = (
     "(lower the learning rate, or take fewer steps)."
 )
 
+IN_OBJECTIVE = (
+    f"The states and their derivatives are finite: it begins in the objective. {ZERO_ROOT}"
+)
+GROWN = (
+    "From this state with Z = 0 the window is finite: the derivative Z had grown over the windows "
+    "before. Give `RealTime` a smaller `discount`, a `z_cap` or a `reset`."
+)
+
 
 class NonFiniteError(FloatingPointError):
     """A value or a hypergradient is NaN or infinite."""
 
     run: Any = None
     """The run until then, where a driver raised it."""
+    state: Any = None
+    """The state before the window, where real-time tuning raised it."""
 
 
 def is_finite(tree: PyTree) -> Bool[Array, ""]:
@@ -61,6 +71,29 @@ def explain(problem: Problem, hparams: PyTree, result: Any) -> str:
     return f"not finite: {', '.join(bad)}.\n{_origin(problem, hparams, direction)}"
 
 
+def explain_window(problem: Problem, hparams: PyTree, window: int) -> str:
+    """Return the message for a window of real-time tuning, from the state before it."""
+    kept = "The state before the window is kept, in the attribute `state` of this error."
+    for i in range(problem.steps):
+        x = jax.tree.map(lambda leaf, i=i: leaf[i], problem.batches.xs)
+        if found := _first(jax.device_get(problem.batches.batch(x)), "batch"):
+            path, leaf, where = found
+            return (
+                f"not finite: the data. In window {window}, minibatch {i} of {problem.steps} (both "
+                f"counted from 0), {path} ({describe(leaf)}) is not finite in {where.sum()} of "
+                f"{where.size} entries. {kept}"
+            )
+    if found := _first(jax.device_get(problem.validation), "validation"):
+        path, leaf, where = found
+        return (
+            f"not finite: the validation data of window {window} (counted from 0): {path} "
+            f"({describe(leaf)}) in {where.sum()} of {where.size} entries. {kept}"
+        )
+    everywhere = jax.tree.map(jnp.ones_like, hparams)
+    origin = _origin(problem, hparams, everywhere, GROWN)
+    return f"not finite: window {window} (counted from 0). {origin} {kept}"
+
+
 def guard_finite(result: Any) -> Any:
     """Return `result` with a runtime check of its value and gradient, for use inside `jit`."""
 
@@ -78,7 +111,9 @@ def guard_finite(result: Any) -> Any:
     )
 
 
-def _origin(problem: Problem, hparams: PyTree, direction: PyTree) -> str:
+def _origin(
+    problem: Problem, hparams: PyTree, direction: PyTree, otherwise: str = IN_OBJECTIVE
+) -> str:
     T = problem.steps
     if found := _first(jax.device_get(hparams), "hparams"):
         return f"{found[0]} itself is not finite."
@@ -111,7 +146,7 @@ def _origin(problem: Problem, hparams: PyTree, direction: PyTree) -> str:
             f"The training and its forward derivative are finite; the adjoint of {name} "
             f"({describe(leaf)}) is not, first {place}. {_remedy(state, where)}"
         )
-    return f"The states and their derivatives are finite: it begins in the objective. {ZERO_ROOT}"
+    return otherwise
 
 
 def _first(tree: PyTree, name: str) -> tuple[str, np.ndarray, np.ndarray] | None:

@@ -12,10 +12,13 @@ from jaxtyping import Array, Float, PyTree
 from .._problem import System
 
 
-def pushforward(f: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> tuple:
+def pushforward(
+    f: Callable[..., PyTree], primals: PyTree, tangents: PyTree, chunk: int | None = None
+) -> tuple:
     """Return f(*primals), computed once, and its derivative along each entry of `tangents`.
 
-    Only floating-point leaves have tangents; `tangents` has None for the others.
+    Only floating-point leaves have tangents; `tangents` has None for the others. With `chunk`, so
+    many of them are in work at a time.
     """
     moving, fixed = eqx.partition(primals, eqx.is_inexact_array)
 
@@ -26,7 +29,10 @@ def pushforward(f: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> 
         out, d_out, rest = jax.jvp(split, (moving,), (tangent,), has_aux=True)
         return eqx.combine(out, rest), d_out
 
-    return jax.vmap(column, out_axes=(None, 0))(tangents)
+    if chunk is None:
+        return jax.vmap(column, out_axes=(None, 0))(tangents)
+    out, linear, rest = jax.linearize(split, moving, has_aux=True)
+    return eqx.combine(out, rest), lax.map(linear, tangents, batch_size=chunk)
 
 
 def pull_rows(pull: Callable[..., PyTree], rows: PyTree[Float[Array, "K ..."]]) -> PyTree:

@@ -1,0 +1,585 @@
+"""Real-time tuning: forward mode carried along the training itself (RTHO).
+
+After every window (hyper-batch) of Delta minibatches, the partial hypergradient
+
+    grad f_t = grad E(s_t) Z_t + dE/dlambda,    Z_t = gamma A_t Z_{t-1} + B_t,
+
+moves the hyperparameters, and the training goes on with the new ones from where it is. With
+gamma = 1 this is the paper's method. The partial hypergradient is that of a constant lambda; after an
+update it is an estimate, the better the slower lambda moves. A discount gamma < 1 forgets what
+earlier hyperparameters did, over about 1 / (1 - gamma) steps.
+
+A window in which training diverges is undone: the training state returns to where the window began,
+Z to 0, and the hyperparameters back off in the direction that the derivative of the loss says.
+
+Time: about that of 1 + 2m training runs for m hyperparameters, however many updates. Memory: Z, m
+states, and one more state to return to, whatever the number of steps.
+Reference: Franceschi et al., ICML 2017, Section 3.3 and Algorithm 2.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.core import Tracer
+from jax.flatten_util import ravel_pytree
+from jax.interpreters import partial_eval
+from jaxtyping import Array, Float, Int, PyTree
+
+from ._arguments import Output, Structure, flatten, unflatten
+from ._constraints import check_constraints
+from ._driver import Outer, Result, check_optimizer, feasible
+from ._engines.nonfinite import NonFiniteError, explain_window, is_finite
+from ._engines.products import error_gradients, inner_products, pushforward
+from ._problem import Continued, FullBatch, Minibatches, Problem, System
+from ._relative import relative_adam
+from ._stream import run_stream
+from ._validate import (
+    as_arrays,
+    check_count,
+    check_hparams,
+    check_objective,
+    describe,
+    named_leaves,
+    validated,
+)
+
+BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
+SMALL = 0.02  # an error below this share of the first is not worth undoing a window for
+_CAPACITY: dict[Any, int] = {}  # the longest window seen, by the program it is for
+_CHECKED: dict[Any, None] = {}  # the structures and shapes that have passed the checks
+
+
+class RealTimeState(eqx.Module):
+    """Where a real-time run is: all that decides how it goes on."""
+
+    train: PyTree
+    """The state of the dynamics, a `TrainState` for `Training`."""
+    hparams: PyTree[Float[Array, "..."]]
+    """The current hyperparameters."""
+    Z: PyTree
+    """The derivative of the training state, its floating-point leaves with a leading axis of m."""
+    opt_state: PyTree
+    """The outer optimizer's state."""
+    window: Int[Array, ""]
+    """The number of windows done, undone ones included."""
+    first: Float[Array, ""]
+    """The error before the first window."""
+    highest: Float[Array, ""]
+    """The highest loss at the beginning of a window so far."""
+    carried: tuple[str, ...] = eqx.field(static=True, default=())
+    """The hyperparameters that the initial state depends on."""
+
+
+class RealTime(eqx.Module):
+    """Tunes hyperparameters while the model trains, one update per window of minibatches.
+
+    Args:
+        dynamics: `Training`, or any other dynamics.
+        objective: the error `E(state, hparams, validation) -> scalar`, or a dict of them by
+            top-level hyperparameter name, each of which gets the whole `validation`.
+        optimizer: the outer Optax optimizer; `relative_adam()` by default, which needs no tuning.
+        constraints: as in `minimize`; give at least `{"lr": NonNegative()}` and, for a momentum,
+            `Box(0.0, 0.999)`.
+        discount: gamma in (0, 1], the share of Z that a step keeps. 1 is exact for constant
+            hyperparameters.
+        rollback: undo a window whose training loss rises above so many times the highest loss that a
+            window has begun with, or whose validation error rises so many times over what it was
+            before. None: never; a loss that is not finite is then an error.
+        reset: set Z to 0 at the beginning of every so many windows.
+        z_cap: after each window, scale the columns of Z down to this norm.
+        clip: scale the hypergradient down to this norm.
+        chunk: columns of Z in work at a time, where there are many hyperparameters.
+        tangents: a floating-point type, `jnp.bfloat16` say, in which the loss is computed for Z
+            only (with `Training`); the training stays as it is.
+        donate: reuse the memory of the state given to `update`, which is then deleted.
+
+    The defaults are what did best over the tasks of `benchmarks/realtime_quality.py`;
+    `RealTime.paper(...)` has the paper's setting. Where updates can be trusted is what
+    `foretune.Bias` measures.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> tuner = ft.RealTime(
+    ...     ft.Training(lambda w, h, x: jnp.mean((w - x) ** 2), lambda h: optax.sgd(h["lr"])),
+    ...     objective=lambda state, h, x: jnp.mean((state.params - x) ** 2),
+    ...     constraints={"lr": ft.NonNegative()})
+    >>> state = tuner.init(jnp.array(0.0), {"lr": jnp.array(0.0)})  # a null start
+    >>> for _ in range(30):
+    ...     state, log = tuner.update(state, jnp.ones((5, 2)), jnp.ones(2))
+    >>> float(log["value"]) < 1e-3, float(state.hparams["lr"]) > 0.01
+    (True, True)
+    """
+
+    dynamics: Any
+    objective: Callable[..., Any] | dict[str, Callable[..., Any]]
+    optimizer: optax.GradientTransformation
+    constraints: Any = eqx.field(default=None, kw_only=True)
+    discount: float = eqx.field(static=True, default=0.99, kw_only=True)
+    rollback: float | None = eqx.field(static=True, default=1.5, kw_only=True)
+    reset: int | None = eqx.field(static=True, default=None, kw_only=True)
+    z_cap: float | None = eqx.field(static=True, default=None, kw_only=True)
+    clip: float | None = eqx.field(static=True, default=None, kw_only=True)
+    chunk: int | None = eqx.field(static=True, default=None, kw_only=True)
+    tangents: Any = eqx.field(static=True, default=None, kw_only=True)
+    donate: bool = eqx.field(static=True, default=True, kw_only=True)
+
+    def __init__(
+        self,
+        dynamics: Any,
+        objective: Any,
+        optimizer: Any = None,
+        *,
+        constraints: Any = None,
+        discount: float = 0.99,
+        rollback: float | None = 1.5,
+        reset: int | None = None,
+        z_cap: float | None = None,
+        clip: float | None = None,
+        chunk: int | None = None,
+        tangents: Any = None,
+        donate: bool = True,
+    ):
+        check_objective(objective)
+        check_optimizer(optimizer)
+        # The same checks and wrapping as for a problem that is never run.
+        problem = Problem(dynamics, objective, None, FullBatch(None, steps=1))
+        self.dynamics, self.objective = problem.dynamics, problem.objective
+        self.optimizer = _DEFAULT_OPTIMIZER if optimizer is None else optimizer
+        self.constraints = dict(constraints) if isinstance(constraints, Mapping) else constraints
+        if not 0 < discount <= 1:
+            raise ValueError(f"RealTime(discount={discount}): it must lie in (0, 1].")
+        if rollback is not None and not rollback > 1:
+            raise ValueError(f"RealTime(rollback={rollback}): a factor over 1, or None.")
+        for name, bound in {"z_cap": z_cap, "clip": clip}.items():
+            if bound is not None and not bound > 0:
+                raise ValueError(f"RealTime({name}={bound}): a norm over 0, or None.")
+        for name, count in {"reset": reset, "chunk": chunk}.items():
+            if count is not None:
+                check_count(count, f"RealTime({name}={count})")
+        if tangents is not None and not hasattr(dynamics, "in_precision"):
+            raise TypeError(
+                f"RealTime(tangents={tangents}) needs a dynamics with the method `in_precision`, as "
+                f"`foretune.Training` has; the dynamics is {describe(dynamics)}."
+            )
+        self.discount, self.rollback, self.reset, self.donate = discount, rollback, reset, donate
+        self.z_cap, self.clip, self.chunk = z_cap, clip, chunk
+        self.tangents = None if tangents is None else np.dtype(tangents)
+
+    @classmethod
+    def paper(cls, dynamics: Any, objective: Any, *, constraints: Any = None) -> "RealTime":
+        """Return the paper's setting: Adam(0.005) on the hyperparameters, Z never forgotten.
+
+        >>> import foretune as ft, jax.numpy as jnp, optax
+        >>> tuner = ft.RealTime.paper(
+        ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+        ...     objective=lambda state, h, x: (state.params - x) ** 2)
+        >>> tuner.discount, tuner.rollback
+        (1.0, None)
+        """
+        adam = optax.adam(0.005)
+        return cls(dynamics, objective, adam, constraints=constraints, discount=1.0, rollback=None)
+
+    def init(self, params: PyTree, hparams: PyTree) -> RealTimeState:
+        """Return the state before the first window.
+
+        `params` are the initial parameters, or a function of the hyperparameters that returns them.
+        They are copied: `update` does not touch yours.
+        """
+        hparams = check_hparams(hparams)
+        constraints = check_constraints(self.constraints, hparams)
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(hparams)):
+            hparams = feasible(hparams, constraints)
+        start = Problem(self.dynamics, self.objective, params, FullBatch(None, steps=1)).start
+        directions, _ = _directions(hparams)
+        train, Z = pushforward(start, (hparams,), (directions,))
+        nothing = jnp.full((), -jnp.inf)
+        state = RealTimeState(
+            train,
+            hparams,
+            Z,
+            Outer(self.optimizer, constraints).init(hparams),
+            jnp.zeros((), jnp.int32),
+            nothing,
+            nothing,
+            _dependence(start, hparams),
+        )
+        return jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, state)
+
+    def update(
+        self, state: RealTimeState, window: PyTree, validation: PyTree
+    ) -> tuple[RealTimeState, dict[str, Any]]:
+        """Train over one window of minibatches, then update the hyperparameters.
+
+        Args:
+            state: the state, from `init` or the last update. Its memory is reused (`donate`).
+            window: minibatches stacked on a leading axis, as `windows` makes them, or `Minibatches`,
+                or `FullBatch`. A window shorter than one before it runs in the same program.
+            validation: what the objective gets as its third argument.
+
+        Returns:
+            The new state, and the log, a dict: `value` and `hypergradient` after the window at the
+            `hparams` it ran with, the norm of Z by hyperparameter `z_norm`, the mean training
+            `loss` (None for a dynamics that reports none), and whether the window was `undone`.
+
+        Raises:
+            NonFiniteError: where something is not finite, with the window and the leaf. The state
+                before the window is its attribute `state`.
+        """
+        new, log, fault = self.dispatch(state, window, validation)
+        if not isinstance(fault, Tracer) and fault:
+            raise self.fault(new, window, validation)
+        return new, log
+
+    def run(
+        self,
+        train_stream: Any,
+        validation_stream: Any,
+        *,
+        params: PyTree,
+        hparams: PyTree,
+        steps: int | None = None,
+        window: int = 20,
+        callbacks: Any = (),
+        stop: Any = None,
+        evaluate: Callable[[PyTree, PyTree], dict[str, Any]] | None = None,
+        evaluate_every: int = 1,
+        score: Callable[[dict[str, Any]], Any] | None = None,
+        skip: bool = True,
+    ) -> Result:
+        """Tune over a stream of minibatches, until it ends.
+
+        Args:
+            train_stream: any iterable of minibatches of one shape, of any length, or `Minibatches`.
+                The next window is read, and sent to the device, while the current one runs.
+            validation_stream: an iterable of validation batches, one for each window. It is gone
+                through again where it can be (a list, a loader); where it cannot (a generator), the
+                run ends with it. `itertools.repeat(batch)` gives the same each time.
+            params: the initial parameters, as for `init`.
+            hparams: the initial hyperparameters.
+            steps: the number of updates, hence of windows; until the stream ends by default.
+            window: the number of minibatches in a window.
+            callbacks: as in `minimize`; with `Checkpoint` the run resumes.
+            stop: stopping rules, as in `minimize`, and `foretune.Vanished("lr")`.
+            evaluate: `evaluate(state.train, hparams) -> dict` of further scalars.
+            evaluate_every: the windows between two evaluations.
+            score: what `best` is lowest in, as a function of a record; by default its `value`.
+            skip: whether a resumed run passes over what it had read of the streams. False for
+                streams that go on by themselves.
+
+        Returns:
+            A `Result`; its `state` is the tuner's state, with the trained weights in `state.train`.
+            `history` has a record for each window: `step` (from 1), `value`, `gradient_norm`,
+            `loss`, `hparams` (those it ran with), `z_norm`, `undone` and what `evaluate` adds.
+
+        Ctrl-C ends the run after the current window. `NonFiniteError` has the `run` until then and
+        the `state` before the window.
+
+        >>> import foretune as ft, itertools, jax.numpy as jnp, numpy as np, optax
+        >>> tuner = ft.RealTime(
+        ...     ft.Training(lambda w, h, x: jnp.mean((w - x) ** 2), lambda h: optax.sgd(h["lr"])),
+        ...     objective=lambda state, h, x: jnp.mean((state.params - x) ** 2),
+        ...     constraints={"lr": ft.NonNegative()})
+        >>> stream = (np.ones(4, np.float32) for _ in range(205))
+        >>> result = tuner.run(stream, itertools.repeat(np.ones(4, np.float32)), window=10,
+        ...                    params=jnp.array(0.0), hparams={"lr": jnp.array(0.001)})
+        >>> len(result.history), result.stopped
+        (21, 'the training stream ended')
+        """
+        return run_stream(
+            self,
+            train_stream,
+            validation_stream,
+            params=params,
+            hparams=hparams,
+            steps=steps,
+            window=window,
+            callbacks=callbacks,
+            stop=stop,
+            evaluate=evaluate,
+            evaluate_every=evaluate_every,
+            score=score,
+            skip=skip,
+        )
+
+    def dispatch(
+        self, state: RealTimeState, window: PyTree, validation: PyTree
+    ) -> tuple[RealTimeState, dict[str, Any], Any]:
+        """Begin an update without waiting for it; the third result says whether it failed."""
+        _check_state(state)
+        window, validation = as_arrays((window, validation))
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, window, validation))):
+            problem = self.problem(state, window, validation)
+            validated(problem, state.hparams)
+            return _update(self, state, problem, jnp.array(problem.steps))
+        program = _donating if self.donate else _keeping
+        new, log, fault = program(*self._arguments(state, window, validation))
+        return new.tree(), log, fault
+
+    def lower(self, state: RealTimeState, window: PyTree, validation: PyTree) -> jax.stages.Lowered:
+        """Return the program of an update, for its memory and cost analysis."""
+        _check_state(state)
+        program = _donating if self.donate else _keeping
+        return program.lower(*self._arguments(state, *as_arrays((window, validation))))
+
+    def fault(self, state: RealTimeState, window: PyTree, validation: PyTree) -> NonFiniteError:
+        """Return the error for a window that failed, from the state before it."""
+        problem = self.problem(state, window, validation)
+        error = NonFiniteError(explain_window(problem, state.hparams, int(state.window)))
+        error.state = state
+        return error
+
+    def problem(self, state: RealTimeState, window: PyTree, validation: PyTree) -> Problem:
+        """Return the training over a window as a problem of its own, from this state on."""
+        dynamics = Continued(self.dynamics, state.carried)
+        return Problem(dynamics, self.objective, state.train, window, validation)
+
+    def _arguments(self, state: RealTimeState, window: PyTree, validation: PyTree) -> tuple:
+        """Return the arguments of the program, after the checks that new shapes need."""
+        donated, state_structure = flatten(state)
+        others, structure = flatten((self, window, validation))
+        shapes = tuple((array.shape, array.dtype) for array in (*donated, *others))
+        key = state_structure, structure, shapes
+        if key not in _CHECKED:
+            validated(self.problem(state, window, validation), state.hparams)
+            _CHECKED[key] = None
+        window, steps = _padded(self, window)
+        others, structure = flatten((self, window, validation))
+        return structure, state_structure, donated, others, steps
+
+
+_DEFAULT_OPTIMIZER = relative_adam()
+
+
+def _update(
+    tuner: RealTime, state: RealTimeState, problem: Problem, count: Int[Array, ""]
+) -> tuple[RealTimeState, dict[str, Any], Array]:
+    """One window, then one step of the hyperparameters: a pure function, to be traced."""
+    hparams = state.hparams
+    system = problem.system(hparams)
+    before = system.initial(hparams)
+    directions, unravel = _directions(hparams)
+    end = _train(tuner, state, system, problem, directions, count)
+
+    errors, alpha, explicit = error_gradients(system, end.s, hparams)
+    rows = inner_products((alpha, explicit), (end.Z, directions))  # grad E(s) Z + dE/dlambda
+    grad = problem.gradient(jax.vmap(unravel)(rows.astype(ravel_pytree(hparams)[0].dtype)))
+    value = problem.value(errors)
+    column_norms = jax.vmap(optax.tree.norm)(end.Z)
+    z_norm = jax.tree.map(optax.tree.norm, unravel(column_norms))
+
+    finite = is_finite((value, grad, column_norms, end.s, end.loss))
+    first, diverged = state.first, jnp.array(False)
+    if tuner.rollback is not None:
+        was, now = (sum(E) for E in (system.errors(before, hparams), errors))
+        first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
+        rise = (tuner.rollback - 1) * jnp.maximum(jnp.abs(was), SMALL * first)
+        diverged = end.spiked | (finite & (now > was + rise))
+    fault = ~diverged & ~finite
+    direction = _select(diverged & ~(finite & ~end.spiked), end.slope, grad)
+
+    constraints = check_constraints(tuner.constraints, hparams)
+    outer = Outer(tuner.optimizer, constraints)
+    stepped = outer.update(hparams, state.opt_state, value, _clipped(direction, tuner.clip))
+    retreat = _back_off(outer, hparams, direction), state.opt_state
+    new_hparams, opt_state = _select(diverged, retreat, stepped)
+    new_hparams, opt_state = _select(fault, (hparams, state.opt_state), (new_hparams, opt_state))
+
+    lost = diverged | fault
+    Z = end.Z
+    if tuner.z_cap is not None:
+        Z = _scaled(Z, jnp.minimum(1.0, tuner.z_cap / jnp.maximum(column_norms, tuner.z_cap)))
+    new = RealTimeState(
+        system.restore(_select(lost, before, end.s)),
+        new_hparams,
+        _select(lost, jax.tree.map(jnp.zeros_like, Z), Z),
+        opt_state,
+        state.window + jnp.where(fault, 0, 1),
+        first,
+        end.highest,
+        state.carried,
+    )
+    log = {
+        "value": value,
+        "hypergradient": direction,
+        "hparams": hparams,
+        "z_norm": z_norm,
+        "loss": None if end.total is None else end.total / end.steps,
+        "undone": diverged,
+    }
+    return new, log, fault
+
+
+class _End(eqx.Module):
+    """Where the minibatches of a window lead."""
+
+    steps: Int[Array, ""]
+    s: PyTree
+    Z: PyTree
+    loss: Any  # of the last step
+    slope: PyTree  # its derivative in lambda, the last that is finite
+    total: Any  # the sum of the losses
+    highest: Float[Array, ""]
+    spiked: Array  # whether the loss rose too high, or is not finite though the batch is
+
+
+def _train(tuner, state, system: System, problem: Problem, directions, count) -> _End:
+    hparams = state.hparams
+    _, unravel = _directions(hparams)
+    low = None
+    if tuner.tangents is not None:
+        inner = Continued(tuner.dynamics.in_precision(tuner.tangents), state.carried)
+        low = problem.replace(dynamics=inner).system(hparams)
+
+    def x_at(i):
+        return jax.tree.map(lambda leaf: leaf[i], system.xs)
+
+    def advance(s, Z, x):
+        gamma_Z = Z if tuner.discount == 1 else jax.tree.map(lambda z: tuner.discount * z, Z)
+        tangents = gamma_Z, directions
+        phi = lambda s, h: system.step_and_loss(s, h, x)  # noqa: E731
+        if low is None:
+            return pushforward(phi, (s, hparams), tangents, tuner.chunk)
+        rough = lambda s, h: low.step_and_loss(s, h, x)  # noqa: E731
+        return phi(s, hparams), pushforward(rough, (s, hparams), tangents, tuner.chunk)[1]
+
+    def step(carry):
+        i, s, Z, _, slope, total, highest, _ = carry
+        (s, loss), (Z, d_loss) = advance(s, Z, x_at(i))
+        if loss is None:
+            return i + 1, s, Z, None, slope, None, highest, jnp.array(True)
+        highest = jnp.where((i == 0) & (loss > highest), loss, highest).astype(highest.dtype)
+        calm = jnp.isfinite(loss)
+        if tuner.rollback is not None:
+            calm &= loss <= highest + (tuner.rollback - 1) * jnp.abs(highest)
+        finite = jnp.all(jnp.isfinite(d_loss))
+        d_loss = unravel(d_loss.astype(ravel_pytree(hparams)[0].dtype))
+        slope = _select(finite, d_loss, slope)
+        return i + 1, s, Z, loss, slope, total + loss, highest, calm
+
+    def proceed(carry):
+        return (carry[0] < count) & carry[-1]
+
+    s, Z = system.initial(hparams), state.Z
+    if tuner.reset is not None:
+        again = state.window % tuner.reset == 0
+        Z = _select(again & (state.window > 0), jax.tree.map(jnp.zeros_like, Z), Z)
+    _, loss = jax.eval_shape(system.step_and_loss, s, hparams, jax.eval_shape(x_at, 0))
+    zero = None if loss is None else jnp.zeros((), loss.dtype)
+    flat = jax.tree.map(jnp.zeros_like, hparams)
+    start = (jnp.zeros((), jnp.int32), s, Z, zero, flat, zero, state.highest, jnp.array(True))
+    i, s, Z, loss, slope, total, highest, calm = lax.while_loop(proceed, step, start)
+    sound = is_finite(problem.batches.batch(x_at(i - 1)))  # else the data is at fault
+    return _End(i, s, Z, loss, slope, total, highest, ~calm & sound)
+
+
+def _program(
+    structure: Structure,
+    state_structure: Structure,
+    donated: list[Array],
+    others: list[Array],
+    count: Any,
+) -> tuple[Output, dict[str, Any], Array]:
+    state = unflatten(state_structure, donated)
+    tuner, window, validation = unflatten(structure, others)
+    new, log, fault = _update(tuner, state, tuner.problem(state, window, validation), count)
+    return Output(new), log, fault
+
+
+_donating = jax.jit(_program, static_argnums=(0, 1), donate_argnums=2)
+_keeping = jax.jit(_program, static_argnums=(0, 1))
+
+
+def _padded(tuner: RealTime, window: Any) -> tuple[Any, np.ndarray]:
+    """Return the window padded to the longest like it so far, and its true length.
+
+    A program is compiled for the shape of its window; its loop runs to the true length.
+    """
+    if isinstance(window, FullBatch):
+        return FullBatch(window.data, 1), np.asarray(window.steps, np.int32)
+    xs = window.indices if isinstance(window, Minibatches) else window
+    leaves, structure = flatten(xs)
+    steps = len(leaves[0])
+    program = flatten((tuner.dynamics, tuner.objective))[1]
+    key = program, structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+    capacity = _CAPACITY[key] = max(_CAPACITY.get(key, 0), steps)
+    if capacity > steps:
+        xs = jax.tree.map(functools.partial(_pad, capacity), xs)
+        window = eqx.tree_at(_indices, window, xs) if isinstance(window, Minibatches) else xs
+    return window, np.asarray(steps, np.int32)
+
+
+def _indices(window: Minibatches) -> Array:
+    return window.indices
+
+
+def _pad(capacity: int, x: Any) -> Any:
+    more = (capacity - len(x), *x.shape[1:])
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jnp.concatenate([x, jnp.broadcast_to(x[:1], more)])
+    x = np.asarray(x)  # by NumPy, which compiles nothing
+    return np.concatenate([x, np.zeros(more, x.dtype)])
+
+
+def _directions(hparams: PyTree) -> tuple[PyTree, Callable[[Array], PyTree]]:
+    flat, unravel = ravel_pytree(hparams)
+    return jax.vmap(unravel)(jnp.eye(flat.size, dtype=flat.dtype)), unravel
+
+
+def _select(condition: Array, yes: PyTree, no: PyTree) -> PyTree:
+    def leaf(a, b):
+        return jnp.where(condition, a, b) if eqx.is_array(b) else b
+
+    return jax.tree.map(leaf, yes, no)
+
+
+def _scaled(Z: PyTree, factors: Float[Array, " m"]) -> PyTree:
+    return jax.tree.map(lambda z: z * factors.reshape(-1, *[1] * (z.ndim - 1)).astype(z.dtype), Z)
+
+
+def _clipped(grad: PyTree, norm: float | None) -> PyTree:
+    if norm is None:
+        return grad
+    scale = jnp.minimum(1.0, norm / jnp.maximum(optax.tree.norm(grad), norm))
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grad)
+
+
+def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
+    """Return the hyperparameters after a relative step of BACK_OFF against the direction's signs."""
+
+    def update(direction, state, u, *, reach, **_):
+        size = reach(u, jax.tree.map(jnp.zeros_like, u))
+        return jax.tree.map(lambda r, d: -BACK_OFF * r * jnp.sign(d), size, direction), state
+
+    retreat = optax.GradientTransformationExtraArgs(lambda _: (), update)  # pyright: ignore
+    finite = jax.tree.map(lambda d: jnp.where(jnp.isfinite(d), d, 0), direction)
+    return Outer(retreat, outer.constraints).update(hparams, (), 0.0, finite)[0]
+
+
+def _dependence(start: Callable[[PyTree], PyTree], hparams: PyTree) -> tuple[str, ...]:
+    """Return the paths of the hyperparameters that s_0 depends on."""
+
+    def floats(hparams):
+        return jax.tree.leaves(eqx.filter(start(hparams), eqx.is_inexact_array))
+
+    jaxpr = jax.make_jaxpr(floats)(hparams).jaxpr
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return tuple(path for path, u in zip(named_leaves(hparams, "hparams"), used, strict=True) if u)
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, RealTimeState):
+        raise TypeError(
+            f"update takes the state that `init` or the last `update` returned, got {describe(state)}."
+        )
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError(
+                "this state has been given to `update` before, and its memory was reused. Go on from "
+                "the state that `update` returned, or give `RealTime(..., donate=False)`."
+            )
