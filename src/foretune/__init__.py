@@ -44,5 +44,8 @@ from ._stopping import SmallGradient as SmallGradient
 from ._stopping import TimeLimit as TimeLimit
 from ._stopping import Vanished as Vanished
 from ._stream import windows as windows
+from ._tuned import Tuned as Tuned
+from ._tuned import TunedState as TunedState
+from ._tuned import tuned as tuned
 
 __version__ = "0.1.0"

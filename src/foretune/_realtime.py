@@ -2,12 +2,12 @@
 
 After every window (hyper-batch) of Delta minibatches, the partial hypergradient
 
-    grad f_t = grad E(s_t) Z_t + dE/dlambda,    Z_t = gamma A_t Z_{t-1} + B_t,
+    grad f_t = grad E(s_t) Z_t + dE/dlambda,    Z_t = A_t Z_{t-1} + B_t,
 
-moves the hyperparameters, and the training goes on with the new ones from where it is. With
-gamma = 1 this is the paper's method. The partial hypergradient is that of a constant lambda; after an
-update it is an estimate, the better the slower lambda moves. A discount gamma < 1 forgets what
-earlier hyperparameters did, over about 1 / (1 - gamma) steps.
+moves the hyperparameters, and the training goes on with the new ones from where it is. The partial
+hypergradient is that of a constant lambda: exact in the first window, an estimate after an update,
+the better the slower lambda moves. So between windows Z is discounted, Z <- gamma Z, and forgets what
+earlier hyperparameters did over about 1 / (1 - gamma) windows. The paper's method is gamma = 1.
 
 A window in which training diverges is undone: the training state returns to where the window began,
 Z to 0, and the hyperparameters back off in the direction that the derivative of the loss says.
@@ -19,7 +19,7 @@ Reference: Franceschi et al., ICML 2017, Section 3.3 and Algorithm 2.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -29,10 +29,9 @@ import optax
 from jax import lax
 from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
-from jax.interpreters import partial_eval
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ._arguments import Output, Structure, flatten, unflatten
+from ._arguments import Structure, flatten, unflatten
 from ._constraints import check_constraints
 from ._driver import Outer, Result, check_optimizer, feasible
 from ._engines.nonfinite import NonFiniteError, explain_window, is_finite
@@ -44,7 +43,6 @@ from ._validate import (
     as_arrays,
     check_count,
     check_hparams,
-    check_objective,
     describe,
     named_leaves,
     validated,
@@ -53,10 +51,11 @@ from ._validate import (
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
 SMALL = 0.02  # an error below this share of the first is not worth undoing a window for
 _CAPACITY: dict[Any, int] = {}  # the longest window seen, by the program it is for
-_CHECKED: dict[Any, None] = {}  # the structures and shapes that have passed the checks
+_CHECKED: set[Any] = set()  # the structures and shapes that have passed the checks
+DEFAULT_OPTIMIZER = relative_adam()
 
 
-class RealTimeState(eqx.Module):
+class RealTimeState(NamedTuple):
     """Where a real-time run is: all that decides how it goes on."""
 
     train: PyTree
@@ -73,11 +72,32 @@ class RealTimeState(eqx.Module):
     """The error before the first window."""
     highest: Float[Array, ""]
     """The highest loss at the beginning of a window so far."""
-    carried: tuple[str, ...] = eqx.field(static=True, default=())
-    """The hyperparameters that the initial state depends on."""
 
 
-class RealTime(eqx.Module):
+class Settings(eqx.Module):
+    """What a `RealTime` is made of, as its program sees it."""
+
+    dynamics: Any
+    objective: Any
+    optimizer: optax.GradientTransformation
+    constraints: Any
+    discount: float = eqx.field(static=True)
+    rollback: float | None = eqx.field(static=True)
+    reset: int | None = eqx.field(static=True)
+    z_cap: float | None = eqx.field(static=True)
+    clip: float | None = eqx.field(static=True)
+    chunk: int | None = eqx.field(static=True)
+    tangents: Any = eqx.field(static=True)
+
+    def problem(
+        self, train: PyTree, window: PyTree, validation: PyTree, carried: tuple[str, ...] = ()
+    ) -> Problem:
+        """Return the training over a window as a problem of its own."""
+        dynamics = Continued(self.dynamics, carried)
+        return Problem(dynamics, self.objective, train, window, validation)
+
+
+class RealTime:
     """Tunes hyperparameters while the model trains, one update per window of minibatches.
 
     Args:
@@ -87,8 +107,8 @@ class RealTime(eqx.Module):
         optimizer: the outer Optax optimizer; `relative_adam()` by default, which needs no tuning.
         constraints: as in `minimize`; give at least `{"lr": NonNegative()}` and, for a momentum,
             `Box(0.0, 0.999)`.
-        discount: gamma in (0, 1], the share of Z that a step keeps. 1 is exact for constant
-            hyperparameters.
+        discount: gamma in (0, 1], the share of Z that a window takes over from the one before. With 1
+            the hypergradient is exact as long as the hyperparameters stay as they are.
         rollback: undo a window whose training loss rises above so many times the highest loss that a
             window has begun with, or whose validation error rises so many times over what it was
             before. None: never; a loss that is not finite is then an error.
@@ -116,19 +136,6 @@ class RealTime(eqx.Module):
     (True, True)
     """
 
-    dynamics: Any
-    objective: Callable[..., Any] | dict[str, Callable[..., Any]]
-    optimizer: optax.GradientTransformation
-    constraints: Any = eqx.field(default=None, kw_only=True)
-    discount: float = eqx.field(static=True, default=0.99, kw_only=True)
-    rollback: float | None = eqx.field(static=True, default=1.5, kw_only=True)
-    reset: int | None = eqx.field(static=True, default=None, kw_only=True)
-    z_cap: float | None = eqx.field(static=True, default=None, kw_only=True)
-    clip: float | None = eqx.field(static=True, default=None, kw_only=True)
-    chunk: int | None = eqx.field(static=True, default=None, kw_only=True)
-    tangents: Any = eqx.field(static=True, default=None, kw_only=True)
-    donate: bool = eqx.field(static=True, default=True, kw_only=True)
-
     def __init__(
         self,
         dynamics: Any,
@@ -136,7 +143,7 @@ class RealTime(eqx.Module):
         optimizer: Any = None,
         *,
         constraints: Any = None,
-        discount: float = 0.99,
+        discount: float = 0.9,
         rollback: float | None = 1.5,
         reset: int | None = None,
         z_cap: float | None = None,
@@ -145,13 +152,9 @@ class RealTime(eqx.Module):
         tangents: Any = None,
         donate: bool = True,
     ):
-        check_objective(objective)
         check_optimizer(optimizer)
         # The same checks and wrapping as for a problem that is never run.
         problem = Problem(dynamics, objective, None, FullBatch(None, steps=1))
-        self.dynamics, self.objective = problem.dynamics, problem.objective
-        self.optimizer = _DEFAULT_OPTIMIZER if optimizer is None else optimizer
-        self.constraints = dict(constraints) if isinstance(constraints, Mapping) else constraints
         if not 0 < discount <= 1:
             raise ValueError(f"RealTime(discount={discount}): it must lie in (0, 1].")
         if rollback is not None and not rollback > 1:
@@ -167,9 +170,21 @@ class RealTime(eqx.Module):
                 f"RealTime(tangents={tangents}) needs a dynamics with the method `in_precision`, as "
                 f"`foretune.Training` has; the dynamics is {describe(dynamics)}."
             )
-        self.discount, self.rollback, self.reset, self.donate = discount, rollback, reset, donate
-        self.z_cap, self.clip, self.chunk = z_cap, clip, chunk
-        self.tangents = None if tangents is None else np.dtype(tangents)
+        self.settings = Settings(
+            problem.dynamics,
+            problem.objective,
+            DEFAULT_OPTIMIZER if optimizer is None else optimizer,
+            dict(constraints) if isinstance(constraints, Mapping) else constraints,
+            discount,
+            rollback,
+            reset,
+            z_cap,
+            clip,
+            chunk,
+            None if tangents is None else np.dtype(tangents),
+        )
+        self._arrays, self._structure = flatten(self.settings)
+        self._program = _donating if donate else _keeping
 
     @classmethod
     def paper(cls, dynamics: Any, objective: Any, *, constraints: Any = None) -> "RealTime":
@@ -179,7 +194,7 @@ class RealTime(eqx.Module):
         >>> tuner = ft.RealTime.paper(
         ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
         ...     objective=lambda state, h, x: (state.params - x) ** 2)
-        >>> tuner.discount, tuner.rollback
+        >>> tuner.settings.discount, tuner.settings.rollback
         (1.0, None)
         """
         adam = optax.adam(0.005)
@@ -191,24 +206,17 @@ class RealTime(eqx.Module):
         `params` are the initial parameters, or a function of the hyperparameters that returns them.
         They are copied: `update` does not touch yours.
         """
-        hparams = check_hparams(hparams)
-        constraints = check_constraints(self.constraints, hparams)
+        settings, hparams = self.settings, check_hparams(hparams)
+        constraints = check_constraints(settings.constraints, hparams)
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(hparams)):
             hparams = feasible(hparams, constraints)
-        start = Problem(self.dynamics, self.objective, params, FullBatch(None, steps=1)).start
+        start = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1)).start
         directions, _ = _directions(hparams)
         train, Z = pushforward(start, (hparams,), (directions,))
         nothing = jnp.full((), -jnp.inf)
-        state = RealTimeState(
-            train,
-            hparams,
-            Z,
-            Outer(self.optimizer, constraints).init(hparams),
-            jnp.zeros((), jnp.int32),
-            nothing,
-            nothing,
-            _dependence(start, hparams),
-        )
+        opt_state = Outer(settings.optimizer, constraints).init(hparams)
+        window = jnp.zeros((), jnp.int32)
+        state = RealTimeState(train, hparams, Z, opt_state, window, nothing, nothing)
         return jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, state)
 
     def update(
@@ -244,7 +252,7 @@ class RealTime(eqx.Module):
         params: PyTree,
         hparams: PyTree,
         steps: int | None = None,
-        window: int = 20,
+        window: int = 10,
         callbacks: Any = (),
         stop: Any = None,
         evaluate: Callable[[PyTree, PyTree], dict[str, Any]] | None = None,
@@ -311,87 +319,160 @@ class RealTime(eqx.Module):
         self, state: RealTimeState, window: PyTree, validation: PyTree
     ) -> tuple[RealTimeState, dict[str, Any], Any]:
         """Begin an update without waiting for it; the third result says whether it failed."""
-        _check_state(state)
         window, validation = as_arrays((window, validation))
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, window, validation))):
-            problem = self.problem(state, window, validation)
+            everything = tuple(named_leaves(state.hparams, "hparams"))
+            problem = self.settings.problem(state.train, window, validation, everything)
             validated(problem, state.hparams)
-            return _update(self, state, problem, jnp.array(problem.steps))
-        program = _donating if self.donate else _keeping
-        new, log, fault = program(*self._arguments(state, window, validation))
-        return new.tree(), log, fault
+            return _update(self.settings, state, problem, jnp.array(problem.steps))
+        arguments = self._flat(state, window, validation)
+        new, log, fault = self._program(*arguments)
+        return unflatten(arguments[2], new), log, fault
 
     def lower(self, state: RealTimeState, window: PyTree, validation: PyTree) -> jax.stages.Lowered:
         """Return the program of an update, for its memory and cost analysis."""
-        _check_state(state)
-        program = _donating if self.donate else _keeping
-        return program.lower(*self._arguments(state, *as_arrays((window, validation))))
+        return self._program.lower(*self._flat(state, *as_arrays((window, validation))))
+
+    def problem(self, state: RealTimeState, window: PyTree, validation: PyTree) -> Problem:
+        """Return the training over a window as a problem of its own, from this state on."""
+        names, flat = named_leaves(state.hparams, "hparams"), _directions(state.hparams)[1]
+        norms = flat(jax.vmap(optax.tree.norm)(state.Z))
+        moved = zip(names, jax.tree.leaves(norms), strict=True)
+        carried = tuple(name for name, norm in moved if jnp.any(norm != 0))
+        return self.settings.problem(state.train, window, validation, carried)
 
     def fault(self, state: RealTimeState, window: PyTree, validation: PyTree) -> NonFiniteError:
         """Return the error for a window that failed, from the state before it."""
-        problem = self.problem(state, window, validation)
+        problem = self.settings.problem(state.train, window, validation)
         error = NonFiniteError(explain_window(problem, state.hparams, int(state.window)))
         error.state = state
         return error
 
-    def problem(self, state: RealTimeState, window: PyTree, validation: PyTree) -> Problem:
-        """Return the training over a window as a problem of its own, from this state on."""
-        dynamics = Continued(self.dynamics, state.carried)
-        return Problem(dynamics, self.objective, state.train, window, validation)
-
-    def _arguments(self, state: RealTimeState, window: PyTree, validation: PyTree) -> tuple:
+    def _flat(self, state: RealTimeState, window: PyTree, validation: PyTree) -> tuple[Any, ...]:
         """Return the arguments of the program, after the checks that new shapes need."""
-        donated, state_structure = flatten(state)
-        others, structure = flatten((self, window, validation))
+        donated, state_structure = _flat_state(state)
+        padded, steps = _padded(self._structure, window)
+        others, structure = flatten((padded, validation))
         shapes = tuple((array.shape, array.dtype) for array in (*donated, *others))
-        key = state_structure, structure, shapes
+        key = self._structure, state_structure, structure, shapes
         if key not in _CHECKED:
             validated(self.problem(state, window, validation), state.hparams)
-            _CHECKED[key] = None
-        window, steps = _padded(self, window)
-        others, structure = flatten((self, window, validation))
-        return structure, state_structure, donated, others, steps
+            _CHECKED.add(key)
+        return self._structure, structure, state_structure, donated, self._arrays, others, steps
 
 
-_DEFAULT_OPTIMIZER = relative_adam()
+class Progressing(NamedTuple):
+    """A window under way."""
+
+    steps: Int[Array, ""]
+    s: PyTree  # the training state, arrays only
+    Z: PyTree
+    loss: Any  # of the last step, or None where the dynamics reports none
+    slope: PyTree  # its derivative in lambda, the last that is finite
+    total: Any  # the sum of the losses
+    highest: Float[Array, ""]
+    calm: Bool[Array, ""]  # whether the loss is finite and has not spiked
 
 
 def _update(
-    tuner: RealTime, state: RealTimeState, problem: Problem, count: Int[Array, ""]
+    tuner: Settings, state: RealTimeState, problem: Problem, count: Int[Array, ""]
 ) -> tuple[RealTimeState, dict[str, Any], Array]:
     """One window, then one step of the hyperparameters: a pure function, to be traced."""
-    hparams = state.hparams
-    system = problem.system(hparams)
-    before = system.initial(hparams)
-    directions, unravel = _directions(hparams)
-    end = _train(tuner, state, system, problem, directions, count)
+    system = problem.system(state.hparams)
+    step = make_step(tuner, problem, system, state.hparams)
+    end = lax.while_loop(
+        lambda window: (window.steps < count) & window.calm,
+        lambda window: step(window, window.steps),
+        begin(tuner, state),
+    )
+    return finish(tuner, state, problem, system, end, end.steps - 1)
 
+
+def begin(tuner: Settings, state: RealTimeState) -> Progressing:
+    """Return the window before its first minibatch."""
+    s = eqx.filter(state.train, eqx.is_array)
+    # What earlier windows did counts for less: they ran with other hyperparameters.
+    Z = jax.tree.map(lambda z: tuner.discount * z, state.Z) if tuner.discount < 1 else state.Z
+    if tuner.reset is not None:
+        again = (state.window % tuner.reset == 0) & (state.window > 0)
+        Z = _select(again, jax.tree.map(jnp.zeros_like, Z), Z)
+    reports = hasattr(tuner.dynamics, "step_and_loss")
+    zero = jnp.zeros((), state.highest.dtype) if reports else None
+    flat = jax.tree.map(jnp.zeros_like, state.hparams)
+    count = jnp.zeros((), jnp.int32)
+    return Progressing(count, s, Z, zero, flat, zero, state.highest, jnp.array(True))
+
+
+def make_step(
+    tuner: Settings, problem: Problem, system: System, hparams: PyTree
+) -> Callable[[Progressing, Any], Progressing]:
+    """Return the function that takes a window over its minibatch i."""
+    directions, unravel = _directions(hparams)
+    rough = system
+    if tuner.tangents is not None:
+        low = Continued(tuner.dynamics.in_precision(tuner.tangents))
+        rough = problem.replace(dynamics=low).system(hparams)
+
+    def advance(s, Z, x):  # s_t = Phi(s_{t-1}, lambda) and Z_t = A_t Z_{t-1} + B_t
+        phi = lambda s, h: rough.step_and_loss(s, h, x)  # noqa: E731
+        after, tangents = pushforward(phi, (s, hparams), (Z, directions), tuner.chunk)
+        return after if rough is system else system.step_and_loss(s, hparams, x), tangents
+
+    def step(window: Progressing, i: Any) -> Progressing:
+        (s, loss), (Z, d_loss) = advance(window.s, window.Z, _entry(system, i))
+        after = window._replace(steps=window.steps + 1, s=s, Z=Z)
+        if loss is None:
+            return after
+        loss = loss.astype(window.highest.dtype)
+        first = (window.steps == 0) & (loss > window.highest)
+        highest = jnp.where(first, loss, window.highest)
+        calm = jnp.isfinite(loss)
+        if tuner.rollback is not None:
+            calm &= loss <= highest + (tuner.rollback - 1) * jnp.abs(highest)
+        flat, _ = ravel_pytree(hparams)
+        slope = _select(is_finite(d_loss), unravel(d_loss.astype(flat.dtype)), window.slope)
+        total = window.total + loss
+        return after._replace(loss=loss, slope=slope, total=total, highest=highest, calm=calm)
+
+    return step
+
+
+def finish(
+    tuner: Settings,
+    state: RealTimeState,
+    problem: Problem,
+    system: System,
+    end: Progressing,
+    last: Any,
+) -> tuple[RealTimeState, dict[str, Any], Array]:
+    """Return the state after a window that began at `state`, the log, and whether it failed."""
+    hparams, before = state.hparams, system.initial(state.hparams)
+    directions, unravel = _directions(hparams)
     errors, alpha, explicit = error_gradients(system, end.s, hparams)
     rows = inner_products((alpha, explicit), (end.Z, directions))  # grad E(s) Z + dE/dlambda
     grad = problem.gradient(jax.vmap(unravel)(rows.astype(ravel_pytree(hparams)[0].dtype)))
     value = problem.value(errors)
     column_norms = jax.vmap(optax.tree.norm)(end.Z)
-    z_norm = jax.tree.map(optax.tree.norm, unravel(column_norms))
 
     finite = is_finite((value, grad, column_norms, end.s, end.loss))
+    sound = is_finite(problem.batches.batch(_entry(system, last)))  # else the data is at fault
+    spiked = ~end.calm & sound
     first, diverged = state.first, jnp.array(False)
     if tuner.rollback is not None:
         was, now = (sum(E) for E in (system.errors(before, hparams), errors))
         first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
         rise = (tuner.rollback - 1) * jnp.maximum(jnp.abs(was), SMALL * first)
-        diverged = end.spiked | (finite & (now > was + rise))
+        diverged = spiked | (finite & (now > was + rise))
     fault = ~diverged & ~finite
-    direction = _select(diverged & ~(finite & ~end.spiked), end.slope, grad)
+    direction = _select(diverged & spiked, end.slope, grad)
 
-    constraints = check_constraints(tuner.constraints, hparams)
-    outer = Outer(tuner.optimizer, constraints)
+    outer = Outer(tuner.optimizer, check_constraints(tuner.constraints, hparams))
     stepped = outer.update(hparams, state.opt_state, value, _clipped(direction, tuner.clip))
     retreat = _back_off(outer, hparams, direction), state.opt_state
-    new_hparams, opt_state = _select(diverged, retreat, stepped)
-    new_hparams, opt_state = _select(fault, (hparams, state.opt_state), (new_hparams, opt_state))
+    moved = _select(diverged, retreat, stepped)
+    new_hparams, opt_state = _select(fault, (hparams, state.opt_state), moved)
 
-    lost = diverged | fault
-    Z = end.Z
+    Z, lost = end.Z, diverged | fault
     if tuner.z_cap is not None:
         Z = _scaled(Z, jnp.minimum(1.0, tuner.z_cap / jnp.maximum(column_norms, tuner.z_cap)))
     new = RealTimeState(
@@ -401,101 +482,61 @@ def _update(
         opt_state,
         state.window + jnp.where(fault, 0, 1),
         first,
-        end.highest,
-        state.carried,
+        jnp.where(fault, state.highest, end.highest),
     )
     log = {
         "value": value,
         "hypergradient": direction,
         "hparams": hparams,
-        "z_norm": z_norm,
+        "z_norm": jax.tree.map(optax.tree.norm, unravel(column_norms)),
         "loss": None if end.total is None else end.total / end.steps,
         "undone": diverged,
     }
     return new, log, fault
 
 
-class _End(eqx.Module):
-    """Where the minibatches of a window lead."""
-
-    steps: Int[Array, ""]
-    s: PyTree
-    Z: PyTree
-    loss: Any  # of the last step
-    slope: PyTree  # its derivative in lambda, the last that is finite
-    total: Any  # the sum of the losses
-    highest: Float[Array, ""]
-    spiked: Array  # whether the loss rose too high, or is not finite though the batch is
-
-
-def _train(tuner, state, system: System, problem: Problem, directions, count) -> _End:
-    hparams = state.hparams
-    _, unravel = _directions(hparams)
-    low = None
-    if tuner.tangents is not None:
-        inner = Continued(tuner.dynamics.in_precision(tuner.tangents), state.carried)
-        low = problem.replace(dynamics=inner).system(hparams)
-
-    def x_at(i):
-        return jax.tree.map(lambda leaf: leaf[i], system.xs)
-
-    def advance(s, Z, x):
-        gamma_Z = Z if tuner.discount == 1 else jax.tree.map(lambda z: tuner.discount * z, Z)
-        tangents = gamma_Z, directions
-        phi = lambda s, h: system.step_and_loss(s, h, x)  # noqa: E731
-        if low is None:
-            return pushforward(phi, (s, hparams), tangents, tuner.chunk)
-        rough = lambda s, h: low.step_and_loss(s, h, x)  # noqa: E731
-        return phi(s, hparams), pushforward(rough, (s, hparams), tangents, tuner.chunk)[1]
-
-    def step(carry):
-        i, s, Z, _, slope, total, highest, _ = carry
-        (s, loss), (Z, d_loss) = advance(s, Z, x_at(i))
-        if loss is None:
-            return i + 1, s, Z, None, slope, None, highest, jnp.array(True)
-        highest = jnp.where((i == 0) & (loss > highest), loss, highest).astype(highest.dtype)
-        calm = jnp.isfinite(loss)
-        if tuner.rollback is not None:
-            calm &= loss <= highest + (tuner.rollback - 1) * jnp.abs(highest)
-        finite = jnp.all(jnp.isfinite(d_loss))
-        d_loss = unravel(d_loss.astype(ravel_pytree(hparams)[0].dtype))
-        slope = _select(finite, d_loss, slope)
-        return i + 1, s, Z, loss, slope, total + loss, highest, calm
-
-    def proceed(carry):
-        return (carry[0] < count) & carry[-1]
-
-    s, Z = system.initial(hparams), state.Z
-    if tuner.reset is not None:
-        again = state.window % tuner.reset == 0
-        Z = _select(again & (state.window > 0), jax.tree.map(jnp.zeros_like, Z), Z)
-    _, loss = jax.eval_shape(system.step_and_loss, s, hparams, jax.eval_shape(x_at, 0))
-    zero = None if loss is None else jnp.zeros((), loss.dtype)
-    flat = jax.tree.map(jnp.zeros_like, hparams)
-    start = (jnp.zeros((), jnp.int32), s, Z, zero, flat, zero, state.highest, jnp.array(True))
-    i, s, Z, loss, slope, total, highest, calm = lax.while_loop(proceed, step, start)
-    sound = is_finite(problem.batches.batch(x_at(i - 1)))  # else the data is at fault
-    return _End(i, s, Z, loss, slope, total, highest, ~calm & sound)
+def _entry(system: System, i: Any) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[i], system.xs)
 
 
 def _program(
+    settings_structure: Structure,
     structure: Structure,
     state_structure: Structure,
     donated: list[Array],
+    settings_arrays: list[Array],
     others: list[Array],
     count: Any,
-) -> tuple[Output, dict[str, Any], Array]:
-    state = unflatten(state_structure, donated)
-    tuner, window, validation = unflatten(structure, others)
-    new, log, fault = _update(tuner, state, tuner.problem(state, window, validation), count)
-    return Output(new), log, fault
+) -> tuple[list[Array], dict[str, Any], Array]:
+    tuner, state = (
+        unflatten(settings_structure, settings_arrays),
+        unflatten(state_structure, donated),
+    )
+    window, validation = unflatten(structure, others)
+    problem = tuner.problem(state.train, window, validation)
+    new, log, fault = _update(tuner, state, problem, count)
+    return flatten(new)[0], log, fault
 
 
-_donating = jax.jit(_program, static_argnums=(0, 1), donate_argnums=2)
-_keeping = jax.jit(_program, static_argnums=(0, 1))
+_donating = jax.jit(_program, static_argnums=(0, 1, 2), donate_argnums=3)
+_keeping = jax.jit(_program, static_argnums=(0, 1, 2))
 
 
-def _padded(tuner: RealTime, window: Any) -> tuple[Any, np.ndarray]:
+def _flat_state(state: Any) -> tuple[list[Any], Structure]:
+    if not isinstance(state, RealTimeState):
+        raise TypeError(
+            f"update takes the state that `init` or the last `update` returned, got {describe(state)}."
+        )
+    arrays, structure = flatten(state)
+    if any(isinstance(array, jax.Array) and array.is_deleted() for array in arrays):
+        raise ValueError(
+            "this state has been given to `update` before, and its memory was reused. Go on from the "
+            "state that `update` returned, or give `RealTime(..., donate=False)`."
+        )
+    return arrays, structure
+
+
+def _padded(program: Structure, window: Any) -> tuple[Any, np.ndarray]:
     """Return the window padded to the longest like it so far, and its true length.
 
     A program is compiled for the shape of its window; its loop runs to the true length.
@@ -505,7 +546,6 @@ def _padded(tuner: RealTime, window: Any) -> tuple[Any, np.ndarray]:
     xs = window.indices if isinstance(window, Minibatches) else window
     leaves, structure = flatten(xs)
     steps = len(leaves[0])
-    program = flatten((tuner.dynamics, tuner.objective))[1]
     key = program, structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
     capacity = _CAPACITY[key] = max(_CAPACITY.get(key, 0), steps)
     if capacity > steps:
@@ -559,27 +599,3 @@ def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
     retreat = optax.GradientTransformationExtraArgs(lambda _: (), update)  # pyright: ignore
     finite = jax.tree.map(lambda d: jnp.where(jnp.isfinite(d), d, 0), direction)
     return Outer(retreat, outer.constraints).update(hparams, (), 0.0, finite)[0]
-
-
-def _dependence(start: Callable[[PyTree], PyTree], hparams: PyTree) -> tuple[str, ...]:
-    """Return the paths of the hyperparameters that s_0 depends on."""
-
-    def floats(hparams):
-        return jax.tree.leaves(eqx.filter(start(hparams), eqx.is_inexact_array))
-
-    jaxpr = jax.make_jaxpr(floats)(hparams).jaxpr
-    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return tuple(path for path, u in zip(named_leaves(hparams, "hparams"), used, strict=True) if u)
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, RealTimeState):
-        raise TypeError(
-            f"update takes the state that `init` or the last `update` returned, got {describe(state)}."
-        )
-    for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-            raise ValueError(
-                "this state has been given to `update` before, and its memory was reused. Go on from "
-                "the state that `update` returned, or give `RealTime(..., donate=False)`."
-            )

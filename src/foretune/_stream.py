@@ -82,8 +82,8 @@ def _changed(index: int, expected: dict[str, str], found: dict[str, str]) -> str
     return (
         f"minibatch {index} of the stream (counted from 0) differs from those before it: {path} is "
         f"{found.get(path, 'absent')}, it was {expected.get(path, 'absent')}. A program is compiled "
-        "for one shape: drop the last, smaller batch of an epoch (`drop_last=True` in most loaders), or "
-        "pad it and weigh the padding with 0 in the loss."
+        "for one shape: drop the last, smaller batch of an epoch (`drop_last=True` in most loaders), "
+        "or pad it and weigh the padding with 0 in the loss."
     )
 
 
@@ -157,7 +157,7 @@ def run_stream(
     pieces = windows(train_stream, window)
     state = tuner.init(params, hparams)
     settings = {
-        "constraints": repr(tuner.constraints),
+        "constraints": repr(tuner.settings.constraints),
         "window": str(window),
         "start": digest_of((state.hparams, state.train)),
     }
