@@ -91,9 +91,7 @@ def rates(small: bool) -> dict[str, float]:
         return 10 * 2 * n**3 / seconds["gemm"]
 
     big = jnp.ones(n * n)
-    scale = jax.jit(
-        lambda a: lax.fori_loop(0, 20, lambda _, b: b * 1.0001, a), donate_argnums=0
-    )
+    scale = jax.jit(lambda a: lax.fori_loop(0, 20, lambda _, b: b * 1.0001, a), donate_argnums=0)
     seconds, _ = time_in_turns({"copy": lambda: scale(big.copy())}, 3)
     return {
         "gemm_float32_per_s": rate(jnp.float32),

@@ -109,9 +109,9 @@ class RealTime:
             `Box(0.0, 0.999)`.
         discount: gamma in (0, 1], the share of Z that a window takes over from the one before. With 1
             the hypergradient is exact as long as the hyperparameters stay as they are.
-        rollback: undo a window whose training loss rises above so many times the highest loss that a
-            window has begun with, or whose validation error rises so many times over what it was
-            before. None: never; a loss that is not finite is then an error.
+        rollback: undo a window that takes the validation error to more than so many times what it
+            was before, or whose training loss rises half as far (by 25 % at 1.5) above the highest
+            that a window has begun with. None: never; a loss that is not finite is then an error.
         reset: set Z to 0 at the beginning of every so many windows.
         z_cap: after each window, scale the columns of Z down to this norm.
         clip: scale the hypergradient down to this norm.
@@ -428,7 +428,7 @@ def make_step(
         highest = jnp.where(first, loss, window.highest)
         calm = jnp.isfinite(loss)
         if tuner.rollback is not None:
-            calm &= loss <= highest + (tuner.rollback - 1) * jnp.abs(highest)
+            calm &= loss <= highest + (tuner.rollback - 1) / 2 * jnp.abs(highest)
         flat, _ = ravel_pytree(hparams)
         slope = _select(is_finite(d_loss), unravel(d_loss.astype(flat.dtype)), window.slope)
         total = window.total + loss
