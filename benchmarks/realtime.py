@@ -15,6 +15,7 @@ large GEMM, and for the bytes of weights, momentum, gradients and tangents at th
 
 import argparse
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ def make(small: bool) -> dict[str, Any]:
     def layer(a, b):
         return {"w": jax.random.normal(next(keys), (a, b)) * (2 / a) ** 0.5, "b": jnp.zeros(b)}
 
-    pairs = zip(sizes[:-1], sizes[1:], strict=True)
+    pairs = itertools.pairwise(sizes)
     params = {
         "hidden": [layer(a, b) for a, b in pairs],
         "states": layer(sizes[-1], 183),

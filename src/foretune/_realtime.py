@@ -49,6 +49,7 @@ from ._validate import (
 )
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
+SPIKE = 1.25  # a loss so many times what it was has spiked
 SMALL = 0.02  # an error below this share of the first is not worth undoing a window for
 _CAPACITY: dict[Any, int] = {}  # the longest window seen, by the program it is for
 _CHECKED: set[Any] = set()  # the structures and shapes that have passed the checks
@@ -110,8 +111,9 @@ class RealTime:
         discount: gamma in (0, 1], the share of Z that a window takes over from the one before. With 1
             the hypergradient is exact as long as the hyperparameters stay as they are.
         rollback: undo a window that takes the validation error to more than so many times what it
-            was before, or whose training loss rises half as far (by 25 % at 1.5) above the highest
-            that a window has begun with. None: never; a loss that is not finite is then an error.
+            was before, or in which the training loss spikes: a quarter above the highest that a window
+            has begun with, and above what it was on the same minibatch before the window. None: never;
+            a loss that is not finite is then an error.
         reset: set Z to 0 at the beginning of every so many windows.
         z_cap: after each window, scale the columns of Z down to this norm.
         clip: scale the hypergradient down to this norm.
@@ -210,13 +212,14 @@ class RealTime:
         constraints = check_constraints(settings.constraints, hparams)
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(hparams)):
             hparams = feasible(hparams, constraints)
-        start = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1)).start
-        directions, _ = _directions(hparams)
-        train, Z = pushforward(start, (hparams,), (directions,))
+        problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
+        system = problem.system(hparams)
+        s_0, Z = pushforward(system.initial, (hparams,), (_directions(hparams)[0],))
         nothing = jnp.full((), -jnp.inf)
         opt_state = Outer(settings.optimizer, constraints).init(hparams)
         window = jnp.zeros((), jnp.int32)
-        state = RealTimeState(train, hparams, Z, opt_state, window, nothing, nothing)
+        state = RealTimeState(system.restore(s_0), hparams, Z, opt_state, window, nothing, nothing)
+        state = as_arrays(state)  # a weak type would compile a second time
         return jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, state)
 
     def update(
@@ -418,8 +421,17 @@ def make_step(
         after, tangents = pushforward(phi, (s, hparams), (Z, directions), tuner.chunk)
         return after if rough is system else system.step_and_loss(s, hparams, x), tangents
 
+    before = system.initial(hparams)
+
+    def at_start(suspect, x):
+        """The loss of a suspect minibatch before the window: is it the weights, or the batch?"""
+        there = lambda: system.step_and_loss(before, hparams, x)[1]  # noqa: E731
+        nothing = jax.eval_shape(there)
+        return lax.cond(suspect, there, lambda: jnp.zeros(nothing.shape, nothing.dtype))
+
     def step(window: Progressing, i: Any) -> Progressing:
-        (s, loss), (Z, d_loss) = advance(window.s, window.Z, _entry(system, i))
+        x = _entry(system, i)
+        (s, loss), (Z, d_loss) = advance(window.s, window.Z, x)
         after = window._replace(steps=window.steps + 1, s=s, Z=Z)
         if loss is None:
             return after
@@ -428,7 +440,7 @@ def make_step(
         highest = jnp.where(first, loss, window.highest)
         calm = jnp.isfinite(loss)
         if tuner.rollback is not None:
-            calm &= loss <= highest + (tuner.rollback - 1) / 2 * jnp.abs(highest)
+            calm &= (loss <= _raised(highest)) | (loss <= _raised(at_start(loss > highest, x)))
         flat, _ = ravel_pytree(hparams)
         slope = _select(is_finite(d_loss), unravel(d_loss.astype(flat.dtype)), window.slope)
         total = window.total + loss
@@ -495,6 +507,10 @@ def finish(
     return new, log, fault
 
 
+def _raised(loss: Array) -> Array:
+    return loss + (SPIKE - 1) * jnp.abs(loss)
+
+
 def _entry(system: System, i: Any) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[i], system.xs)
 
@@ -554,7 +570,7 @@ def _padded(program: Structure, window: Any) -> tuple[Any, np.ndarray]:
     return window, np.asarray(steps, np.int32)
 
 
-def _indices(window: Minibatches) -> Array:
+def _indices(window: Minibatches) -> Any:
     return window.indices
 
 
