@@ -79,7 +79,7 @@ def test_without_updates_the_hypergradient_stays_exact_over_windows(optimizer, x
     problem = ft.Problem(
         ft.Training(penalised, optimizer), squared_error, params, joined(windows), validation
     )
-    value, grad, train = ft.Reverse()(problem, hparams)
+    _value, grad, train = ft.Reverse()(problem, hparams)
     assert_trees_close(log["hypergradient"], grad, 1e-10)
     assert_trees_close(state.train, train, 1e-12)
 
@@ -248,7 +248,7 @@ def test_several_objectives():
     realtime = tuner(objective=objective, **EXACT)
     _, log = realtime.update(realtime.init(params, hparams), windows[0], both)
     problem = ft.Problem(ft.Training(penalised, sgd), objective, params, windows[0], both)
-    value, grad, _ = ft.Forward()(problem, hparams)
+    _value, grad, _ = ft.Forward()(problem, hparams)
     assert_trees_close(log["hypergradient"], grad, 1e-5)
     assert set(log["value"]) == set(objective)
 
@@ -275,7 +275,7 @@ def test_rates_per_layer_and_blocks_of_a_schedule_in_chunks(chunk, x64):
 
 def test_hyperparameters_of_the_initial_state_are_carried(x64):
     windows, validation = data(dtype=np.float64)
-    params, _ = start(np.float64)
+    _params, _ = start(np.float64)
     hparams = {"scale": jnp.array(0.3)}
 
     def init(h):
@@ -416,7 +416,7 @@ def test_discount_reset_cap_and_clip():
             logs.append(log)
         return state, logs
 
-    state, logs = run()
+    _state, logs = run()
     _, discounted = run(discount=0.5)
     _, again = run(reset=2)
     capped_state, _ = run(z_cap=1e-3)
@@ -436,7 +436,9 @@ def test_discount_reset_cap_and_clip():
     columns = jax.vmap(optax.tree.norm)(capped_state.Z)
     assert np.all(columns <= 1.001e-3)
     moved, _ = run(optax.sgd(1.0), clip=1e-6)
-    change = [np.abs(a - b) for a, b in zip(*map(jax.tree.leaves, (moved.hparams, hparams)))]
+    change = [
+        np.abs(a - b) for a, b in zip(*map(jax.tree.leaves, (moved.hparams, hparams)), strict=False)
+    ]
     assert 0 < max(change) < 1e-5
 
 
@@ -691,7 +693,7 @@ class TestTuned:
         _, validation = data()
         first = loss(model, validation)
         for batch in self.batches(60):
-            state, value = optimizer.update(state, batch, validation)
+            state, _value = optimizer.update(state, batch, validation)
         assert loss(state.params, validation) < first
         assert set(state.hparams) == {"learning_rate", "b1", "weight_decay"}
 
