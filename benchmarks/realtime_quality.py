@@ -47,9 +47,7 @@ CONSTRAINTS = {"lr": ft.NonNegative(), "momentum": ft.Box(0.0, 0.999)}
 class Task(NamedTuple):
     """Data, sizes and a network as init and apply functions."""
 
-    train: Any
-    validation: Any
-    test: Any
+    parts: tuple[Any, Any, Any]  # training, validation, test
     batch_size: int
     steps: int
     init: Callable[[Any], Any]
@@ -97,13 +95,13 @@ def cnn(params, x):
 def make_task(name: str) -> Task:
     if name == "digits":
         x, y = digits_arrays(seed=0)
-        parts = [(x[a:b], y[a:b]) for a, b in ((0, 900), (900, 1200), (1200, 1797))]
-        return Task(*parts, 50, 1000, functools.partial(mlp_init, (64, 64, 10)), mlp)
+        parts = tuple((x[a:b], y[a:b]) for a, b in ((0, 900), (900, 1200), (1200, 1797)))
+        return Task(parts, 50, 1000, functools.partial(mlp_init, (64, 64, 10)), mlp)
     x, y, x_test, y_test = mnist_arrays()
-    parts = [(x[:50000], y[:50000]), (x[50000:52000], y[50000:52000]), (x_test, y_test)]
+    parts = ((x[:50000], y[:50000]), (x[50000:52000], y[50000:52000]), (x_test, y_test))
     if name == "mnist":
-        return Task(*parts, 100, 4000, functools.partial(mlp_init, (784, 128, 64, 10)), mlp)
-    return Task(*parts, 100, 2000, cnn_init, cnn)
+        return Task(parts, 100, 4000, functools.partial(mlp_init, (784, 128, 64, 10)), mlp)
+    return Task(parts, 100, 2000, cnn_init, cnn)
 
 
 class Bench:
@@ -111,6 +109,7 @@ class Bench:
 
     def __init__(self, name: str):
         self.task = task = make_task(name)
+        train, validation, test = task.parts
 
         def mean_loss(params, batch):
             logits = task.apply(params, batch[0])
@@ -122,10 +121,10 @@ class Bench:
         )
         self.error = lambda state, h, batch: mean_loss(state.params, batch)
         self.accuracy = jax.jit(
-            lambda params: jnp.mean(jnp.argmax(task.apply(params, task.test[0]), 1) == task.test[1])
+            lambda params: jnp.mean(jnp.argmax(task.apply(params, test[0]), 1) == test[1])
         )
-        self.data = jax.device_put(task.train)
-        self.validation = jax.device_put(task.validation)
+        self.data = jax.device_put(train)
+        self.validation = jax.device_put(validation)
 
     def start(self, seed: int):
         """Return the initial parameters and the minibatches of a seed."""
@@ -174,7 +173,10 @@ class Bench:
 
     def optuna(self, seed: int, seconds: float) -> tuple[float, int]:
         """Return the test accuracy of the best trial within the time, and the number of trials."""
-        import optuna
+        try:
+            import optuna  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise SystemExit("The comparison needs Optuna: pip install optuna.") from None
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         accuracies = {}

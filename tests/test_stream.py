@@ -155,7 +155,7 @@ class TestRun:
         assert int(result.state.window) == 3
 
     def test_one_batch_as_validation_stream(self):
-        with pytest.raises(TypeError, match="validation stream.*looks like one batch"):
+        with pytest.raises(TypeError, match=r"validation stream.*looks like one batch"):
             run(batches(4), VALIDATION)
 
     def test_metrics_best_and_stopping_rules(self):

@@ -124,7 +124,7 @@ def _joined(windows: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *windows)
 
 
-def _cosine(a: list[Any], b: list[Any]) -> float:
-    a, b = (np.concatenate([np.ravel(x).astype(np.float64) for x in v]) for v in (a, b))
+def _cosine(*vectors: list[Any]) -> float:
+    a, b = (np.concatenate([np.ravel(x).astype(np.float64) for x in v]) for v in vectors)
     norms = np.linalg.norm(a) * np.linalg.norm(b)
     return float(round(a @ b / norms, 12)) if norms > 0 else float("nan")
