@@ -95,7 +95,7 @@ def cnn(params, x):
 def make_task(name: str) -> Task:
     if name == "digits":
         x, y = digits_arrays(seed=0)
-        parts = tuple((x[a:b], y[a:b]) for a, b in ((0, 900), (900, 1200), (1200, 1797)))
+        parts = ((x[:900], y[:900]), (x[900:1200], y[900:1200]), (x[1200:], y[1200:]))
         return Task(parts, 50, 1000, functools.partial(mlp_init, (64, 64, 10)), mlp)
     x, y, x_test, y_test = mnist_arrays()
     parts = ((x[:50000], y[:50000]), (x[50000:52000], y[50000:52000]), (x_test, y_test))

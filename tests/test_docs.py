@@ -20,7 +20,8 @@ def test_code_blocks_run_in_order(page, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in vars(ft) if name[0].isupper() or "check" in name]
+    "name",
+    [name for name, public in vars(ft).items() if name[0] != "_" and callable(public)],
 )
 def test_public_names_are_documented(name):
     public = getattr(ft, name)
@@ -32,8 +33,23 @@ def test_public_names_are_documented(name):
         "FullBatch",
         "Reverse",
         "Forward",
+        "RealTime",
+        "Bias",
+        "Vanished",
     }
     assert ">>>" in public.__doc__ or not has_arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("realtime_jax", 95), ("realtime_equinox", 95), ("realtime_flax", 95)]
+)
+def test_the_real_time_examples_learn_from_a_bad_start(name, least, capsys, monkeypatch):
+    pytest.importorskip("sklearn")
+    path = ROOT / "examples" / f"{name}.py"
+    monkeypatch.setattr("sys.argv", [str(path), "--steps", "600"])
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
+    accuracy = re.search(r"test accuracy ([\d.]+) %", capsys.readouterr().out)
+    assert float(accuracy[1]) > least
 
 
 def test_the_digits_example_finds_wrong_labels(capsys, monkeypatch):

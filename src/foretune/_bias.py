@@ -127,4 +127,4 @@ def _joined(windows: list[Any]) -> Any:
 def _cosine(*vectors: list[Any]) -> float:
     a, b = (np.concatenate([np.ravel(x).astype(np.float64) for x in v]) for v in vectors)
     norms = np.linalg.norm(a) * np.linalg.norm(b)
-    return float(round(a @ b / norms, 12)) if norms > 0 else float("nan")
+    return round(float(np.dot(a, b)) / float(norms), 12) if norms > 0 else float("nan")

@@ -9,8 +9,10 @@ advance to one. So Adam runs on the scaled variable: with r_i the reach of entry
 
 Far from 0 a step changes an entry by a factor; near 0, where a factor does nothing, by a share of o_i,
 the change that would take away the share `unit` of the error if it were linear. The first gradient
-thereby gives the scale, also to a hyperparameter that starts at 0. Under a `Box`, steps shrink towards
-the upper bound (a momentum of 0.9 moves by 0.01, not by 0.09).
+thereby gives the scale, also to a hyperparameter that starts at 0; it is trusted up to 100 times the
+starting value, or up to 1 from 0, since a hyperparameter that hardly matters yet has hardly a
+slope. Under a `Box`, steps shrink towards the upper bound (a momentum of 0.9 moves by 0.01, not by
+0.09).
 """
 
 from collections.abc import Callable
@@ -20,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
+
+FARTHEST = 100.0  # the largest unit, in starting values (1 for a start at 0)
 
 
 class RelativeState(NamedTuple):
@@ -68,11 +72,13 @@ def relative_adam(
         if params is None or value is None:
             raise ValueError("relative_adam needs `params` and `value` in its update.")
 
-        def first(o, g):
+        def scale(o, g, h):
             natural = unit * jnp.abs(value) / jnp.where(g == 0, 1, jnp.abs(g))
-            return jnp.where((o == 0) & (g != 0), natural.astype(o.dtype), o)
+            most = jnp.where(h == 0, 1.0, FARTHEST * jnp.abs(h))  # where the slope is hardly any
+            first = jnp.minimum(natural, most).astype(o.dtype)
+            return jnp.where((o == 0) & (g != 0), first, o)
 
-        o = jax.tree.map(first, state.unit, updates)
+        o = jax.tree.map(scale, state.unit, updates, params)
         own = reach or (lambda u, o: jax.tree.map(lambda u, o: jnp.abs(u) + o, u, o))
         r = own(params, o)
         direction, moments = adam.update(jax.tree.map(jnp.multiply, r, updates), state.adam)
