@@ -533,7 +533,44 @@ def test_the_paper_setting():
     assert_trees_close(state.hparams, expected, 1e-3)
 
 
+def test_divergence_in_the_last_step_is_undone_too():
+    windows, validation = data(delta=1, windows=3)
+    params, hparams = start(lr=1e25)
+    realtime = tuner(outer=None, constraints={"lr": ft.NonNegative()})
+    state, log = realtime.update(realtime.init(params, hparams), windows[0], validation)
+    assert log["undone"]
+    assert np.isclose(state.hparams["lr"], 5e24)
+    assert_trees_close(state.train.params, params, 0)
+
+
+def test_windows_whose_leaves_differ_in_length_are_refused():
+    (window, *_), validation = data()
+    params, hparams = start()
+    realtime = tuner()
+    state, _ = realtime.update(realtime.init(params, hparams), window, validation)
+    with pytest.raises(ValueError, match="leading axes"):
+        realtime.update(state, (window[0][:3], window[1][:2]), validation)
+
+
+def test_hyperparameters_of_two_precisions(x64):
+    windows, validation = data()
+    params, hparams = start()
+    hparams["decay"] = jnp.asarray(0.01, np.float64)
+    realtime = tuner(outer=None)
+    state = realtime.init(params, hparams)
+    for window in windows:
+        state, _ = realtime.update(state, window, validation)
+    assert state.hparams["decay"].dtype == np.float64
+    assert state.hparams["lr"].dtype == np.float32
+
+
 class TestRelativeAdam:
+    def test_a_vanishing_gradient_does_not_explode(self):
+        optimizer = ft.relative_adam(0.1)
+        h = jnp.array(0.5)
+        step, _ = optimizer.update(jnp.array(1e-24), optimizer.init(h), h, value=jnp.array(1.0))
+        assert abs(step) <= 1.0 * (0.5 + 50)
+
     def test_steps_are_relative_whatever_the_scale(self):
         optimizer = ft.relative_adam(0.1)
         for scale in (1e-6, 1.0, 1e6):
@@ -695,7 +732,40 @@ class TestTuned:
         assert loss(state.params, validation) < first
         assert set(state.hparams) == {"learning_rate", "b1", "weight_decay"}
 
+    def test_what_is_not_finite_is_an_error_and_the_state_goes_on(self):
+        _, validation = data()
+        params, _ = start()
+        optimizer = ft.tuned(optax.sgd, self.loss, every=4, learning_rate=0.01)
+        state = optimizer.init(params)
+        x, y = self.batches(8)[0]
+        with pytest.raises(ft.NonFiniteError, match=r"batch\[0\]") as caught:
+            optimizer.update(state, (x * np.nan, y), validation)
+        state, loss = optimizer.update(caught.value.state, (x, y), validation)
+        assert np.isfinite(loss)
+        adam = ft.tuned(optax.adam, self.loss, every=2, learning_rate=0.01)
+        state = adam.init(params)
+        x[:, 1] = 0.0
+        state, _ = adam.update(state, (x, y), validation)
+        with pytest.raises(ft.NonFiniteError, match="eps_root"):
+            adam.update(state, (x, y), validation)
+
+    def test_inside_jit_with_a_donated_state_it_compiles_once(self):
+        _, validation = data()
+        params, _ = start()
+        optimizer = ft.tuned(optax.sgd, self.loss, every=2, learning_rate=0.01)
+        update = jax.jit(optimizer.update, donate_argnums=0)
+        state = optimizer.init(params)
+        for batch in self.batches(8):
+            state, _ = update(state, batch, validation)
+        assert update._cache_size() <= 2
+        assert np.all(np.isfinite(state.params["w"]))
+
     def test_bad_input(self):
+        with pytest.raises(TypeError, match=r"functools\.partial"):
+            ft.tuned(optax.sgd, self.loss, learning_rate=0.1, nesterov=True)
+        unused = ft.tuned(lambda lr, foo: optax.sgd(lr), self.loss, lr=0.1, foo=1.0)
+        with pytest.raises(ValueError, match="does not depend on hparams\\['foo'\\]"):
+            unused.update(unused.init(start()[0]), self.batches(4)[0], data()[1])
         with pytest.raises(ValueError, match="nothing to tune"):
             ft.tuned(optax.sgd, self.loss)
         with pytest.raises(TypeError, match=re.escape("loss(params, batch)")):

@@ -87,7 +87,20 @@ class TestWindows:
         with pytest.raises(ValueError, match=r"batch\['y'\] is absent, it was"):
             list(ft.windows([{"x": np.ones(2), "y": np.ones(2)}, {"x": np.ones(2)}], 4))
 
-    @pytest.mark.parametrize("one", [VALIDATION, {"x": VALIDATION[0]}, VALIDATION[0]])
+    def test_a_loader_may_reuse_its_buffers(self):
+        def reusing():
+            buffer = np.zeros(2)
+            for _ in range(4):
+                buffer += 1
+                yield buffer
+
+        first, second = ft.windows(reusing(), 2)
+        assert first.tolist() == [[1, 1], [2, 2]]
+        assert second.tolist() == [[3, 3], [4, 4]]
+
+    @pytest.mark.parametrize(
+        "one", [VALIDATION, {"x": VALIDATION[0]}, VALIDATION[0], list(VALIDATION)]
+    )
     def test_one_batch_is_no_stream(self, one):
         with pytest.raises(TypeError, match=r"looks like one batch(.|\n)*itertools.repeat"):
             ft.windows(one, 2)
@@ -206,15 +219,61 @@ class TestRun:
         assert len(result.history) == 10
         assert result.history[:5] == e.value.run.history
 
-    def test_a_stream_that_fails_loses_nothing(self, tmp_path):
+    @pytest.mark.parametrize("every", [1, 10])
+    def test_a_stream_that_fails_loses_nothing(self, tmp_path, every):
         def failing():
             yield from batches(13)
             raise OSError("disk gone")
 
+        whole = run(batches(20))
         with pytest.raises(OSError, match="disk gone"):
-            run(failing(), callbacks=[ft.Checkpoint(tmp_path)])
-        result = run(batches(20), callbacks=[ft.Checkpoint(tmp_path)])
-        assert len(result.history) == 5
+            run(failing(), callbacks=[ft.Checkpoint(tmp_path, every=every)])
+        result = run(batches(20), callbacks=[ft.Checkpoint(tmp_path, every=every)])
+        assert result.history == whole.history
+        assert_trees_close(result.state.train, whole.state.train, 0)
+
+    def test_models_with_functions_and_random_keys_resume(self, tmp_path):
+        import equinox as eqx
+
+        def loss(model, h, batch, key):
+            noise = jax.random.normal(key["key"], batch[1].shape)
+            again = {"key": jax.random.split(key["key"])[0]}
+            return jnp.mean((jax.vmap(model)(batch[0]) - batch[1] - 0.01 * noise) ** 2), again
+
+        using = ft.RealTime(
+            ft.Training(loss, lambda h: optax.sgd(h["lr"]), has_state=True),
+            lambda state, h, batch: jnp.mean((jax.vmap(state.params)(batch[0]) - batch[1]) ** 2),
+            constraints={"lr": ft.NonNegative()},
+        )
+        model = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.key(0))
+        options = {
+            "using": using,
+            "params": (model, {"key": jax.random.key(1)}),
+            "hparams": {"lr": jnp.array(1e-3)},
+        }
+        whole = run(batches(24), **options)
+        run(batches(24), steps=2, callbacks=[ft.Checkpoint(tmp_path)], **options)
+        resumed = run(batches(24), callbacks=[ft.Checkpoint(tmp_path)], **options)
+        assert resumed.history == whole.history
+
+    def test_best_is_what_the_window_ran_with(self):
+        result = run(batches(40))
+        record = result.history[int(result.best.step) - 1]
+        assert record["hparams"]["lr"] == float(result.best.hparams["lr"])
+        assert record["value"] == float(result.best.score)
+
+    def test_a_diverging_start_with_bias_and_no_validation_data(self):
+        bias = ft.Bias(every=1, windows=1)
+        using = ft.RealTime(
+            DYNAMICS,
+            lambda state, h, batch: squares(state.params, VALIDATION),
+            constraints=CONSTRAINTS,
+        )
+        result = run(
+            batches(40), itertools.repeat(None), using=using, hparams=hparams(1e9), callbacks=[bias]
+        )
+        assert result.history[0]["undone"]
+        assert np.isfinite(result.history[-1]["value"])
 
     @pytest.mark.parametrize("killed_after", [1, 5])
     def test_a_resumed_run_is_the_same_to_the_bit(self, tmp_path, killed_after):

@@ -37,7 +37,6 @@ from ._problem import FullBatch as FullBatch
 from ._problem import Minibatches as Minibatches
 from ._problem import Problem as Problem
 from ._realtime import RealTime as RealTime
-from ._realtime import RealTimeState as RealTimeState
 from ._relative import relative_adam as relative_adam
 from ._stopping import NoImprovement as NoImprovement
 from ._stopping import SmallGradient as SmallGradient
@@ -47,5 +46,6 @@ from ._stream import windows as windows
 from ._tuned import Tuned as Tuned
 from ._tuned import TunedState as TunedState
 from ._tuned import tuned as tuned
+from ._window import RealTimeState as RealTimeState
 
 __version__ = "0.1.0"

@@ -6,6 +6,7 @@ again from the state before them, at the current lambda throughout, and differen
 1 where real-time updates go the exact way, and below 0 where they go against it.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,6 +17,7 @@ from jaxtyping import PyTree
 
 from ._callbacks import Callback
 from ._engines.forward import Forward
+from ._engines.nonfinite import NonFiniteError
 from ._problem import FullBatch, Minibatches
 from ._validate import check_count
 
@@ -73,8 +75,8 @@ class Bias(Callback):
         engine: how; `Forward()` by default.
 
     A measurement costs an exact hypergradient over so many windows, and a copy of the state before
-    them. Put it before `History` in the list, so that the cosine is written too. The reports are in
-    the attribute `reports`, by step.
+    them. Windows that are undone are passed over. Put it before `History` in the list, so that the
+    cosine is written too. The reports are in the attribute `reports`, by step.
 
     >>> import foretune as ft
     >>> bias = ft.Bias(every=50, windows=5)
@@ -98,14 +100,17 @@ class Bias(Callback):
 
     def step(self, run: Any) -> None:
         """Keep the window; measure when it is time."""
+        if run.record["undone"]:
+            self._before = None  # what is compared would not be the training that counts
         if self._before is not None:
             self._kept.append(run.window)
         if run.step % self.every == 0 and self._before is not None:
-            report = hypergradient_bias(
-                run.tuner, self._before, self._kept, run.validation, run.log, self.engine
-            )
-            self.reports[run.step] = report
-            run.record["bias_cosine"] = report.cosine
+            with contextlib.suppress(NonFiniteError):  # then there is nothing to compare with
+                report = hypergradient_bias(
+                    run.tuner, self._before, self._kept, run.validation, run.log, self.engine
+                )
+                self.reports[run.step] = report
+                run.record["bias_cosine"] = report.cosine
             self._before = None
         self._keep(run)
 

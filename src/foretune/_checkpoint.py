@@ -11,11 +11,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ._callbacks import Callback, _writable_folder
+from ._driver import numbers
 from ._validate import check_count, describe, named_leaves
 
 
@@ -70,7 +72,7 @@ class Checkpoint(Callback):
                 self._manager.reload()
                 continue
             run.step, run.history = step, meta["history"]
-            run.carry = jax.tree.unflatten(jax.tree.structure(run.carry), arrays)
+            run.carry = _with_arrays(run.carry, arrays)
             self._saved = step
             return
         if steps:
@@ -96,7 +98,7 @@ class Checkpoint(Callback):
         # A step that could not be evaluated is not saved: the run can go on before it, otherwise.
         if run.step == self._saved or not run.whole:
             return
-        arrays = _arrays(run.carry)
+        arrays = numbers(run.carry)
         meta = {
             # The record of this very step is made again when the run resumes.
             "history": run.history[: run.step],
@@ -117,7 +119,7 @@ class Checkpoint(Callback):
         meta = self._manager.restore(step, args=only_meta)["meta"]
         if meta["belongs_to"] != _description(run):
             raise _AnotherRun(self.directory, meta["belongs_to"], _description(run))
-        like = {str(i): a for i, a in enumerate(_arrays(run.carry))}
+        like = {str(i): a for i, a in enumerate(numbers(run.carry))}
         both = ocp.args.Composite(carry=ocp.args.StandardRestore(like))
         restored = self._manager.restore(step, args=both)["carry"]
         arrays = [np.asarray(restored[str(i)]) for i in range(len(like))]
@@ -132,19 +134,31 @@ class _AnotherRun(ValueError):
     def __init__(self, directory: Path, theirs: dict[str, str], ours: dict[str, str]):
         names = sorted(set(theirs) | set(ours))
         lines = [
-            f"  {name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
+            "  the starting values of the hyperparameters or parameters"
+            if name == "start"
+            else f"  {name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
             for name in names
             if theirs.get(name) != ours.get(name)
         ]
         super().__init__(
-            f"{directory} holds another run, with another problem or optimizer:\n"
+            f"{directory} holds another run, with another problem or optimizer. What differs:\n"
             + "\n".join(lines[:8])
             + "\nGive another directory, or remove this one."
         )
 
 
-def _arrays(carry: Any) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.device_get(jax.tree.leaves(carry))]
+def _with_arrays(carry: Any, arrays: list[Any]) -> Any:
+    """Return the carry with other arrays in the places of its own."""
+    remaining = iter(arrays)
+
+    def replaced(leaf):
+        if not eqx.is_array(leaf):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(next(remaining), impl=jax.random.key_impl(leaf))
+        return next(remaining)
+
+    return jax.tree.map(replaced, carry)
 
 
 def _digest(arrays: list[np.ndarray]) -> str:

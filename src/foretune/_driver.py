@@ -94,10 +94,10 @@ class Run:
         self.record = jax.tree.map(_plain, jax.device_get(record))
         self.history.append(self.record)
 
-    def rank(self, score: Callable[[dict[str, Any]], Any] | None) -> None:
-        """Take the current hyperparameters as the best, where the record's score says so."""
+    def rank(self, score: Callable[[dict[str, Any]], Any] | None, hparams: PyTree) -> None:
+        """Take the hyperparameters as the best, where the record's score says so."""
         now = jnp.asarray((score or _total_value)(self.record))
-        best = _better(self.best, self.hparams, now, self.step)
+        best = _better(self.best, hparams, now, self.step)
         self.carry = self.carry._replace(best=best)
 
     def reasons(self, rules: Any, interrupt: "Interrupt") -> list[str]:
@@ -225,9 +225,20 @@ def start_callbacks(callbacks: Any, run: Run) -> None:
 def digest_of(tree: PyTree) -> str:
     """Return a digest of the numbers in a pytree."""
     digest = hashlib.sha256()
-    for leaf in jax.device_get(jax.tree.leaves(tree)):
+    for leaf in numbers(tree):
         digest.update(np.ascontiguousarray(leaf).tobytes())
     return digest.hexdigest()
+
+
+def numbers(tree: PyTree) -> list[np.ndarray]:
+    """Return the arrays of a pytree on the host, random keys as their data."""
+
+    def data(leaf):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
+
+    arrays = [data(leaf) for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
+    return [np.asarray(array) for array in jax.device_get(arrays)]
 
 
 def _total_value(record: dict[str, Any]) -> Any:

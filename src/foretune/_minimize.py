@@ -166,7 +166,7 @@ def minimize(
                     record |= measure(evaluate, hyper.state, run.hparams, record, batched)
                 run.note(record)
                 if measured or not evaluate:
-                    run.rank(score)
+                    run.rank(score, run.hparams)
                 for callback in callbacks:
                     callback.step(run)
                 stopped = next(iter(run.reasons(stop, interrupt)), None)

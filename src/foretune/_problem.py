@@ -414,3 +414,5 @@ class _ByIdentity:
         self.init, self.step = wrapped.init, wrapped.step
         if hasattr(wrapped, "step_and_loss"):
             self.step_and_loss = wrapped.step_and_loss
+        if hasattr(wrapped, "in_precision"):
+            self.in_precision = lambda dtype: _ByIdentity(wrapped.in_precision(dtype))

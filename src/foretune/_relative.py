@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
+MOST = 10.0
 FARTHEST = 100.0  # the largest unit, in starting values (1 for a start at 0)
 
 
@@ -82,7 +83,8 @@ def relative_adam(
         own = reach or (lambda u, o: jax.tree.map(lambda u, o: jnp.abs(u) + o, u, o))
         r = own(params, o)
         direction, moments = adam.update(jax.tree.map(jnp.multiply, r, updates), state.adam)
-        steps = jax.tree.map(lambda r, d: -step_size * r * d, r, direction)
+        # Adam's direction is about 1; beyond MOST the moments have underflowed.
+        steps = jax.tree.map(lambda r, d: -step_size * r * jnp.clip(d, -MOST, MOST), r, direction)
         return steps, RelativeState(o, moments)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]

@@ -76,6 +76,8 @@ class Vanished:
         if patience < 1:
             raise ValueError(f"Vanished(patience={patience}): one window or more.")
         self.name, self.below, self.patience = name, below, patience
+        self._sizes: list[float] = []
+        self._peak = 0.0
 
     def __call__(self, run: Any) -> str | None:
         """Return the reason, or None."""
@@ -84,7 +86,18 @@ class Vanished:
                 f"Vanished({self.name!r}) names no hyperparameter of the run's records, which have "
                 f"{sorted(run.record.get('hparams', {}))}."
             )
-        sizes = [np.max(np.abs(record["hparams"][self.name])) for record in run.history]
-        recent, peak = sizes[-self.patience :], max(sizes)
-        gone = len(recent) == self.patience and max(recent) <= self.below * peak and peak > 0
-        return f"{self.name} has gone to 0" if gone else None
+        if len(self._sizes) >= len(run.history):
+            self._sizes, self._peak = [], 0.0  # another run
+        for record in run.history[len(self._sizes) :]:
+            size = max(np.max(np.abs(leaf)) for leaf in _leaves(record["hparams"][self.name]))
+            self._sizes.append(float(size))
+            self._peak = max(self._peak, float(size))
+        recent = self._sizes[-self.patience :]
+        gone = len(recent) == self.patience and max(recent) <= self.below * self._peak
+        return f"{self.name} has gone to 0" if gone and self._peak > 0 else None
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        return [leaf for part in tree.values() for leaf in _leaves(part)]
+    return [np.asarray(tree)]

@@ -40,7 +40,7 @@ def windows(stream: Any, n: int) -> Iterator[Any]:
     [(2, 8, 3), (2, 8, 3), (1, 8, 3)]
     """
     check_count(n, f"windows(n={n})")
-    check_stream(stream, "the stream of minibatches")
+    check_stream(stream, "the stream of minibatches", minibatches=True)
     return _windows(stream, n)
 
 
@@ -51,7 +51,7 @@ def _windows(stream: Any, n: int) -> Iterator[Any]:
         return
     count, expected, batches = 0, None, []
     for batch in stream:
-        batch = jax.tree.map(_readable, batch)
+        batch = jax.tree.map(_copied, batch)
         shape = _shape_of(batch)
         if expected is not None and shape != expected:
             raise ValueError(_changed(count, expected, shape))
@@ -64,8 +64,13 @@ def _windows(stream: Any, n: int) -> Iterator[Any]:
         yield jax.tree.map(_stack, *batches)
 
 
-def _readable(leaf: Any) -> Any:
+def readable(leaf: Any) -> Any:
+    """Return an array of what NumPy can read."""
     return leaf if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else np.array(leaf)  # a loader may reuse its own
 
 
 def _stack(*leaves: Any) -> Any:
@@ -87,18 +92,20 @@ def _changed(index: int, expected: dict[str, str], found: dict[str, str]) -> str
     )
 
 
-def check_stream(stream: Any, name: str) -> None:
+def check_stream(stream: Any, name: str, *, minibatches: bool = False) -> None:
     """Raise where a stream is one batch, or nothing that can be iterated over."""
     arrays = isinstance(stream, tuple | dict) and any(
         hasattr(leaf, "shape") for leaf in (stream.values() if isinstance(stream, dict) else stream)
     )
+    shapes = [getattr(item, "shape", None) for item in stream] if isinstance(stream, list) else []
+    arrays = arrays or (None not in shapes and len(set(shapes)) > 1)  # [x, y]: no list of batches
     if arrays or hasattr(stream, "shape"):
         raise TypeError(
             f"{name} must be an iterable of batches, but it looks like one batch, of\n"
             + "\n".join(f"  {path}: {leaf}" for path, leaf in _shape_of(stream).items())
             + "\nGive `itertools.repeat(batch)` for the same batch each time, or a list of batches."
         )
-    if not isinstance(stream, Iterable | Minibatches):
+    if not (isinstance(stream, Iterable) or (minibatches and isinstance(stream, Minibatches))):
         raise TypeError(f"{name} must be an iterable of batches, got {describe(stream)}.")
 
 
@@ -169,52 +176,67 @@ def run_stream(
         validations = itertools.islice(_repeated(validation_stream), already, None)
         pieces = itertools.islice(pieces, already, None)
         try:
-            upcoming, stopped = _next(pieces), None
-            if upcoming is None and run.step == 0:
-                raise ValueError("the training stream is empty: it gave no minibatch.")
+            upcoming, stopped, failure = _next(pieces), None, None
             if steps is not None and run.step >= steps:
                 stopped = f"{steps} steps done"
             while stopped is None:
                 run.window, run.validation = upcoming, _next(validations)
-                if run.window is None or run.validation is None:
-                    which = "training" if run.window is None else "validation"
+                if run.window is END or run.validation is END:
+                    which = "training" if run.window is END else "validation"
                     stopped = f"the {which} stream ended"
                     if run.step == 0:
-                        raise ValueError(f"the {which} stream is empty.")
+                        raise ValueError(f"the {which} stream is empty: it gave no batch.")
                     break
                 state, log, fault = tuner.dispatch(run.carry.state, run.window, run.validation)
-                run.carry = run.carry._replace(state=state)
+                run.carry, run.state = run.carry._replace(state=state), state
                 # The next window is read and sent to the device while this one runs.
                 more = steps is None or run.step + 1 < steps
-                upcoming = _next(pieces) if more and not interrupt.asked else None
+                try:
+                    upcoming = _next(pieces) if more and not interrupt.asked else END
+                except BaseException as error:  # raised when this window has been noted
+                    failure = error
                 if fault:
                     _fail(tuner, run, state)
                 _note(run, state, log, evaluate, evaluate_every)
-                if not evaluate or set(run.record) > _RECORD:
-                    run.rank(score)
+                if not run.record["undone"] and (not evaluate or set(run.record) > _RECORD):
+                    run.rank(score, log["hparams"])
                 for callback in callbacks:
                     callback.step(run)
+                if failure is not None:
+                    raise failure
                 stopped = next(iter(run.reasons(stop, interrupt)), None)
         finally:
             for callback in callbacks:
                 callback.end(run)
+    if run.value is None and run.history:  # resumed at its end
+        run.value = run.history[-1]["value"]
     return Result(run.hparams, run.value, run.carry.state, run.history, run.best, stopped)
 
 
+END = object()  # of a stream
 _RECORD = {"step", "value", "gradient_norm", "loss", "hparams", "z_norm", "undone"}
 
 
 def _note(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -> None:
-    run.step += 1
-    run.log, run.state = log, state
+    run.step, run.log = run.step + 1, log
     run.value, run.grad = log["value"], log["hypergradient"]
     numbers = jax.device_get(log)
-    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(numbers["hypergradient"])))
+    wide = jax.tree.map(lambda g: np.asarray(g, np.float64), numbers["hypergradient"])
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(wide)))
     record = {"step": run.step, "value": numbers["value"], "gradient_norm": norm}
-    record |= {name: numbers[name] for name in ("loss", "hparams", "z_norm", "undone")}
-    if evaluate and (run.step % every == 0 or run.step == run.steps):
-        record |= measure(evaluate, state.train, state.hparams, record)
-    run.note(record)
+    record |= {name: _named(numbers[name]) for name in ("loss", "hparams", "z_norm", "undone")}
+    try:
+        if evaluate and (run.step % every == 0 or run.step == run.steps):
+            record |= measure(evaluate, state.train, state.hparams, record)
+    finally:
+        run.note(record)
+
+
+def _named(tree: PyTree) -> Any:
+    """Return the tree as it is where JSON can hold it, by path where it cannot."""
+    if tree is None or isinstance(tree, dict | list | tuple | np.ndarray | np.generic):
+        return tree
+    return named_leaves(tree, "hparams")
 
 
 def _fail(tuner: Any, run: RealTimeRun, state: Any) -> None:
@@ -228,8 +250,9 @@ def _fail(tuner: Any, run: RealTimeRun, state: Any) -> None:
 
 
 def _next(iterator: Iterator[Any]) -> Any:
-    """Return what comes next, on the device, or None at the end."""
-    return jax.device_put(next(iterator, None))
+    """Return what comes next, on the device, or END."""
+    batch = next(iterator, END)
+    return END if batch is END else jax.device_put(batch)
 
 
 def _repeated(stream: Any) -> Iterator[Any]:
@@ -238,6 +261,6 @@ def _repeated(stream: Any) -> Iterator[Any]:
         empty = True
         for batch in stream:
             empty = False
-            yield jax.tree.map(_readable, batch)
-        if empty or iter(stream) is stream:
+            yield jax.tree.map(_copied, batch)
+        if empty or isinstance(stream, Iterator):
             return

@@ -10,13 +10,18 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from ._constraints import Box, NonNegative
 from ._dynamics import Training
-from ._realtime import Progressing, RealTime, RealTimeState, begin, finish, make_step
-from ._validate import check_count, check_signature
+from ._realtime import RealTime
+from ._stream import readable
+from ._validate import check_count, check_signature, validated
+from ._window import Progressing, RealTimeState, begin, finish, make_step
 
 USUAL = {
     "learning_rate": NonNegative(),
@@ -81,9 +86,11 @@ def tuned(
         options: further options of `RealTime`.
         **hparams: the constants to be tuned, with their initial values.
 
-    `update` is compiled, and pure: it may also be called inside your own `jax.jit`. The parameters may
-    be any pytree, an Equinox model for instance. A window whose loss diverges is undone, one whose
-    data is not finite is dropped: the parameters are then those from before it.
+    `update` returns the new state and the loss of the minibatch. It is compiled, and pure: inside your
+    own `jax.jit` it has less overhead. The parameters may be any pytree, an Equinox model for
+    instance. A window whose loss diverges is undone. One in which something else is not finite,
+    the data for instance, is dropped with a `NonFiniteError`, whose `state` is the one to go on from; inside
+    `jit` there is no error, only `state.log["dropped"]`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> loss = lambda w, x: jnp.mean((w - x) ** 2)
@@ -100,6 +107,17 @@ def tuned(
     check_signature(error, "error(params, validation)")
     if not hparams:
         raise ValueError("tuned has nothing to tune: give constants, `learning_rate=0.1` say.")
+    if isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            "tuned makes the optimizer itself, from the constants to be tuned: give `optax.sgd`, not "
+            "`optax.sgd(0.1)`."
+        )
+    for name, value in hparams.items():
+        if isinstance(value, bool) or not isinstance(value, float | int | np.ndarray | jax.Array):
+            raise TypeError(
+                f"tuned({name}={value!r:.40}) is no number to tune. Keep it in the optimizer: "
+                f"`functools.partial({getattr(optimizer, '__name__', 'optimizer')}, {name}=...)`."
+            )
     start = {name: jnp.asarray(value, float) for name, value in hparams.items()}
     usual = {name: USUAL[name] for name in hparams if name in USUAL}
     tuner = RealTime(
@@ -115,30 +133,56 @@ def tuned(
         nan = jnp.full((), jnp.nan, jnp.result_type(float))
         by_name = dict.fromkeys(start, nan)
         log = {"value": nan, "hypergradient": by_name, "hparams": state.hparams, "z_norm": by_name}
-        return TunedState(
-            log | {"undone": jnp.array(False)}, state._replace(Z=None), begin(settings, state)
+        state = TunedState(
+            log | {"undone": jnp.array(False), "dropped": jnp.array(False)},
+            state._replace(Z=None),
+            begin(settings, state),
         )
+        # No two leaves share memory, so that the state can be donated.
+        return jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, state)
+
+    checked: list[bool] = []
+
+    def update(state: TunedState, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
+        batch, validation = jax.tree.map(readable, (batch, validation))
+        if not checked:
+            problem = settings.problem(state.anchor.train, _stacked(batch), validation)
+            validated(problem, state.hparams)
+            checked.append(True)
+        after, value = program(state, batch, validation)
+        dropped = after.log["dropped"]
+        if not isinstance(dropped, Tracer) and dropped:
+            error = tuner.fault(after.anchor, _stacked(batch), validation)
+            error.state = after
+            raise error
+        return after, value
 
     @eqx.filter_jit
-    def update(state: TunedState, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
+    def program(state: TunedState, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
         anchor = state.anchor
-        piece = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch)
-        problem = settings.problem(anchor.train, piece, validation)
+        problem = settings.problem(anchor.train, _stacked(batch), validation)
         system = problem.system(anchor.hparams)
         window = make_step(settings, problem, system, anchor.hparams)(state.window, 0)
 
         def tune():
-            new, log, _ = finish(settings, anchor, problem, system, window, 0)
+            new, log, fault = finish(settings, anchor, problem, system, window, 0)
+            log = log | {"dropped": fault}
             log = {name: jax.tree.map(_as, log[name], state.log[name]) for name in state.log}
             return log, eqx.filter(new._replace(Z=None), eqx.is_array), begin(settings, new)
 
         def wait():
-            return state.log, eqx.filter(anchor, eqx.is_array), window
+            log = state.log | {"dropped": jnp.array(False)}
+            return log, eqx.filter(anchor, eqx.is_array), window
 
         log, new, window_after = lax.cond((window.steps == every) | ~window.calm, tune, wait)
         return TunedState(log, eqx.combine(new, anchor), window_after), window.loss
 
     return Tuned(init, update)
+
+
+def _stacked(batch: PyTree) -> PyTree:
+    """Return the minibatch as a window of one."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch)
 
 
 def _as(new: Array, old: Array) -> Array:
