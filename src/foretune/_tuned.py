@@ -89,8 +89,8 @@ def tuned(
     `update` returns the new state and the loss of the minibatch. It is compiled, and pure: inside your
     own `jax.jit` it has less overhead. The parameters may be any pytree, an Equinox model for
     instance. A window whose loss diverges is undone. One in which something else is not finite,
-    the data for instance, is dropped with a `NonFiniteError`, whose `state` is the one to go on from; inside
-    `jit` there is no error, only `state.log["dropped"]`.
+    the data for instance, is dropped with a `NonFiniteError`, whose `state` is the one to go on
+    from; inside `jit` there is no error, only `state.log["dropped"]`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> loss = lambda w, x: jnp.mean((w - x) ** 2)
