@@ -732,6 +732,20 @@ class TestTuned:
         assert loss(state.params, validation) < first
         assert set(state.hparams) == {"learning_rate", "b1", "weight_decay"}
 
+    def test_a_constant_for_each_layer(self):
+        def per_layer(rates):
+            groups = {"w": optax.sgd(rates[0]), "b": optax.sgd(rates[1])}
+            return optax.partition(groups, {"w": "w", "b": "b"})
+
+        constraints = {"rates": ft.NonNegative()}
+        start_at = np.array([0.01, 0.0], np.float32)
+        optimizer = ft.tuned(per_layer, self.loss, every=2, constraints=constraints, rates=start_at)
+        state = optimizer.init(start()[0])
+        for batch in self.batches(8):
+            state, _ = optimizer.update(state, batch, data()[1])
+        assert state.log["hypergradient"]["rates"].shape == (2,)
+        assert np.all(state.hparams["rates"] > start_at)
+
     def test_what_is_not_finite_is_an_error_and_the_state_goes_on(self):
         _, validation = data()
         params, _ = start()

@@ -131,13 +131,15 @@ def tuned(
     def init(params: PyTree) -> TunedState:
         state = tuner.init(params, start)
         nan = jnp.full((), jnp.nan, jnp.result_type(float))
-        by_name = dict.fromkeys(start, nan)
-        log = {"value": nan, "hypergradient": by_name, "hparams": state.hparams, "z_norm": by_name}
-        state = TunedState(
-            log | {"undone": jnp.array(False), "dropped": jnp.array(False)},
-            state._replace(Z=None),
-            begin(settings, state),
-        )
+        log = {
+            "value": nan,
+            "hypergradient": jax.tree.map(lambda h: jnp.full_like(h, jnp.nan), state.hparams),
+            "hparams": state.hparams,
+            "z_norm": dict.fromkeys(start, nan),
+            "undone": jnp.array(False),
+            "dropped": jnp.array(False),
+        }
+        state = TunedState(log, state._replace(Z=None), begin(settings, state))
         # No two leaves share memory, so that the state can be donated.
         return jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, state)
 

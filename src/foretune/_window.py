@@ -147,7 +147,8 @@ def make_step(
         highest = jnp.where(first, loss, window.highest)
         calm = jnp.isfinite(loss)
         if tuner.rollback is not None:
-            calm &= (loss <= _raised(highest)) | (loss <= _raised(at_start(loss > highest, x)))
+            suspect = ~(loss <= _raised(highest))
+            calm &= ~suspect | (loss <= _raised(at_start(suspect, x)))
         flat, _ = ravel_pytree(hparams)
         slope = _select(is_finite(d_loss), unravel(d_loss.astype(flat.dtype)), window.slope)
         total = window.total + loss
@@ -237,6 +238,7 @@ def _entry(system: System, i: Any) -> PyTree:
 
 
 def directions_of(hparams: PyTree) -> tuple[PyTree, Callable[[Array], PyTree]]:
+    """Return the unit directions in lambda, and the function from a vector to hyperparameters."""
     flat, unravel = ravel_pytree(hparams)
     return jax.vmap(unravel)(jnp.eye(flat.size, dtype=flat.dtype)), unravel
 
