@@ -79,7 +79,7 @@ class RealTime:
             only (with `Training`); the training stays as it is.
         donate: reuse the memory of the state given to `update`, which is then deleted.
 
-    The defaults are what did best over the tasks of `benchmarks/realtime_quality.py`;
+    The defaults were chosen over the tasks of `benchmarks/realtime_quality.py`;
     `RealTime.paper(...)` has the paper's setting. Where updates can be trusted is what
     `foretune.Bias` measures.
 
