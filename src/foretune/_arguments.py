@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -33,6 +34,11 @@ def unflatten(structure: Structure, arrays: Any) -> PyTree:
     remaining = iter(arrays)
     leaves = [next(remaining) if leaf is Structure else leaf for leaf in structure.static]
     return jax.tree.unflatten(structure.treedef, leaves)
+
+
+def copied(tree: PyTree) -> PyTree:
+    """Return the pytree with arrays of its own, which may be donated."""
+    return jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, tree)
 
 
 class Output(eqx.Module):

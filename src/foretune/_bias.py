@@ -9,12 +9,12 @@ again from the state before them, at the current lambda throughout, and differen
 import contextlib
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ._arguments import copied
 from ._callbacks import Callback
 from ._engines.forward import Forward
 from ._engines.nonfinite import NonFiniteError
@@ -116,8 +116,7 @@ class Bias(Callback):
 
     def _keep(self, run: Any) -> None:
         if (run.step + self.windows) % self.every == 0:
-            copy = lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf  # noqa: E731
-            self._before, self._kept = jax.tree.map(copy, run.carry.state), []
+            self._before, self._kept = copied(run.carry.state), []
 
 
 def _joined(windows: list[Any]) -> Any:

@@ -138,15 +138,10 @@ class Outer(eqx.Module):
             u,
             value=sum(jax.tree.leaves(value)),
             grad=direction,
-            reach=functools.partial(reach, self.constraints),
+            reach=functools.partial(apply_constraints, self.constraints, "reach"),
         )
         moved = from_search(optax.apply_updates(u, updates))
         return apply_constraints(self.constraints, "project", moved), opt_state
-
-
-def reach(constraints: PyTree, u: PyTree, unit: PyTree) -> PyTree:
-    """Return, for each entry of the search variable, the natural size of a change in it."""
-    return apply_constraints(constraints, "reach", u, unit)
 
 
 @eqx.filter_jit

@@ -30,7 +30,7 @@ from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 
-from ._arguments import Structure, flatten, unflatten
+from ._arguments import Structure, copied, flatten, unflatten
 from ._constraints import check_constraints
 from ._driver import Outer, Result, check_optimizer, feasible
 from ._engines.nonfinite import NonFiniteError, explain_window
@@ -129,16 +129,18 @@ class RealTime:
                 f"RealTime(tangents={tangents}) needs a dynamics with the method `in_precision`, as "
                 f"`foretune.Training` has; the dynamics is {describe(dynamics)}."
             )
+        optimizer = DEFAULT_OPTIMIZER if optimizer is None else optimizer
+        if clip is not None:
+            optimizer = optax.chain(optax.clip_by_global_norm(clip), optimizer)
         self.settings = Settings(
             problem.dynamics,
             problem.objective,
-            DEFAULT_OPTIMIZER if optimizer is None else optimizer,
+            optimizer,
             dict(constraints) if isinstance(constraints, Mapping) else constraints,
             discount,
             rollback,
             reset,
             z_cap,
-            clip,
             chunk,
             None if tangents is None else np.dtype(tangents),
         )
@@ -176,8 +178,7 @@ class RealTime:
         opt_state = Outer(settings.optimizer, constraints).init(hparams)
         window = jnp.zeros((), jnp.int32)
         state = RealTimeState(system.restore(s_0), hparams, Z, opt_state, window, nothing, nothing)
-        state = as_arrays(state)  # a weak type would compile a second time
-        return jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, state)
+        return copied(as_arrays(state))  # a weak type would compile a second time
 
     def update(
         self, state: RealTimeState, window: PyTree, validation: PyTree
@@ -332,10 +333,8 @@ def _program(
     others: list[Array],
     count: Any,
 ) -> tuple[list[Array], dict[str, Any], Array]:
-    tuner, state = (
-        unflatten(settings_structure, settings_arrays),
-        unflatten(state_structure, donated),
-    )
+    tuner = unflatten(settings_structure, settings_arrays)
+    state = unflatten(state_structure, donated)
     window, validation = unflatten(structure, others)
     problem = tuner.problem(state.train, window, validation)
     new, log, fault = run_window(tuner, state, problem, count)

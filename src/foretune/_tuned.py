@@ -16,6 +16,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
+from ._arguments import copied
 from ._constraints import Box, NonNegative
 from ._dynamics import Training
 from ._realtime import RealTime
@@ -139,9 +140,8 @@ def tuned(
             "undone": jnp.array(False),
             "dropped": jnp.array(False),
         }
-        state = TunedState(log, state._replace(Z=None), begin(settings, state))
         # No two leaves share memory, so that the state can be donated.
-        return jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, state)
+        return copied(TunedState(log, state._replace(Z=None), begin(settings, state)))
 
     checked: list[bool] = []
 

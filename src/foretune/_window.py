@@ -59,7 +59,6 @@ class Settings(eqx.Module):
     rollback: float | None = eqx.field(static=True)
     reset: int | None = eqx.field(static=True)
     z_cap: float | None = eqx.field(static=True)
-    clip: float | None = eqx.field(static=True)
     chunk: int | None = eqx.field(static=True)
     tangents: Any = eqx.field(static=True)
 
@@ -191,7 +190,7 @@ def finish(
     direction = _select(diverged & ~(finite & ~spiked), away, grad)
 
     outer = Outer(tuner.optimizer, check_constraints(tuner.constraints, hparams))
-    stepped = outer.update(hparams, state.opt_state, value, _clipped(direction, tuner.clip))
+    stepped = outer.update(hparams, state.opt_state, value, direction)
     retreat = _back_off(outer, hparams, direction), state.opt_state
     moved = _select(diverged, retreat, stepped)
     new_hparams, opt_state = _select(fault, (hparams, state.opt_state), moved)
@@ -252,13 +251,6 @@ def _select(condition: Array, yes: PyTree, no: PyTree) -> PyTree:
 
 def _scaled(Z: PyTree, factors: Float[Array, " m"]) -> PyTree:
     return jax.tree.map(lambda z: z * factors.reshape(-1, *[1] * (z.ndim - 1)).astype(z.dtype), Z)
-
-
-def _clipped(grad: PyTree, norm: float | None) -> PyTree:
-    if norm is None:
-        return grad
-    scale = jnp.minimum(1.0, norm / jnp.maximum(optax.tree.norm(grad), norm))
-    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grad)
 
 
 def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
