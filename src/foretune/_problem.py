@@ -289,8 +289,12 @@ class Problem(eqx.Module):
 
     def rows(self) -> dict[str | None, int]:
         """Return, by hyperparameter name, the entry of `System.errors` that it follows."""
-        functions = list(dict.fromkeys(self.objectives().values()))
-        return {name: functions.index(f) for name, f in self.objectives().items()}
+        order = {key: k for k, key in enumerate(self._distinct())}
+        return {name: order[_identity(name, f)] for name, f in self.objectives().items()}
+
+    def _distinct(self) -> dict[Any, Callable[..., Any]]:
+        """Return the objectives, each once though several hyperparameters may follow it."""
+        return {_identity(name, f): f for name, f in self.objectives().items()}
 
     def owners(self, hparams: PyTree) -> list[str | None]:
         """Return, for each leaf of the hyperparameters, the name of the objective it follows."""
@@ -304,7 +308,7 @@ class Problem(eqx.Module):
         s_0 = eqx.filter_eval_shape(self.start, hparams)
         is_array = jax.tree.map(lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct), s_0)
         static = eqx.filter(s_0, is_array, inverse=True)
-        functions = list(dict.fromkeys(self.objectives().values()))
+        functions = list(self._distinct().values())
 
         def E(arrays, hparams):
             state = eqx.combine(arrays, static)
@@ -343,6 +347,11 @@ class Problem(eqx.Module):
             name: jax.tree.map(lambda row, k=k: row[k], rows[name])
             for name, k in self.rows().items()
         }
+
+
+def _identity(name: Any, objective: Any) -> Any:
+    # a module may hold arrays, which cannot be compared inside a program: it counts by its name
+    return name if isinstance(objective, eqx.Module) else objective
 
 
 def _averaged(system: System, hparams: PyTree) -> System:

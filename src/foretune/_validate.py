@@ -193,13 +193,16 @@ def _check_shapes(structure: Structure, shapes: tuple[tuple[Any, Any], ...]) -> 
     with _noting("step(state, hparams, batch) of the dynamics", state=s_0, hparams=hparams):
         s_1 = eqx.filter_eval_shape(_first_step, problem, hparams)
     _check_same_state(s_0, s_1)
-    for name, E in problem.objectives().items():
+    for name in problem.objectives():
         label = "objective" if name is None else f"objective[{name!r}]"
         with _noting(
             f"{label}(state, hparams, validation)", state=s_0, validation=problem.validation
         ):
             value = eqx.filter_eval_shape(
-                lambda p, s, h, E=E: E(s, h, p.validation), problem, s_0, hparams
+                lambda p, s, h, name=name: p.objectives()[name](s, h, p.validation),
+                problem,
+                s_0,
+                hparams,
             )
         _check_scalar(value, label)
     _check_dependence(problem, hparams)

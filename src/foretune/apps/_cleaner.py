@@ -1,0 +1,309 @@
+"""`LabelCleaner`: which training labels are wrong, and what model do I get without them?"""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from .._callbacks import Progress
+from . import _noise, _weights
+from ._models import make_features, make_model
+
+STEPS = {"noise": 40, "weights": 300}
+HYPER_STEPS = {"noise": 50, "weights": 200}
+FLOATS = (np.float64, np.float32)
+
+
+class LabelCleaner(ClassifierMixin, BaseEstimator):
+    """Finds wrong labels in a training set with the help of a few checked examples.
+
+    Parameters
+    ----------
+    model : {"kernel", "softmax", "mlp"} or (init, apply), default="kernel"
+        "softmax" is softmax regression, "kernel" softmax regression on the inputs and on the
+        components of a Gaussian kernel, "mlp" a network with one hidden layer. A pair of functions
+        `init(key, n_features, n_classes) -> params` and `apply(params, x) -> class scores` is a model
+        of your own; it is fed the rows of X as they are.
+    method : {"noise", "weights"}, default="noise"
+        "noise" learns, by hypergradients on held-out folds, a matrix of how labels go wrong and the
+        model's regularisers; weights are probabilities of a right label. "weights" is data
+        hyper-cleaning as published (Franceschi et al., ICML 2017): one free weight per example.
+    budget : int, float or None, default=None
+        A bound on the sum of the weights: a number of examples (an int, or a float above 1) or a
+        fraction of them (a float up to 1). None: chosen by the tool, from the data.
+    steps : int or None, default=None
+        Steps of each inner training (T); None is 40 for "noise", 300 for "weights".
+    hyper_steps : int or None, default=None
+        Hyper-iterations; None is 50 for "noise", 200 for "weights".
+    folds : int, default=5
+        Folds of the "noise" method: an example is judged by a model that has not seen it.
+    engine : a foretune engine or None, default=None
+        How hypergradients are computed; None is `foretune.Reverse()`.
+    callbacks : sequence, default=()
+        Callbacks of the descent, such as `foretune.Checkpoint(folder)` to make it resumable.
+    progress : bool, default=True
+        Show a progress bar when the output is a terminal.
+    random_state : int, RandomState or None, default=None
+        Folds, kernel landmarks and initial weights follow it.
+
+    Attributes
+    ----------
+    weights_ : array of n, in [0, 1]
+        How far each training label is trusted.
+    suspects_ : bool array of n
+        The labels held to be wrong.
+    ranking_ : int array of n
+        Indices, the most suspicious first.
+    suggested_ : array of n
+        The label that the model would give.
+    confidence_ : array of n
+        For "noise" the probability that the label is wrong; for "weights" 1 - weight.
+    noise_matrix_ : array (n_classes, n_classes)
+        p(given label | true label) as learnt ("noise" only). `noise_rate_` is the mean confidence.
+    history_ : list of dict
+        The descent: `step`, `value`, `gradient_norm`.
+    classes_, n_features_in_, feature_names_in_
+        As in scikit-learn.
+
+    `predict` and `predict_proba` are of a final model, trained on what is kept and the checked
+    examples, unweighted.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sklearn.datasets import make_blobs
+    >>> from foretune.apps import LabelCleaner
+    >>> X, y = make_blobs(240, centers=3, random_state=0, cluster_std=0.8)
+    >>> given = y[:200].copy()
+    >>> given[:20] = (given[:20] + 1) % 3  # the first 20 are wrong
+    >>> cleaner = LabelCleaner(random_state=0).fit(X[:200], given, X[200:], y[200:])
+    >>> bool(cleaner.suspects_[:20].mean() > 0.8 and cleaner.suspects_[20:].mean() < 0.1)
+    True
+    """
+
+    def __init__(
+        self,
+        model: Any = "kernel",
+        *,
+        method: str = "noise",
+        budget: float | None = None,
+        steps: int | None = None,
+        hyper_steps: int | None = None,
+        folds: int = 5,
+        engine: Any = None,
+        callbacks: Any = (),
+        progress: bool = True,
+        random_state: Any = None,
+    ):
+        self.model = model
+        self.method = method
+        self.budget = budget
+        self.steps = steps
+        self.hyper_steps = hyper_steps
+        self.folds = folds
+        self.engine = engine
+        self.callbacks = callbacks
+        self.progress = progress
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any, X_clean: Any = None, y_clean: Any = None) -> "LabelCleaner":
+        """Find the wrong labels of (X, y), given checked examples (X_clean, y_clean).
+
+        Without checked examples the "noise" method goes by the given labels alone.
+        """
+        X, given = self._training_data(X, y)
+        checked_X, checked = self._checked_data(X_clean, y_clean)
+        budget = self._options(len(given), None if checked is None else len(checked))
+        random = check_random_state(self.random_state)
+        seed = int(random.randint(np.iinfo(np.int32).max))
+        key = jax.random.key(seed)
+        everything = X if checked_X is None else _stack(X, checked_X)
+        self._features = make_features(self.model, seed).fit(everything)
+        z = self._features.transform(everything)
+        self._model = make_model(self.model, self._features, z)
+        labels = given if checked is None else np.concatenate([given, checked])
+        n, classes = len(given), len(self.classes_)
+
+        if self.method == "noise":
+            probabilities, l2 = self._fit_noise(z, given, labels[n:], budget, key, seed)
+        else:
+            probabilities, l2 = self._fit_weights(z, given, labels[n:], budget, key)
+        self.noise_rate_ = float(self.confidence_.mean())
+        # equal weights (many are 0 under a budget) in the order of the model's doubt
+        doubt = 1 - probabilities[np.arange(n), given]
+        self.ranking_ = np.lexsort((-doubt, -self.confidence_))
+        keep = np.concatenate([~self.suspects_, np.ones(len(labels) - n, bool)])
+        if not keep.any():
+            raise ValueError(
+                "every label came out as suspect, and there are no checked examples to train a "
+                "model on: give checked examples, or a larger budget."
+            )
+        self._params = _noise.train_plain(
+            self._model, z[keep], labels[keep], l2, classes, 2 * self._steps, key
+        )
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the label of each row by the final model."""
+        return self.classes_[np.argmax(self.predict_proba(X), axis=1)]
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Return the probability of each class, in the order of `classes_`."""
+        check_is_fitted(self, "weights_")
+        X = validate_data(self, X, reset=False, accept_sparse="csr", dtype=FLOATS)
+        scores = self._model.apply(self._params, jnp.asarray(self._features.transform(X)))
+        probabilities = np.asarray(jax.nn.softmax(scores), np.float64)
+        return probabilities / probabilities.sum(axis=1, keepdims=True)
+
+    def __sklearn_tags__(self) -> Any:
+        """Tell scikit-learn that sparse input is taken."""
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+    def _fit_noise(self, z, given, checked, budget, key, seed):
+        folds, rng = min(self.folds, len(given)), np.random.default_rng(seed)
+        fold = np.concatenate(
+            [_noise.make_folds(given, folds, rng), _noise.make_folds(checked, folds, rng)]
+        )
+        train = (fold[None] != np.arange(folds)[:, None]).astype(np.float32)
+        data = _noise.Data(*(jnp.asarray(a) for a in (z, given, checked, train)))
+        classes = len(self.classes_)
+        tuned = _noise.tune(self._model, data, classes, **self._descent(key))
+        posterior = _noise.true_label(tuned.probabilities, tuned.noise, given)
+        right = posterior[np.arange(len(given)), given]
+        self.confidence_ = 1 - right
+        self.weights_ = right if budget is None else _noise.fit_budget(right, budget)
+        self.suspects_ = self.weights_ < 0.5
+        self.suggested_ = self.classes_[np.argmax(posterior, axis=1)]
+        self.noise_matrix_ = tuned.noise
+        self.history_ = tuned.result.history
+        return tuned.probabilities, tuned.l2
+
+    def _fit_weights(self, z, given, checked, budget, key):
+        n = len(given)
+        z, classes = jnp.asarray(z), len(self.classes_)
+        if budget is None:
+            budget = self._agreeing(z, given, checked, key)
+        weights, probabilities, result = _weights.tune_weights(
+            self._model, z[:n], jnp.asarray(given), z[n:], jnp.asarray(checked), classes,
+            budget=budget, **self._descent(key),
+        )
+        self.weights_ = weights
+        self.confidence_ = 1 - weights
+        self.suspects_ = weights < _weights.SUSPECT_BELOW
+        self.suggested_ = self.classes_[np.argmax(probabilities, axis=1)]
+        self.history_ = result.history
+        return probabilities, np.full(self._model.groups, _noise.START_L2)
+
+    def _agreeing(self, z, given, checked, key) -> float:
+        """Return the number of labels that a model of the checked examples alone agrees with."""
+        n, l2 = len(given), np.full(self._model.groups, _noise.START_L2)
+        params = _noise.train_plain(
+            self._model, z[n:], checked, l2, len(self.classes_), self._steps, key
+        )
+        agree = np.argmax(np.asarray(self._model.apply(params, z[:n])), axis=1) == given
+        return max(float(agree.sum()), 1.0)
+
+    def _descent(self, key) -> dict[str, Any]:
+        bar = [Progress("finding wrong labels")] if self.progress else []
+        return {
+            "steps": self._steps,
+            "hyper_steps": HYPER_STEPS[self.method] if self.hyper_steps is None else self.hyper_steps,
+            "engine": self.engine,
+            "key": key,
+            "callbacks": [*bar, *self.callbacks],
+        }
+
+    @property
+    def _steps(self) -> int:
+        return STEPS[self.method] if self.steps is None else self.steps
+
+    def _training_data(self, X, y):
+        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=FLOATS)
+        check_classification_targets(y)
+        self.classes_, given = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"y has only one class, {self.classes_[0]!r}: there is nothing to confuse it with. "
+                "LabelCleaner needs labels of two classes or more."
+            )
+        return X, given
+
+    def _checked_data(self, X_clean, y_clean):
+        if X_clean is None and y_clean is None:
+            if self.method == "weights":
+                raise ValueError("method='weights' needs checked examples: fit(X, y, X_clean, y_clean).")
+            return None, None
+        if X_clean is None or y_clean is None:
+            raise ValueError("give X_clean and y_clean together, or neither.")
+        try:
+            X_clean = validate_data(self, X_clean, reset=False, accept_sparse="csr", dtype=FLOATS)
+        except ValueError as error:
+            raise ValueError(f"X_clean: {error}") from None
+        y_clean = np.asarray(y_clean)
+        if y_clean.ndim != 1 or len(y_clean) != X_clean.shape[0]:
+            raise ValueError(
+                f"y_clean has shape {y_clean.shape}, and X_clean has {X_clean.shape[0]} rows: "
+                "give one label for each checked row."
+            )
+        names, checked = np.unique(y_clean, return_inverse=True)
+        unknown = [name for name in names if not np.any(self.classes_ == name)]
+        if unknown:
+            raise ValueError(
+                f"y_clean has labels that y does not have: {_list(unknown)}; y has "
+                f"{_list(self.classes_)}. Leave those rows out, or mend the labels' spelling or type."
+            )
+        if len(y_clean) < len(self.classes_):
+            raise ValueError(
+                f"{len(y_clean)} checked examples for {len(self.classes_)} classes: check at least "
+                "one example of each class, better five."
+            )
+        absent = [name for name in self.classes_ if not np.any(names == name)]
+        if absent:
+            warnings.warn(
+                f"no checked example of {_list(absent)}: labels of that kind are judged by the given "
+                "ones alone.",
+                stacklevel=3,
+            )
+        position = np.array([int(np.flatnonzero(self.classes_ == name)[0]) for name in names])
+        return X_clean, position[checked]
+
+    def _options(self, n: int, checks: int | None) -> float | None:
+        if self.method not in STEPS:
+            raise ValueError(f"method={self.method!r}: give 'noise' or 'weights'.")
+        for name in ("steps", "hyper_steps"):
+            value = getattr(self, name)
+            if value is not None and (int(value) != value or value < 1):
+                raise ValueError(f"{name}={value!r}: give a whole number above 0, or None.")
+        if int(self.folds) != self.folds or self.folds < 2:
+            raise ValueError(f"folds={self.folds!r}: give a whole number of 2 or more.")
+        if self.budget is None:
+            return None
+        whole = isinstance(self.budget, (int, np.integer)) and not isinstance(self.budget, bool)
+        budget = float(self.budget) * (1 if whole or self.budget > 1 else n)
+        if not 0 < budget <= n:
+            raise ValueError(
+                f"budget={self.budget!r} for {n} training examples: give a number of examples in "
+                f"(0, {n}], or a fraction in (0, 1]."
+            )
+        return budget
+
+
+def _stack(first, second):
+    from scipy import sparse
+
+    if sparse.issparse(first) or sparse.issparse(second):
+        return sparse.vstack([first, second], format="csr")
+    return np.concatenate([first, second])
+
+
+def _list(names) -> str:
+    shown = ", ".join(repr(getattr(name, "item", lambda name=name: name)()) for name in names[:8])
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")

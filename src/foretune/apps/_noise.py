@@ -1,0 +1,215 @@
+"""Cleaning by a model of how labels go wrong, its matrix learnt by hypergradients.
+
+    p(given label = j | x) = sum_k p_theta(k | x) N_kj,      N = softmax of the rows of a matrix
+
+Inner problem, for each of J folds: theta minimises the mean of -log p over the given labels (through
+N) and the checked labels (directly) outside the fold, plus 1/2 l2 ||theta||^2, by T full-batch steps.
+Outer problem: the hyperparameters N and l2 minimise, over the labels inside the folds,
+
+    E = mean over checked labels of -log p_theta(y | x)  +  mean over given labels of -log p(y | x),
+
+by the exact hypergradient of the whole training. An example's weight is then the probability that
+its label is right, from the fold's model, which did not see it:
+
+    w_i = p(y_i | x_i) N_{y_i y_i} / sum_k p(k | x_i) N_{k y_i}.
+
+N serves the response: as a statement about the noise it leans to more noise than there is where
+checked labels are few. The J trainings run as one program.
+"""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from .._constraints import Box
+from .._driver import Result
+from .._minimize import minimize
+from .._dynamics import Training
+from .._problem import FullBatch, Problem
+
+START_RIGHT = 0.8
+"""The start supposes four labels of five to be right."""
+START_L2 = 1e-4
+OPTIMIZER = optax.adam(0.1)
+"""Its steps are of logits and logarithms: scale-free quantities."""
+
+
+class Data(NamedTuple):
+    """Inputs of given and checked examples in one array, their labels, and the folds' members."""
+
+    z: Float[Array, "rows width"]
+    given: Array
+    checked: Array
+    train: Float[Array, "folds rows"]
+
+
+class Tuned(NamedTuple):
+    """What the descent gives."""
+
+    probabilities: np.ndarray
+    """Of each class, for each given example, by the fold's model that has not seen it."""
+    noise: np.ndarray
+    l2: np.ndarray
+    result: Result
+
+
+def make_folds(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a fold for each example, each fold with its share of every label."""
+    order = rng.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    fold = np.empty(len(labels), int)
+    fold[order] = np.arange(len(labels)) % folds
+    return fold
+
+
+class _Part(eqx.Module):
+    """A function of the problem: a module, so that equal ones share their compiled program."""
+
+    model: Any
+
+    def surprise(self, params, hparams, batch):
+        """Return -log p of each label, by each fold's model: an array of folds x rows."""
+        n = batch.given.shape[0]
+        log_p = jax.nn.log_softmax(jax.vmap(self.model.apply, (0, None))(params, batch.z))
+        log_noise = jax.nn.log_softmax(hparams["noise"], axis=1)
+        given = jax.nn.logsumexp(log_p[:, :n] + log_noise.T[batch.given], axis=2)
+        checked = jnp.take_along_axis(log_p[:, n:], batch.checked[None, :, None], axis=2)[..., 0]
+        return -jnp.concatenate([given, checked], axis=1)
+
+
+class _Loss(_Part):
+    def __call__(self, params, hparams, batch):
+        penalties = jax.vmap(self.model.penalty, (0, None))(params, jnp.exp(hparams["l2"]))
+        surprise = jnp.sum(batch.train * self.surprise(params, hparams, batch))
+        return surprise / batch.z.shape[0] + jnp.sum(penalties)
+
+
+class _Error(_Part):
+    def __call__(self, state, hparams, batch):
+        n, checks = batch.given.shape[0], batch.checked.shape[0]
+        held = (1 - batch.train) * self.surprise(state.params, hparams, batch)
+        value = jnp.sum(held[:, :n]) / n
+        return value + jnp.sum(held[:, n:]) / checks if checks else value
+
+
+class _Optimizer(_Part):
+    def __call__(self, hparams):
+        return self.model.optimizer(jnp.exp(hparams["l2"]))
+
+
+def cleaning_problem(model: Any, data: Data, classes: int, steps: int, key: Any) -> Problem:
+    """Return the bilevel problem."""
+    folds = data.train.shape[0]
+    params = model.init(key, data.z.shape[1], classes)
+    return Problem(
+        dynamics=Training(_Loss(model), _Optimizer(model)),
+        objective=_Error(model),
+        init=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (folds, *leaf.shape)), params),
+        batches=FullBatch(data, steps=steps),
+        validation=data,
+    )
+
+
+def tune(
+    model: Any,
+    data: Data,
+    classes: int,
+    *,
+    steps: int,
+    hyper_steps: int,
+    engine: Any,
+    key: Any,
+    callbacks: Any,
+) -> Tuned:
+    """Learn the noise matrix and the regularisers; return them and the unseen probabilities."""
+    problem = cleaning_problem(model, data, classes, steps, key)
+    odds = START_RIGHT / (1 - START_RIGHT) * (classes - 1)
+    hparams = {
+        "noise": jnp.log(odds) * jnp.eye(classes),
+        "l2": jnp.full(model.groups, jnp.log(START_L2)),
+    }
+    result = minimize(
+        problem,
+        hparams,
+        steps=hyper_steps,
+        engine=engine,
+        optimizer=OPTIMIZER,
+        constraints={"l2": Box(np.log(1e-9), np.log(10.0))},
+        callbacks=callbacks,
+    )
+    hparams = result.best.hparams
+    _, state = problem.response(hparams)
+    scores = jax.vmap(model.apply, (0, None))(state.params, data.z)
+    n = data.given.shape[0]
+    unseen = jnp.argmin(data.train[:, :n], axis=0)
+    probabilities = jax.nn.softmax(scores[unseen, jnp.arange(n)])
+    return Tuned(
+        np.asarray(probabilities, np.float64),
+        np.asarray(jax.nn.softmax(hparams["noise"], axis=1), np.float64),
+        np.asarray(jnp.exp(hparams["l2"])),
+        result,
+    )
+
+
+def true_label(probabilities: np.ndarray, noise: np.ndarray, given: np.ndarray) -> np.ndarray:
+    """Return p(true label | x, given label): p_k N_kj / sum_k p_k N_kj, j the given label."""
+    joint = probabilities * noise.T[given]
+    return joint / joint.sum(axis=1, keepdims=True)
+
+
+def fit_budget(right: np.ndarray, budget: float) -> np.ndarray:
+    """Return the weights with all log-odds lowered by the same amount, so that they sum to `budget`.
+
+    Weights that sum to less are left as they are.
+    """
+    if right.sum() <= budget:
+        return right
+    tiny = np.finfo(float).tiny
+    log_odds = np.log(np.maximum(right, tiny)) - np.log(np.maximum(1 - right, tiny))
+    low, high = -800.0, 0.0  # the sum grows with the shift: bisection to rounding
+    for _ in range(100):
+        middle = (low + high) / 2
+        above = _logistic(log_odds + middle).sum() > budget
+        low, high = (low, middle) if above else (middle, high)
+    return _logistic(log_odds + low)
+
+
+def _logistic(x: np.ndarray) -> np.ndarray:
+    return 0.5 * (1 + np.tanh(x / 2))
+
+
+class _Plain(eqx.Module):
+    model: Any
+
+    def __call__(self, params, hparams, batch):
+        cross_entropy = optax.softmax_cross_entropy_with_integer_labels(
+            self.model.apply(params, batch[0]), batch[1]
+        )
+        return jnp.mean(cross_entropy) + self.model.penalty(params, jnp.exp(hparams["l2"]))
+
+
+class _Value(eqx.Module):
+    loss: _Plain
+
+    def __call__(self, state, hparams, batch):
+        return self.loss(state.params, hparams, batch)
+
+
+def train_plain(
+    model: Any, z: PyTree, labels: np.ndarray, l2: np.ndarray, classes: int, steps: int, key: Any
+) -> PyTree:
+    """Return the parameters after training on trusted labels."""
+    data = (jnp.asarray(z), jnp.asarray(labels))
+    problem = Problem(
+        dynamics=Training(_Plain(model), _Optimizer(model)),
+        objective=_Value(_Plain(model)),
+        init=model.init(key, z.shape[1], classes),
+        batches=FullBatch(data, steps=steps),
+        validation=data,
+    )
+    return problem.response({"l2": jnp.log(l2)})[1].params

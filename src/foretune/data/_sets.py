@@ -1,0 +1,98 @@
+"""The data sets of the experiments.
+
+`digits` is inside scikit-learn. `mnist` is looked for in the folder that the environment variable
+FORETUNE_DATA names, then in the user's cache; if it is in neither, it is downloaded there by Pooch.
+"""
+
+import gzip
+import hashlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+
+class DataError(Exception):
+    """Data that is not there, or cannot be read; the message says what to do."""
+
+
+class Dataset(NamedTuple):
+    """Rows, labels, and the shape of an image where a row is one."""
+
+    x: np.ndarray
+    y: np.ndarray
+    image_shape: tuple[int, ...] | None
+    name: str
+
+
+_MNIST = {  # file: (bytes of header, md5 of the raw bytes, md5 of the usual gzip file)
+    "train-images-idx3-ubyte": (
+        16, "6bbc9ace898e44ae57da46a324031adb", "f68b3c2dcbeaaa9fbdd348bbdeb94873"
+    ),
+    "train-labels-idx1-ubyte": (
+        8, "a25bea736e30d166cdddb491f175f624", "d53e105ee54ea40749a09fcbcd1e9432"
+    ),
+    "t10k-images-idx3-ubyte": (
+        16, "2646ac647ad5339dbf082846283269ea", "9fb629c4189551a2d022fa330f9573f3"
+    ),
+    "t10k-labels-idx1-ubyte": (
+        8, "27ae3e4e09519cfbb04c329615203637", "ec29112dd5afa0611ce80d1b7f02629c"
+    ),
+}
+_MNIST_SOURCE = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+
+
+def load(name: str) -> Dataset:
+    """Return the data set `digits` or `mnist`, or the one in a file (.npz, .csv, .parquet).
+
+    >>> digits = load("digits")
+    >>> digits.x.shape, digits.image_shape
+    ((1797, 64), (8, 8))
+    """
+    if name == "digits":
+        from sklearn.datasets import load_digits
+
+        x, y = load_digits(return_X_y=True)
+        return Dataset((x / 16).astype(np.float32), y.astype(np.int32), (8, 8), "digits")
+    if name == "mnist":
+        return _mnist()
+    if not Path(name).suffix:
+        raise DataError(
+            f"no data set {name!r}: give digits, mnist, or the path of a .npz, .csv or .parquet file."
+        )
+    from ._tables import read_table
+
+    table = read_table(name)
+    return Dataset(table.matrix(), table.y, table.image_shape, Path(name).stem)
+
+
+def _mnist() -> Dataset:
+    images, labels = [], []
+    for name, (skip, md5, _) in _MNIST.items():
+        raw = gzip.decompress(_mnist_file(name).read_bytes())
+        if hashlib.md5(raw, usedforsecurity=False).hexdigest() != md5:
+            raise DataError(f"{_mnist_file(name)} is not MNIST's file: remove it and try again.")
+        (images if skip == 16 else labels).append(np.frombuffer(raw, np.uint8, offset=skip))
+    x = np.concatenate(images).reshape(-1, 784).astype(np.float32) / 255
+    return Dataset(x, np.concatenate(labels).astype(np.int32), (28, 28), "mnist")
+
+
+def _mnist_file(name: str) -> Path:
+    import pooch
+
+    cache = Path(pooch.os_cache("foretune")) / "mnist"
+    folders = [Path(os.environ["FORETUNE_DATA"]) / "mnist"] if "FORETUNE_DATA" in os.environ else []
+    for folder in [*folders, cache]:
+        if (folder / f"{name}.gz").is_file():
+            return folder / f"{name}.gz"
+    try:
+        path = pooch.retrieve(
+            f"{_MNIST_SOURCE}{name}.gz", f"md5:{_MNIST[name][2]}", f"{name}.gz", cache
+        )
+    except Exception as error:
+        raise DataError(
+            f"MNIST is neither in FORETUNE_DATA/mnist nor in {cache}, and it could not be downloaded "
+            f"({type(error).__name__}). Put its four idx files, gzipped, into one of the two."
+        ) from error
+    return Path(path)

@@ -1,0 +1,126 @@
+"""The folder of a run, the same for every experiment.
+
+    config.json     what was asked for: title, command, settings, versions, device, date
+    metrics.jsonl   one measurement per line, as the run goes
+    result.json     tables, figures and gallery, when it is finished
+    figures/        *.svg, *.png
+    report.html     the page made of these
+    checkpoints/    to resume from
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+class RunError(Exception):
+    """A run that cannot begin or go on; the message says what to do."""
+
+
+class RunFolder:
+    """Opens a run's folder, new or to be resumed.
+
+    A folder with a run of the same settings is resumed; other settings are refused, so that two runs
+    never mix.
+    """
+
+    def __init__(self, path: str | Path, *, kind: str, title: str, settings: dict[str, Any]):
+        self.path = Path(path)
+        config = {
+            "kind": kind,
+            "title": title,
+            "command": command(),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": device(),
+            "versions": versions(),
+            "settings": json.loads(json.dumps(settings)),
+        }
+        try:
+            self.figures.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be made: {error.strerror}.") from error
+        old = self._read("config.json")
+        if old is None:
+            foreign = [p.name for p in self.path.iterdir() if p.name != "figures"]
+            if foreign:
+                raise RunError(
+                    f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): give a new folder."
+                )
+            self.write("config.json", config)
+        elif (old.get("kind"), old.get("settings")) != (kind, config["settings"]):
+            theirs, ours = old.get("settings") or {}, config["settings"]
+            odd = [k for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)]
+            shown = "; ".join(f"{k}: {theirs.get(k)!r} there, {ours.get(k)!r} now" for k in odd[:4])
+            raise RunError(
+                f"{self.path} holds a run with other settings ({shown or old.get('kind')}). Give it "
+                "again with those settings to resume it, or another --out."
+            )
+
+    @property
+    def figures(self) -> Path:
+        """Where figures go."""
+        return self.path / "figures"
+
+    @property
+    def metrics(self) -> Path:
+        """The file of measurements."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go."""
+        return self.path / "checkpoints"
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The result of a finished run, or None."""
+        return self._read("result.json")
+
+    def write(self, name: str, content: Any) -> None:
+        """Write JSON, whole or not at all."""
+        temporary = self.path / f".{name}.new"
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(temporary, self.path / name)
+
+    def _read(self, name: str) -> Any:
+        path = self.path / name
+        if not path.is_file():
+            return None
+        try:
+            return json.loads(path.read_text())
+        except ValueError as error:
+            raise RunError(f"{path} is damaged ({error}): remove it, or give another folder.") from error
+
+
+def command() -> str:
+    """Return the command line as a reader would type it."""
+    import shlex
+
+    name = Path(sys.argv[0]).name
+    name = "foretune" if name in ("foretune", "__main__.py", "") else f"python {sys.argv[0]}"
+    return shlex.join([*name.split(), *sys.argv[1:]])
+
+
+def device() -> str:
+    """Return the device that JAX uses, in words."""
+    import jax
+
+    kind = jax.devices()[0].device_kind
+    return f"{kind}, {os.cpu_count()} cores, {platform.machine()}" if kind == "cpu" else kind
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that matter."""
+    names = ("foretune", "jax", "jaxlib", "optax", "equinox", "numpy", "scikit-learn")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,226 @@
+"""Figures for a run's page: curves and histograms as SVG, pictures as PNG.
+
+An SVG keeps its text as text, has no background, and draws text and axes in `currentColor`, so that
+inlined in a page it takes the page's font and follows its dark mode. The same data give the same
+bytes.
+"""
+
+import importlib
+import io
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_INK = "#010203"  # stands for currentColor, which matplotlib does not know
+# Apart for the colour-blind, and with a contrast of 3 or more on white and on near-black.
+_COLOURS = ("#2b7bba", "#d55e00", "#00936b", "#b8609a", "#947a00", "#7d7d85")
+_STYLE = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "grid.color"), _INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7},
+    **{"axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.14, "grid.linewidth": 0.7},
+    **{"font.family": "sans-serif", "font.size": 9, "axes.titlesize": 10, "axes.titlepad": 9},
+    **{"axes.titlelocation": "left", "axes.titleweight": "bold", "legend.frameon": False},
+    "figure.constrained_layout.h_pad": 0.1,
+    "text.parse_math": False,  # a $ in a label is a $
+    "svg.fonttype": "none",
+}
+
+
+def curves(path: str | Path, panels: Sequence[Mapping[str, Any]], *, xlabel: str) -> Path:
+    """Draw panels of lines, two to a row, into an SVG file, and return its path.
+
+    Args:
+        path: the file to write; its folder is made if need be.
+        panels: each with a "title", a "ylabel" and "lines"; a line has a "label", its "x" and "y",
+            and may have a "band", a pair (low, high) to be shaded. Where y is NaN, there is a gap.
+        xlabel: what is along the horizontal axis of all panels.
+
+    >>> import tempfile
+    >>> from foretune import report
+    >>> line = {"label": "DH", "x": [0, 1, 2], "y": [0.9, 0.5, 0.4]}
+    >>> panel = {"title": "Validation", "ylabel": "error", "lines": [line]}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report.curves(f"{folder}/curves.svg", [panel], xlabel="hyper-iteration").name
+    'curves.svg'
+    """
+    if not panels or not all(panel["lines"] for panel in panels):
+        raise ValueError("curves: no panels, or a panel without lines. Give one line or more each.")
+    checked = [[_line(panel["title"], line) for line in panel["lines"]] for panel in panels]
+    labels = [[_label(line["label"]) for line in panel["lines"]] for panel in panels]
+    shared = all(names == labels[0] for names in labels)
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+
+    def draw(figure: Any) -> None:
+        for i, (panel, lines) in enumerate(zip(panels, checked, strict=True)):
+            axes = figure.add_subplot(rows, columns, i + 1)
+            axes.set(title=panel["title"], ylabel=panel["ylabel"], xlabel=xlabel)
+            handles = []
+            for k, (x, y, band) in enumerate(lines):
+                colour = _COLOURS[k % len(_COLOURS)]
+                dash = ("-", "--", ":", "-.")[k // len(_COLOURS) % 4]
+                dot = "o" if np.isfinite(y).sum() == 1 else None
+                handles += axes.plot(x, y, dash, color=colour, lw=1.6, marker=dot, ms=4)
+                if band is not None:
+                    axes.fill_between(x, *band, color=colour, alpha=0.18, lw=0)
+            if all(np.array_equal(x, np.round(x)) for x, _, _ in lines):
+                axes.xaxis.get_major_locator().set_params(integer=True)
+            # Beside the lines a legend would hide some of them sooner or later: it goes below.
+            if not shared:
+                place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.2)}
+                axes.legend(handles, labels[i], ncols=_ncols(labels[i], 46), **place)
+            elif i == 0 and any(labels[0]):
+                width = 46 * columns
+                figure.legend(
+                    handles, labels[0], ncols=_ncols(labels[0], width), loc="outside lower left"
+                )
+
+    return _save_svg(path, (4.7 * columns, 3.1 * rows + 0.3), draw)
+
+
+def histogram(path: str | Path, groups: Mapping[str, Any], *, xlabel: str, bins: int = 40) -> Path:
+    """Draw a stacked histogram of the values of each group into an SVG file, and return its path.
+
+    The axis of the counts is logarithmic when they differ by more than a factor of 100. NaN is left
+    out.
+
+    >>> import tempfile
+    >>> from foretune import report
+    >>> groups = {"right labels": [0.9, 0.8, 0.95], "wrong labels": [0.1, 0.0]}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report.histogram(f"{folder}/weights.svg", groups, xlabel="weight").name
+    'weights.svg'
+    """
+    if bins < 1:
+        raise ValueError(f"histogram(bins={bins}): one bin or more.")
+    values = [np.asarray(group, float).ravel() for group in groups.values()]
+    finite = [x[np.isfinite(x)] for x in values]
+    for name, given, kept in zip(groups, values, finite, strict=True):
+        if given.size and not kept.size:
+            raise ValueError(f"histogram: group {name!r} has no finite value among {given.size}.")
+    if not any(x.size for x in finite):
+        raise ValueError("histogram: no values. Give one group with one value or more.")
+    edges = np.histogram_bin_edges(np.concatenate(finite), bins)
+    counts = np.histogram(np.concatenate(finite), edges)[0]
+    log = bool(counts.max() > 100 * counts[counts > 0].min())
+
+    def draw(figure: Any) -> None:
+        axes = figure.add_subplot()
+        axes.set(xlabel=xlabel, ylabel="count (log scale)" if log else "count")
+        axes.grid(visible=False, axis="x")
+        colours = [_COLOURS[k % len(_COLOURS)] for k in range(len(groups))]
+        axes.hist(finite, edges, stacked=True, color=colours, log=log, rwidth=0.92)
+        if log:
+            axes.set_ylim(bottom=0.7)  # a bin of one stays visible
+            axes.yaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
+        patch = _matplotlib("patches").Patch
+        handles, names = [patch(color=colour) for colour in colours], [*map(_label, groups)]
+        if any(names):
+            figure.legend(handles, names, ncols=_ncols(names, 54), loc="outside lower left")
+
+    return _save_svg(path, (5.4, 3.1), draw)
+
+
+def picture(path: str | Path, pixels: Any) -> Path:
+    """Write an image as a PNG file, enlarged to 84 pixels or more, and return its path.
+
+    Args:
+        path: the file to write; its folder is made if need be.
+        pixels: height x width for grey, or height x width x 1, 3 (RGB) or 4 (RGBA). uint8 and
+            floats in [0, 1] are taken as they are; all else is scaled from its minimum (black) to
+            its maximum (white).
+
+    >>> import tempfile
+    >>> from foretune import report
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report.picture(f"{folder}/digit.png", [[0.0, 0.5], [1.0, 0.0]]).name
+    'digit.png'
+    """
+    x = np.asarray(pixels)
+    if x.ndim == 2:
+        x = x[..., None]
+    if x.ndim != 3 or x.shape[2] not in (1, 3, 4) or 0 in x.shape:
+        raise ValueError(
+            f"picture: pixels of shape {np.shape(pixels)}; expected height x width, with 1, 3 or 4 "
+            "channels at the end."
+        )
+    if x.dtype != np.uint8:
+        x = x.astype(float)
+        finite = x[np.isfinite(x)]
+        if not finite.size:
+            raise ValueError("picture: no pixel has a finite value.")
+        low, high = finite.min(), finite.max()
+        if low < 0 or high > 1:
+            x = (x - low) / (high - low or 1)
+        x = np.round(255 * np.nan_to_num(x, posinf=0.0, neginf=0.0).clip(0, 1)).astype(np.uint8)
+    if x.shape[2] == 1:
+        x = x.repeat(3, axis=2)
+    factor = -(-84 // max(x.shape[:2]))
+    imsave = _matplotlib("image").imsave
+    path = _made(path)
+    metadata = {"Software": None}  # a version there would change the bytes
+    imsave(path, x.repeat(factor, 0).repeat(factor, 1), format="png", metadata=metadata)
+    return path
+
+
+def _line(title: str, line: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, Any]:
+    """The x, y and band of a line, checked, with NaN for all that is not finite."""
+    where = f"curves: line {line['label']!r} of panel {title!r}"
+    x, y = (np.asarray(line[name], float) for name in "xy")
+    band = line.get("band")
+    band = None if band is None else [np.asarray(edge, float) for edge in band]
+    for name, values in [("y", y), *(("the band", edge) for edge in band or [])]:
+        if x.ndim != 1 or values.shape != x.shape:
+            raise ValueError(
+                f"{where}: x has the shape {x.shape} and {name} {values.shape}. Give two lists of "
+                "numbers of the same length."
+            )
+    if not np.any(np.isfinite(x) & np.isfinite(y)):
+        raise ValueError(f"{where} has no finite point among {y.size}. Leave the line out.")
+    return x, np.where(np.isfinite(y), y, np.nan), band
+
+
+def _label(text: Any) -> str:
+    text = str(text)
+    return f" {text}" if text.startswith("_") else text  # matplotlib leaves _names out
+
+
+def _ncols(labels: list[str], width: int) -> int:
+    """How many columns of these labels fit a legend that is so many characters wide."""
+    return max(1, min(len(labels), width // (max(map(len, labels)) + 6)))
+
+
+def _matplotlib(module: str = "") -> Any:
+    try:
+        return importlib.import_module(f"matplotlib.{module}".rstrip("."))
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install matplotlib.") from error
+
+
+def _made(path: str | Path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _save_svg(path: str | Path, size: tuple[float, float], draw: Any) -> Path:
+    figure_class, rc_context = _matplotlib("figure").Figure, _matplotlib().rc_context
+    path, file = _made(path), io.StringIO()
+    salt = {"svg.hashsalt": path.name}  # ids that are the same each time, and other than in others
+    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with rc_context({**_STYLE, **salt}), warnings.catch_warnings():
+        # The reader's font draws the text, not the one that matplotlib measures it with.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure = figure_class(figsize=size, layout="constrained")
+        draw(figure)
+        figure.savefig(file, format="svg", metadata=no_metadata)
+    svg = file.getvalue().replace(_INK, "currentColor")
+    svg = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", svg)
+    path.write_text(svg, encoding="utf-8", newline="\n")
+    return path

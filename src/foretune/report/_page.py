@@ -1,0 +1,242 @@
+"""From a run's folder to one HTML page that needs nothing beside itself.
+
+A folder has `config.json`, `metrics.jsonl` and, once the run is finished, `result.json` and the
+figures it names. All text is escaped, figures are inlined, nothing is fetched, no script runs, and
+the same folder gives the same bytes.
+"""
+
+import base64
+import html
+import json
+import math
+import os
+import re
+from datetime import datetime
+from importlib import resources
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+# What the files hold, by example: the types of their entries.
+_CONFIG: dict[str, Any] = {
+    **{"kind": str, "title": str, "command": str, "created": str, "device": str},
+    **{"versions": dict, "settings": dict},
+}
+_ITEM = {
+    **{"index": object, "given": object, "model": object, "confidence": object},
+    **{"image": str, "row": dict, "wrong": object},
+}
+_RESULT: dict[str, Any] = {
+    "headline": str,
+    "notes": [str],
+    "tables": [{"title": str, "note": str, "columns": [str], "rows": [[object]]}],
+    "figures": [{"file": str, "title": str, "caption": str}],
+    "gallery": {"title": str, "note": str, "items": [_ITEM]},
+}
+_NUMERIC = re.compile(r"[-+\u2212<>]?\s?\d[\d.,eE+\u2212-]*\s?%?(\s?[±(].*)?")
+_ACTIVE = re.compile(r"<script|<foreignobject|<!entity|\son\w+\s*=\s*[\"']|javascript:", re.I)
+
+
+class ReportError(Exception):
+    """A run's folder cannot be made into a page; the message says which file, and what to do."""
+
+
+def write_page(folder: str | Path) -> Path:
+    """Write `report.html` in a run's folder, and return its path.
+
+    A run without `result.json` gets a page that says that it is unfinished. A figure that is not
+    there leaves a note in its place; anything else that is missing or broken raises `ReportError`.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from foretune import report
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     config = '{"title": "Cleaning", "command": "foretune run cleaning"}'
+    ...     _ = Path(folder, "config.json").write_text(config)
+    ...     page = report.write_page(folder)
+    ...     "foretune run cleaning" in page.read_text()
+    True
+    """
+    try:
+        import jinja2  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("write_page needs the package jinja2: pip install jinja2.") from error
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ReportError(f"{folder} is not a folder. Give a run's folder, one with a config.json.")
+    again = "Give a run's folder, or start the run again in an empty one"
+    config = _read(folder / "config.json", _CONFIG, again)
+    result = None
+    if (folder / "result.json").exists():
+        advice = "Remove it and give the run's command again to write it anew"
+        result = _read(folder / "result.json", _RESULT, advice)
+        _prepare(folder, result)
+    records, series = _metrics(folder / "metrics.jsonl")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"plain": _plain, "percent": _percent, "when": _when}
+    template = resources.files("foretune.report").joinpath("page.html").read_text(encoding="utf-8")
+    page = environment.from_string(template).render(
+        config=config, result=result, records=records, series=series
+    )
+    path, part = folder / "report.html", folder / "report.html.part"
+    try:
+        part.write_bytes(page.encode("utf-8", "replace"))
+        os.replace(part, path)  # a reader never sees half a page
+    except OSError as error:
+        raise ReportError(f"cannot write {path}: {error.strerror}. Make it writable.") from error
+    return path
+
+
+def _read(path: Path, shape: dict[str, Any], advice: str) -> dict[str, Any]:
+    try:
+        return _fill(json.loads(path.read_text(encoding="utf-8")), shape, "it")
+    except FileNotFoundError:
+        problem = f"{path} is missing"
+    except (OSError, ValueError, RecursionError) as error:
+        problem = f"{path} is broken ({' '.join(str(error).split())})"
+    raise ReportError(f"{problem}. {advice}.")
+
+
+def _fill(value: Any, shape: Any, where: str) -> Any:
+    """The value, checked against an example of its types; what is not there is empty."""
+    if shape is object:
+        return value
+    kind = type(shape) if isinstance(shape, dict | list) else shape
+    if value is None:
+        value = kind()
+    if not isinstance(value, kind):
+        raise ValueError(f"{where} is {type(value).__name__}, expected {kind.__name__}")
+    if isinstance(shape, dict):
+        return {name: _fill(value.get(name), part, name) for name, part in shape.items()}
+    if isinstance(shape, list):
+        return [_fill(part, shape[0], f"an entry of {where}") for part in value]
+    return value
+
+
+def _metrics(path: Path) -> tuple[int, list[str]]:
+    """How many records there are, and in which series."""
+    count, broken, series = 0, 0, {}
+    if not path.exists():
+        return 0, []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if broken:  # and not the last line, which may be cut off
+                raise ReportError(f"{path}: line {broken} is not JSON. Remove that line.")
+            try:
+                record = json.loads(line)
+            except ValueError:
+                broken = number
+                continue
+            count += 1
+            if isinstance(record, dict) and "series" in record:
+                series[_plain(record["series"])] = None
+    return count, list(series)
+
+
+def _prepare(folder: Path, result: dict[str, Any]) -> None:
+    """Put the figures themselves, and cells as they are shown, in the result."""
+    for table in result["tables"]:
+        width = len(table["columns"])
+        if any(len(row) != width for row in table["rows"]):
+            raise ReportError(
+                f"{folder / 'result.json'}: table {table['title']!r} has a row that is not as long "
+                f"as its {width} columns. Make them equal."
+            )
+        columns = [_column([row[i] for row in table["rows"]]) for i in range(width)]
+        table["cells"] = [[column[i] for column in columns] for i in range(len(table["rows"]))]
+        table["numeric"] = [any(c[1] for c in x) and all(c[1] for c in x) for x in columns]
+    for i, figure in enumerate(result["figures"], 1):
+        figure["html"] = _embed(folder, figure["file"], figure["title"], f"figure-{i}-")
+    gallery = result["gallery"]
+    for i, item in enumerate(gallery["items"], 1):
+        alt = f"Example {_plain(item['index'])}, labelled {_plain(item['given'])}"
+        item["html"] = item["image"] and _embed(folder, item["image"], alt, f"item-{i}-")
+    pictures = [item for item in gallery["items"] if item["image"]]
+    others = [item for item in gallery["items"] if not item["image"]]
+    gallery |= {"pictures": pictures, "others": others}
+    gallery["columns"] = list(dict.fromkeys(name for item in others for name in item["row"]))
+    known = [item["wrong"] for item in gallery["items"] if isinstance(item["wrong"], bool)]
+    gallery |= {"known": len(known), "wrong": sum(known)}
+
+
+def _column(values: list[Any]) -> list[tuple[str, bool]]:
+    """Each value as text and whether it is a number; floats get the same number of decimals."""
+    texts = [_number(x) for x in values]
+    floats = [i for i, x in enumerate(values) if isinstance(x, float) and math.isfinite(x)]
+    if all(re.fullmatch(r"-?\d+(\.\d+)?", texts[i]) for i in floats):
+        decimals = max((len(texts[i].partition(".")[2]) for i in floats), default=0)
+        padded = {i: f"{values[i]:.{decimals}f}" for i in floats}
+        if all(len(re.sub(r"\D", "", text).lstrip("0")) <= 5 for text in padded.values()):
+            texts = [padded.get(i, text) for i, text in enumerate(texts)]
+    number = [
+        x is None
+        or (isinstance(x, int | float) and not isinstance(x, bool))
+        or bool(isinstance(x, str) and _NUMERIC.fullmatch(x))
+        for x in values
+    ]
+    return list(zip(texts, number, strict=True))
+
+
+def _number(x: Any) -> str:
+    if not isinstance(x, float):
+        many = isinstance(x, int) and not isinstance(x, bool) and abs(x) >= 10_000
+        return f"{x:,}" if many else _plain(x)
+    if 1e4 <= abs(x) < 1e12:
+        return f"{x:,.0f}"
+    return re.sub(r"e([+-])0*(\d)", r"e\1\2", f"{x:.4g}").replace("e+", "e")
+
+
+def _plain(x: Any) -> str:
+    if x is None:
+        return "–"  # noqa: RUF001
+    return x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
+
+
+def _percent(x: Any) -> str:
+    if isinstance(x, bool) or not isinstance(x, int | float) or not math.isfinite(x):
+        return _plain(x)
+    return ">99.9%" if 0.9995 <= x < 1 else f"{100 * x:.1f}%"
+
+
+def _when(text: str) -> str:
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    return f"{time:%Y-%m-%d %H:%M} {time.tzname() or ''}".strip()
+
+
+def _embed(folder: Path, name: str, alt: str, prefix: str) -> Any:
+    """The figure as HTML: a PNG as a data URI, an SVG inline; a note where there is none."""
+    from markupsafe import Markup  # pyright: ignore[reportMissingImports]
+
+    parts = PureWindowsPath(name)  # knows / and \, and drives
+    path = next((p for p in (folder / name, folder / "figures" / name) if p.is_file()), None)
+    outside = path and not path.resolve().is_relative_to(folder.resolve())
+    if parts.anchor or ".." in parts.parts or outside:
+        raise ReportError(
+            f"{folder / 'result.json'} names {name!r}, which is outside the run's folder. Name "
+            "figures relative to that folder, without '..'."
+        )
+    data = path.read_bytes() if path else b""
+    if data.startswith(b"\x89PNG"):
+        uri = "data:image/png;base64," + base64.b64encode(data).decode()
+        return Markup('<img src="{}" alt="{}">').format(uri, alt)
+    svg = data.decode("utf-8", "replace")
+    svg = svg[svg.find("<svg") :] if "<svg" in svg else ""
+    if not svg or _ACTIVE.search(data.decode("utf-8", "replace")):
+        why = "missing" if not path else "refused, for it holds a script" if svg else "unreadable"
+        return Markup('<p class="absent">(figure {}: {})</p>').format(why, name)
+    # Ids are one namespace on a page, and a style sheet in an SVG would hold for all of it.
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.S)
+    svg = re.sub(r"""(\bid=["']|url\(#|href=["']#)""", rf"\g<1>{prefix}", svg)
+    size = re.search(r"viewBox=\"[\d.]+ [\d.]+ ([\d.]+)", svg)
+    width = float(size[1]) if size else 400.0
+    # In pixels per point: text stays readable on a phone (its box scrolls) and does not get huge.
+    style = f"min-width:{0.84 * width:.0f}px;max-width:{1.45 * width:.0f}px"
+    attributes = f'role="img" stroke-linejoin="round" style="{style}"'
+    title = f"<title>{html.escape(alt)}</title>"
+    head, _, rest = svg.partition(">")
+    head = re.sub(r'\s(width|height|style|role)="[^"]*"', "", head)
+    return Markup(f"{head} {attributes}>{title}{rest}")
