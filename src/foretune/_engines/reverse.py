@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from .._problem import System
+from .._validate import check_count
 from .base import AbstractEngine, Solution, check_options
 from .products import error_gradients, pull_rows
 
@@ -29,7 +30,8 @@ class Reverse(AbstractEngine):
     Costs the time of a few training runs for any number of hyperparameters, and the memory of T
     states. When T states do not fit, or hyperparameters are few, use `Forward`. `check_finite`: see
     `AbstractEngine`; by default a result that is not finite raises `NonFiniteError`, except inside
-    `jax.jit`.
+    `jax.jit`. `unroll` puts that many steps into one turn of the loops: the same result, longer
+    compilation, and less overhead where a step is so small that starting its kernels takes the time.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -43,31 +45,33 @@ class Reverse(AbstractEngine):
     """
 
     check_finite: bool | None = None
+    unroll: int = 1
 
     def __check_init__(self):
         check_options(self)
+        check_count(self.unroll, f"Reverse(unroll={self.unroll})")
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T."""
         s_0, pull_initial = eqx.filter_vjp(system.initial, hparams)
-        s_T, states = record(system, hparams, s_0)
+        s_T, states = record(system, hparams, s_0, self.unroll)
         errors, alpha_T, g = error_gradients(system, s_T, hparams)
-        alpha_0, g = sweep(system, hparams, states, alpha_T, g)
+        alpha_0, g = sweep(system, hparams, states, alpha_T, g, self.unroll)
         (g_initial,) = pull_rows(pull_initial, alpha_0)
         return Solution(errors, jax.tree.map(lambda a, b: a + b, g, g_initial), s_T)
 
 
-def record(system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
+def record(system: System, hparams: PyTree, s_0: PyTree, unroll: int = 1) -> tuple[PyTree, PyTree]:
     """Return s_T and the stacked states s_0 .. s_{T-1}."""
 
     def step(s, x):
         return system.step(s, hparams, x), s  # s_t <- Phi_t(s_{t-1}, lambda), keep s_{t-1}
 
-    return lax.scan(step, s_0, system.xs, length=system.steps)
+    return lax.scan(step, s_0, system.xs, length=system.steps, unroll=unroll)
 
 
 def sweep(
-    system: System, hparams: PyTree, states: PyTree, alpha: PyTree, g: PyTree
+    system: System, hparams: PyTree, states: PyTree, alpha: PyTree, g: PyTree, unroll: int = 1
 ) -> tuple[PyTree, PyTree]:
     """Return alpha_0 and g after the steps T .. 1, from alpha_T and g = dE/dlambda."""
 
@@ -78,5 +82,5 @@ def sweep(
         alpha_A, alpha_B = pull_rows(pull, alpha)
         return (alpha_A, jax.tree.map(lambda a, b: a + b, g, alpha_B)), None
 
-    carry, _ = lax.scan(adjoint_step, (alpha, g), (states, system.xs), reverse=True)
+    carry, _ = lax.scan(adjoint_step, (alpha, g), (states, system.xs), reverse=True, unroll=unroll)
     return carry

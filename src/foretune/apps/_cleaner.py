@@ -192,8 +192,14 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         if budget is None:
             budget = self._agreeing(z, given, checked, key)
         weights, probabilities, result = _weights.tune_weights(
-            self._model, z[:n], jnp.asarray(given), z[n:], jnp.asarray(checked), classes,
-            budget=budget, **self._descent(key),
+            self._model,
+            z[:n],
+            jnp.asarray(given),
+            z[n:],
+            jnp.asarray(checked),
+            classes,
+            budget=budget,
+            **self._descent(key),
         )
         self.weights_ = weights
         self.confidence_ = 1 - weights
@@ -215,7 +221,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         bar = [Progress("finding wrong labels")] if self.progress else []
         return {
             "steps": self._steps,
-            "hyper_steps": HYPER_STEPS[self.method] if self.hyper_steps is None else self.hyper_steps,
+            "hyper_steps": HYPER_STEPS[self.method]
+            if self.hyper_steps is None
+            else self.hyper_steps,
             "engine": self.engine,
             "key": key,
             "callbacks": [*bar, *self.callbacks],
@@ -239,7 +247,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
     def _checked_data(self, X_clean, y_clean):
         if X_clean is None and y_clean is None:
             if self.method == "weights":
-                raise ValueError("method='weights' needs checked examples: fit(X, y, X_clean, y_clean).")
+                raise ValueError(
+                    "method='weights' needs checked examples: fit(X, y, X_clean, y_clean)."
+                )
             return None, None
         if X_clean is None or y_clean is None:
             raise ValueError("give X_clean and y_clean together, or neither.")

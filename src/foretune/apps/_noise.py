@@ -28,8 +28,8 @@ from jaxtyping import Array, Float, PyTree
 
 from .._constraints import Box
 from .._driver import Result
-from .._minimize import minimize
 from .._dynamics import Training
+from .._minimize import minimize
 from .._problem import FullBatch, Problem
 
 START_RIGHT = 0.8

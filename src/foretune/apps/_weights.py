@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 
 from .._constraints import CappedSimplex
 from .._driver import Result
-from .._minimize import minimize
 from .._dynamics import Training
+from .._minimize import minimize
 from .._problem import FullBatch, Problem
 
 SUSPECT_BELOW = 1e-3

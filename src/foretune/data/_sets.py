@@ -28,16 +28,24 @@ class Dataset(NamedTuple):
 
 _MNIST = {  # file: (bytes of header, md5 of the raw bytes, md5 of the usual gzip file)
     "train-images-idx3-ubyte": (
-        16, "6bbc9ace898e44ae57da46a324031adb", "f68b3c2dcbeaaa9fbdd348bbdeb94873"
+        16,
+        "6bbc9ace898e44ae57da46a324031adb",
+        "f68b3c2dcbeaaa9fbdd348bbdeb94873",
     ),
     "train-labels-idx1-ubyte": (
-        8, "a25bea736e30d166cdddb491f175f624", "d53e105ee54ea40749a09fcbcd1e9432"
+        8,
+        "a25bea736e30d166cdddb491f175f624",
+        "d53e105ee54ea40749a09fcbcd1e9432",
     ),
     "t10k-images-idx3-ubyte": (
-        16, "2646ac647ad5339dbf082846283269ea", "9fb629c4189551a2d022fa330f9573f3"
+        16,
+        "2646ac647ad5339dbf082846283269ea",
+        "9fb629c4189551a2d022fa330f9573f3",
     ),
     "t10k-labels-idx1-ubyte": (
-        8, "27ae3e4e09519cfbb04c329615203637", "ec29112dd5afa0611ce80d1b7f02629c"
+        8,
+        "27ae3e4e09519cfbb04c329615203637",
+        "ec29112dd5afa0611ce80d1b7f02629c",
     ),
 }
 _MNIST_SOURCE = "https://ossci-datasets.s3.amazonaws.com/mnist/"
@@ -79,13 +87,14 @@ def _mnist() -> Dataset:
 
 
 def _mnist_file(name: str) -> Path:
+    given = Path(os.environ.get("FORETUNE_DATA", "")) / "mnist" / f"{name}.gz"
+    if "FORETUNE_DATA" in os.environ and given.is_file():
+        return given
     import pooch
 
     cache = Path(pooch.os_cache("foretune")) / "mnist"
-    folders = [Path(os.environ["FORETUNE_DATA"]) / "mnist"] if "FORETUNE_DATA" in os.environ else []
-    for folder in [*folders, cache]:
-        if (folder / f"{name}.gz").is_file():
-            return folder / f"{name}.gz"
+    if (cache / f"{name}.gz").is_file():
+        return cache / f"{name}.gz"
     try:
         path = pooch.retrieve(
             f"{_MNIST_SOURCE}{name}.gz", f"md5:{_MNIST[name][2]}", f"{name}.gz", cache

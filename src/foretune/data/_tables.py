@@ -157,7 +157,9 @@ class Encoder:
             from sklearn.feature_extraction.text import TfidfVectorizer
 
             try:
-                return TfidfVectorizer(sublinear_tf=True, min_df=2).fit(column.fillna("").astype(str))
+                return TfidfVectorizer(sublinear_tf=True, min_df=2).fit(
+                    column.fillna("").astype(str)
+                )
             except ValueError as error:
                 raise DataError(f"{self.path}: column {name!r} as text: {error}") from error
         if column.dtype.kind in "biuf":
@@ -203,7 +205,9 @@ class Encoder:
                 parts.append(piece.transform(column.fillna("").astype(str)))
             else:
                 parts.append(piece.transform(_words(column)))
-        numbers = [name for name, piece in zip(self.columns, self.pieces, strict=True) if piece is None]
+        numbers = [
+            name for name, piece in zip(self.columns, self.pieces, strict=True) if piece is None
+        ]
         if plain:
             parts.insert(0, _finite(np.stack(plain, axis=1), numbers, table.path))
         if len(parts) == 1 and isinstance(parts[0], np.ndarray):

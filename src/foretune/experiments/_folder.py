@@ -1,11 +1,11 @@
 """The folder of a run, the same for every experiment.
 
-    config.json     what was asked for: title, command, settings, versions, device, date
-    metrics.jsonl   one measurement per line, as the run goes
-    result.json     tables, figures and gallery, when it is finished
-    figures/        *.svg, *.png
-    report.html     the page made of these
-    checkpoints/    to resume from
+config.json     what was asked for: title, command, settings, versions, device, date
+metrics.jsonl   one measurement per line, as the run goes
+result.json     tables, figures and gallery, when it is finished
+figures/        *.svg, *.png
+report.html     the page made of these
+checkpoints/    to resume from
 """
 
 import importlib.metadata
@@ -94,7 +94,9 @@ class RunFolder:
         try:
             return json.loads(path.read_text())
         except ValueError as error:
-            raise RunError(f"{path} is damaged ({error}): remove it, or give another folder.") from error
+            raise RunError(
+                f"{path} is damaged ({error}): remove it, or give another folder."
+            ) from error
 
 
 def command() -> str:

@@ -1,0 +1,230 @@
+"""The command line: `foretune run`, `foretune clean`, `foretune report`.
+
+Exit status: 0 when done, 1 when something is wrong with what was given (one line on standard error; with
+`--debug` the traceback), 2 for a wrong use of the command, 130 after an interrupt, which loses nothing:
+the same command goes on.
+"""
+
+import contextlib
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Hyperparameters by gradients: find wrong labels, repeat the experiments, read the reports.",
+)
+experiments = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
+app.add_typer(experiments, name="run", help="Repeat an experiment of the paper.")
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", help="The run's folder.", show_default=False)
+]
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(importlib.metadata.version("foretune"))
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
+    from .data import DataError
+    from .experiments._folder import RunError
+    from .report import ReportError
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if resume is not None:
+            _say(
+                f"interrupted: what there is lies in {resume}; the same command goes on from there."
+            )
+        raise typer.Exit(130) from None
+    except (
+        DataError,
+        RunError,
+        ReportError,
+        ValueError,
+        OSError,
+        ImportError,
+        ArithmeticError,
+    ) as error:
+        if debug:
+            raise
+        _say("\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])]))
+        raise typer.Exit(1) from None
+    except MemoryError:
+        if debug:
+            raise
+        _say("out of memory: give fewer rows, or fewer --steps.")
+        raise typer.Exit(1) from None
+
+
+def _say(message: str) -> None:
+    Console(stderr=True).print(
+        f"foretune: {message}", markup=False, highlight=False, soft_wrap=True
+    )
+
+
+@experiments.command(
+    epilog="Examples:\n\n"
+    "`foretune run cleaning` — digits, about a minute on two CPU cores\n\n"
+    "`foretune run cleaning --data mnist --seeds 5` — the paper's Table 1, minutes on a GPU\n\n"
+    "`foretune run cleaning --data mine.npz --quick` — your data, a first look"
+)
+def cleaning(
+    data: Annotated[
+        str, typer.Option(help="digits, mnist, or a .npz, .csv or .parquet file of right labels.")
+    ] = "digits",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Splits to average over.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each training (T).")] = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="Hyper-iterations.")] = None,
+    noise: Annotated[float, typer.Option(min=0, max=0.9, help="Share of wrong labels.")] = 0.5,
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of minutes.")] = False,
+    out: Out = None,
+    debug: Debug = False,
+) -> None:
+    """Data hyper-cleaning: half the training labels are wrong; which ones?
+
+    Oracle, Baseline, and DH-R for four budgets R, as in Table 1 of the paper, beside the default method
+    of `foretune clean`. Interrupted, the same command goes on where it was. Ends with the path of a
+    report.
+    """
+    out = out or Path("runs") / f"cleaning-{Path(data).stem}{'-quick' if quick else ''}"
+    with _plain_errors(debug, out):
+        from .experiments import cleaning as experiment
+
+        usual = experiment.defaults(data, quick)
+        settings = experiment.Settings(
+            data,
+            usual["seeds"] if seeds is None else seeds,
+            usual["steps"] if steps is None else steps,
+            usual["iterations"] if iterations is None else iterations,
+            noise,
+            quick,
+        )
+        page = experiment.run(out, settings)
+        _show_tables(page.parent)
+        print(page)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "`foretune clean train.csv --clean checked.csv --label species`\n\n"
+    "`foretune clean reviews.parquet --clean checked.parquet --text review --out suspects`\n\n"
+    "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"
+    "Both files need the same columns. suspects.csv lists the labels held to be wrong, the most "
+    "suspicious first; weights.csv has every row. Exit status: 0 done, 1 bad input, 2 wrong use, "
+    "130 interrupted (the same command resumes)."
+)
+def clean(
+    train: Annotated[
+        Path, typer.Argument(help="Training rows and labels: .npz, .csv or .parquet.")
+    ],
+    clean: Annotated[Path, typer.Option("--clean", help="Rows whose labels were checked.")],
+    out: Out = None,
+    label: Annotated[str | None, typer.Option(help="The column (or array) of labels.")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="A column of text (repeatable).")] = None,
+    drop: Annotated[
+        list[str] | None, typer.Option(help="A column to leave out (repeatable).")
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Rows are images of this shape, as 28x28 or 32x32x3.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="kernel, softmax or mlp.")] = "kernel",
+    method: Annotated[str, typer.Option(help="noise, or weights (as in the paper).")] = "noise",
+    budget: Annotated[
+        float | None, typer.Option(help="Bound on the sum of weights: a number, or a fraction.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each training.")] = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="Hyper-iterations.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Find the wrong labels in TRAIN with the help of a few CHECKED rows.
+
+    Writes a ranked list of suspects, the weights of all rows, and a report.
+    """
+    out = out or Path("runs") / f"clean-{train.stem}"
+    with _plain_errors(debug, out):
+        from .experiments import clean_file
+
+        page = clean_file.run(
+            out,
+            clean_file.Settings(
+                str(train),
+                str(clean),
+                label,
+                tuple(text or ()),
+                tuple(drop or ()),
+                _shape(image),
+                model,
+                method,
+                budget,
+                steps,
+                iterations,
+                seed,
+            ),
+        )
+        _show_tables(page.parent)
+        print(page.parent / "suspects.csv")
+        print(page)
+
+
+@app.command(epilog="Example: `foretune report runs/cleaning-digits`")
+def report(
+    folder: Annotated[Path, typer.Argument(help="A run's folder.")], debug: Debug = False
+) -> None:
+    """Write a run's page, report.html: one file that opens offline. Unfinished runs have one too."""
+    with _plain_errors(debug):
+        from .report import write_page
+
+        print(write_page(folder))
+
+
+def _shape(image: str | None) -> tuple[int, ...] | None:
+    if image is None:
+        return None
+    parts = image.lower().split("x")
+    if not all(part.isdigit() and int(part) > 0 for part in parts) or len(parts) not in (2, 3):
+        raise typer.BadParameter(f"{image!r}: give height x width, as 28x28 or 32x32x3.")
+    return tuple(map(int, parts))
+
+
+def _show_tables(folder: Path) -> None:
+    """Print the result's headline and tables; to a log as well as to a terminal."""
+    import json
+
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    result = json.loads((folder / "result.json").read_text())
+    console.print(result["headline"], markup=False, highlight=False)
+    for content in result["tables"]:
+        table = Table(title=content["title"], title_justify="left")
+        for i, name in enumerate(content["columns"]):
+            table.add_column(name, justify="right" if i else "left")
+        for row in content["rows"]:
+            table.add_row(*("" if value is None else str(value) for value in row))
+        console.print(table)
