@@ -9,7 +9,7 @@ WORKERS ?= 2
 .PHONY: demo test lint types bench format clean
 
 demo: $(VENV)/.apps
-	$(BIN)/python examples/digits_cleaning.py
+	$(BIN)/foretune run cleaning --data digits --out runs/demo
 
 test: lint types
 	$(BIN)/pytest -n $(WORKERS)

@@ -207,3 +207,37 @@ def test_objective_functions_given_twice_share_one_adjoint():
     both, _ = regression(objective={"lr": squared_error, "decay": squared_error})
     flops = [ft.Reverse().lower(p, hparams).cost_analysis()["flops"] for p in (single, both)]
     assert flops[0] == flops[1]
+
+
+def test_unrolled_loops_give_the_same():
+    problem, hparams = network(steps=7)
+    plain, unrolled = (ft.Reverse(unroll=k)(problem, hparams) for k in (1, 3))
+    assert_trees_close(unrolled.grad, plain.grad, 1e-5)
+    with pytest.raises(ValueError, match=r"Reverse\(unroll=0\)"):
+        ft.Reverse(unroll=0)
+
+
+class WeightedError(eqx.Module):
+    weights: jax.Array
+
+    def __call__(self, state, hparams, batch):
+        return jnp.sum(self.weights * state.params**2)
+
+
+@pytest.mark.parametrize("engine", [ft.Reverse(), ft.Forward()], ids=str)
+def test_an_objective_may_be_a_module_that_holds_arrays(engine, compilations):
+    dynamics = ft.Training(lambda w, h, x: jnp.sum((w - h["a"]) ** 2) / 2, optax.sgd(1.0))
+
+    def problem(weights):
+        return ft.Problem(
+            dynamics,
+            {"a": WeightedError(weights)},
+            init=jnp.zeros(3),
+            batches=ft.FullBatch(jnp.zeros(()), steps=1),
+        )
+
+    hparams = {"a": jnp.arange(1.0, 4.0)}
+    weights = jnp.array([1.0, 10.0, 100.0])
+    np.testing.assert_allclose(engine(problem(weights), hparams).grad["a"], [2.0, 40.0, 600.0])
+    engine(problem(2 * weights), hparams)
+    assert len(compilations) == 1

@@ -1,13 +1,14 @@
 """The command line: `foretune run`, `foretune clean`, `foretune report`.
 
-Exit status: 0 when done, 1 when something is wrong with what was given (one line on standard error; with
-`--debug` the traceback), 2 for a wrong use of the command, 130 after an interrupt, which loses nothing:
-the same command goes on.
+Exit status: 0 when done, 1 when something is wrong with what was given (a message on standard error;
+with `--debug` the traceback), 2 for a wrong use of the command, 130 after an interrupt, which loses
+nothing: the same command goes on.
 """
 
 import contextlib
 import importlib.metadata
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -32,10 +33,11 @@ Out = Annotated[
 ]
 
 
-def _version(show: bool) -> None:
+def _version(show: bool) -> bool:
     if show:
         print(importlib.metadata.version("foretune"))
         raise typer.Exit
+    return show
 
 
 @app.callback()
@@ -53,6 +55,9 @@ def _plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
     from .experiments._folder import RunError
     from .report import ReportError
 
+    ours = (DataError, RunError, ReportError)
+    show = warnings.showwarning
+    warnings.showwarning = lambda message, *_, **__: _say(f"note: {message}")
     try:
         yield
     except KeyboardInterrupt:
@@ -61,15 +66,7 @@ def _plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
                 f"interrupted: what there is lies in {resume}; the same command goes on from there."
             )
         raise typer.Exit(130) from None
-    except (
-        DataError,
-        RunError,
-        ReportError,
-        ValueError,
-        OSError,
-        ImportError,
-        ArithmeticError,
-    ) as error:
+    except (*ours, ValueError, OSError, ImportError, ArithmeticError) as error:
         if debug:
             raise
         _say("\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])]))
@@ -79,6 +76,8 @@ def _plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
             raise
         _say("out of memory: give fewer rows, or fewer --steps.")
         raise typer.Exit(1) from None
+    finally:
+        warnings.showwarning = show
 
 
 def _say(message: str) -> None:

@@ -15,8 +15,8 @@ from .._callbacks import Progress
 from . import _noise, _weights
 from ._models import make_features, make_model
 
-STEPS = {"noise": 40, "weights": 300}
-HYPER_STEPS = {"noise": 50, "weights": 200}
+STEPS = {"noise": 30, "weights": 300}
+HYPER_STEPS = {"noise": 30, "weights": 200}
 FLOATS = (np.float64, np.float32)
 
 
@@ -38,9 +38,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         A bound on the sum of the weights: a number of examples (an int, or a float above 1) or a
         fraction of them (a float up to 1). None: chosen by the tool, from the data.
     steps : int or None, default=None
-        Steps of each inner training (T); None is 40 for "noise", 300 for "weights".
+        Steps of each inner training (T); None is 30 for "noise", 300 for "weights".
     hyper_steps : int or None, default=None
-        Hyper-iterations; None is 50 for "noise", 200 for "weights".
+        Hyper-iterations; None is 30 for "noise", 200 for "weights".
     folds : int, default=5
         Folds of the "noise" method: an example is judged by a model that has not seen it.
     engine : a foretune engine or None, default=None
@@ -67,7 +67,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
     noise_matrix_ : array (n_classes, n_classes)
         p(given label | true label) as learnt ("noise" only). `noise_rate_` is the mean confidence.
     history_ : list of dict
-        The descent: `step`, `value`, `gradient_norm`.
+        The descent: `step`, `value`, `gradient_norm`. `stopped_` says why it ended.
     classes_, n_features_in_, feature_names_in_
         As in scikit-learn.
 
@@ -91,14 +91,14 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         self,
         model: Any = "kernel",
         *,
-        method: str = "noise",
-        budget: float | None = None,
-        steps: int | None = None,
-        hyper_steps: int | None = None,
-        folds: int = 5,
+        method: Any = "noise",
+        budget: Any = None,
+        steps: Any = None,
+        hyper_steps: Any = None,
+        folds: Any = 5,
         engine: Any = None,
         callbacks: Any = (),
-        progress: bool = True,
+        progress: Any = True,
         random_state: Any = None,
     ):
         self.model = model
@@ -145,13 +145,14 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
                 "model on: give checked examples, or a larger budget."
             )
         self._params = _noise.train_plain(
-            self._model, z[keep], labels[keep], l2, classes, 2 * self._steps, key
+            self._model, z, labels, keep, l2, classes, 2 * self._steps, key
         )
         return self
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the label of each row by the final model."""
-        return self.classes_[np.argmax(self.predict_proba(X), axis=1)]
+        best = np.argmax(self.predict_proba(X), axis=1)
+        return self.classes_[best]
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the probability of each class, in the order of `classes_`."""
@@ -183,7 +184,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         self.suspects_ = self.weights_ < 0.5
         self.suggested_ = self.classes_[np.argmax(posterior, axis=1)]
         self.noise_matrix_ = tuned.noise
-        self.history_ = tuned.result.history
+        self._descended(tuned.result)
         return tuned.probabilities, tuned.l2
 
     def _fit_weights(self, z, given, checked, budget, key):
@@ -205,14 +206,30 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         self.confidence_ = 1 - weights
         self.suspects_ = weights < _weights.SUSPECT_BELOW
         self.suggested_ = self.classes_[np.argmax(probabilities, axis=1)]
-        self.history_ = result.history
+        self._descended(result)
         return probabilities, np.full(self._model.groups, _noise.START_L2)
+
+    def _descended(self, result) -> None:
+        self.history_, self.stopped_ = result.history, result.stopped
+        if result.stopped == "interrupted":
+            warnings.warn(
+                f"interrupted after {len(result.history)} evaluations: the weights are those of an "
+                "unfinished descent.",
+                stacklevel=4,
+            )
 
     def _agreeing(self, z, given, checked, key) -> float:
         """Return the number of labels that a model of the checked examples alone agrees with."""
         n, l2 = len(given), np.full(self._model.groups, _noise.START_L2)
         params = _noise.train_plain(
-            self._model, z[n:], checked, l2, len(self.classes_), self._steps, key
+            self._model,
+            z,
+            np.concatenate([given, checked]),
+            np.arange(len(z)) >= n,
+            l2,
+            len(self.classes_),
+            self._steps,
+            key,
         )
         agree = np.argmax(np.asarray(self._model.apply(params, z[:n])), axis=1) == given
         return max(float(agree.sum()), 1.0)
@@ -239,7 +256,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         self.classes_, given = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(
-                f"y has only one class, {self.classes_[0]!r}: there is nothing to confuse it with. "
+                f"y has only one class, {_list(self.classes_)}: there is nothing to confuse it with. "
                 "LabelCleaner needs labels of two classes or more."
             )
         return X, given
@@ -254,13 +271,13 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         if X_clean is None or y_clean is None:
             raise ValueError("give X_clean and y_clean together, or neither.")
         try:
-            X_clean = validate_data(self, X_clean, reset=False, accept_sparse="csr", dtype=FLOATS)
+            rows: Any = validate_data(self, X_clean, reset=False, accept_sparse="csr", dtype=FLOATS)
         except ValueError as error:
             raise ValueError(f"X_clean: {error}") from None
         y_clean = np.asarray(y_clean)
-        if y_clean.ndim != 1 or len(y_clean) != X_clean.shape[0]:
+        if y_clean.ndim != 1 or len(y_clean) != rows.shape[0]:
             raise ValueError(
-                f"y_clean has shape {y_clean.shape}, and X_clean has {X_clean.shape[0]} rows: "
+                f"y_clean has shape {y_clean.shape}, and X_clean has {rows.shape[0]} rows: "
                 "give one label for each checked row."
             )
         names, checked = np.unique(y_clean, return_inverse=True)
@@ -283,7 +300,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
                 stacklevel=3,
             )
         position = np.array([int(np.flatnonzero(self.classes_ == name)[0]) for name in names])
-        return X_clean, position[checked]
+        return rows, position[checked]
 
     def _options(self, n: int, checks: int | None) -> float | None:
         if self.method not in STEPS:

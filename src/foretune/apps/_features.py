@@ -16,8 +16,8 @@ from sklearn.kernel_approximation import Nystroem
 
 WIDEST = 1000
 """A linear model keeps this many principal components at most."""
-KERNEL_WIDTH = 400
-"""With a kernel, each of the two parts keeps this many."""
+BESIDE_KERNEL, KERNEL_WIDTH = 150, 300
+"""With a kernel, the inputs keep so many, and the kernel so many."""
 LANDMARKS = 600
 """Rows that stand for the data in the kernel's approximation."""
 
@@ -60,9 +60,13 @@ class Features:
 
     def fit(self, X: Any) -> "Features":
         """Learn scale, rotation and kernel from the rows of X."""
+        with np.errstate(invalid="ignore", divide="ignore"):  # constant columns explain no variance
+            return self._fit(X)
+
+    def _fit(self, X: Any) -> "Features":
         self.scale = Scale().fit(X)
         scaled = self.scale.transform(X)
-        width = KERNEL_WIDTH if self.kernel else WIDEST
+        width = BESIDE_KERNEL if self.kernel else WIDEST
         self.rotation = _rotation(scaled, width, self.random_state).fit(scaled)
         parts = [self.rotation.transform(scaled)]
         self.nystroem = None
@@ -105,4 +109,5 @@ def _rotation(X: Any, width: int, random_state: int) -> Any:
     rank = min(width, *X.shape)
     if sparse.issparse(X):
         return TruncatedSVD(max(min(rank, X.shape[1] - 1), 1), random_state=random_state)
-    return PCA(rank, random_state=random_state)
+    solver = "covariance_eigh" if X.shape[1] <= 2000 else "auto"  # exact, and fast for few columns
+    return PCA(rank, svd_solver=solver, random_state=random_state)

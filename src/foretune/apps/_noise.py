@@ -35,7 +35,7 @@ from .._problem import FullBatch, Problem
 START_RIGHT = 0.8
 """The start supposes four labels of five to be right."""
 START_L2 = 1e-4
-OPTIMIZER = optax.adam(0.1)
+OPTIMIZER = optax.adam(0.15)
 """Its steps are of logits and logarithms: scale-free quantities."""
 
 
@@ -187,10 +187,12 @@ class _Plain(eqx.Module):
     model: Any
 
     def __call__(self, params, hparams, batch):
+        z, labels, use = batch
         cross_entropy = optax.softmax_cross_entropy_with_integer_labels(
-            self.model.apply(params, batch[0]), batch[1]
+            self.model.apply(params, z), labels
         )
-        return jnp.mean(cross_entropy) + self.model.penalty(params, jnp.exp(hparams["l2"]))
+        mean = jnp.sum(use * cross_entropy) / jnp.sum(use)
+        return mean + self.model.penalty(params, jnp.exp(hparams["l2"]))
 
 
 class _Value(eqx.Module):
@@ -201,10 +203,17 @@ class _Value(eqx.Module):
 
 
 def train_plain(
-    model: Any, z: PyTree, labels: np.ndarray, l2: np.ndarray, classes: int, steps: int, key: Any
+    model: Any,
+    z: Any,
+    labels: np.ndarray,
+    use: np.ndarray,
+    l2: np.ndarray,
+    classes: int,
+    steps: int,
+    key: Any,
 ) -> PyTree:
-    """Return the parameters after training on trusted labels."""
-    data = (jnp.asarray(z), jnp.asarray(labels))
+    """Return the parameters after training on the labels to `use`, a mask."""
+    data = (jnp.asarray(z), jnp.asarray(labels), jnp.asarray(use, jnp.float32))
     problem = Problem(
         dynamics=Training(_Plain(model), _Optimizer(model)),
         objective=_Value(_Plain(model)),

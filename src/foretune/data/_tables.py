@@ -1,10 +1,10 @@
 """Labelled rows from .npz, .csv and .parquet files.
 
 An .npz file has rows under `x` (or `X`, `data`, `images`) and labels under `y` (or `label`, `labels`,
-`target`); rows of more than one axis are images. It is read without pickle. A .csv or .parquet file has
-one row per example, with the label in a column of one of those names or the one asked for. Numbers are
-used as they are, columns of few distinct words become indicator columns, and columns of free text become
-TF-IDF when they are named as such.
+`target`, `class`); rows of more than one axis are images. It is read without pickle. A .csv or .parquet
+file has one row per example, with the label in a column of one of those names or the one asked for.
+Numbers are used as they are, columns of few distinct words become indicator columns, and columns of
+free text become TF-IDF when they are named as such.
 """
 
 import zipfile
@@ -89,7 +89,8 @@ def _read_npz(path: Path, label: str | None) -> Table:
         )
     if labels.ndim != 1 or rows.ndim < 2 or len(rows) != len(labels):
         raise DataError(
-            f"{path}: rows have shape {rows.shape} and labels {labels.shape}; expected (n, ...) and (n,)."
+            f"{path}: rows have shape {rows.shape} and labels {labels.shape}; "
+            "expected (n, ...) and (n,)."
         )
     if rows.dtype.kind not in "biuf":
         raise DataError(f"{path}: rows have dtype {rows.dtype}, expected numbers.")

@@ -8,10 +8,12 @@ report.html     the page made of these
 checkpoints/    to resume from
 """
 
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,7 +51,8 @@ class RunFolder:
             foreign = [p.name for p in self.path.iterdir() if p.name != "figures"]
             if foreign:
                 raise RunError(
-                    f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): give a new folder."
+                    f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): "
+                    "give a new folder."
                 )
             self.write("config.json", config)
         elif (old.get("kind"), old.get("settings")) != (kind, config["settings"]):
@@ -99,10 +102,13 @@ class RunFolder:
             ) from error
 
 
+def digest(path: str | Path) -> str:
+    """Return a short hash of a file, so that changed data is not taken for the same run."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+
+
 def command() -> str:
     """Return the command line as a reader would type it."""
-    import shlex
-
     name = Path(sys.argv[0]).name
     name = "foretune" if name in ("foretune", "__main__.py", "") else f"python {sys.argv[0]}"
     return shlex.join([*name.split(), *sys.argv[1:]])

@@ -12,7 +12,7 @@ from ..apps import LabelCleaner
 from ..data import Table, read_table
 from ..data._tables import Encoder
 from ..report import curves, histogram, picture, write_page
-from ._folder import RunFolder
+from ._folder import RunFolder, digest
 
 SHOWN = 24
 
@@ -41,8 +41,14 @@ def run(out: str | Path, settings: Settings) -> Path:
     encoder = Encoder(settings.text).fit(table)
     X, X_checked = encoder.transform(table), encoder.transform(checked)
     title = f"Suspicious labels in {Path(settings.train).name}"
-    files = {"rows": len(table.y), "checked rows": len(checked.y)}
+    files = {
+        "rows": len(table.y),
+        "checked rows": len(checked.y),
+        "digests": [digest(settings.train), digest(settings.clean)],
+    }
     folder = RunFolder(out, kind="clean", title=title, settings={**settings._asdict(), **files})
+    if folder.result is not None:
+        return write_page(folder.path)
     cleaner = LabelCleaner(
         settings.model,
         method=settings.method,
@@ -52,6 +58,8 @@ def run(out: str | Path, settings: Settings) -> Path:
         callbacks=[Checkpoint(folder.checkpoints, every=10), History(folder.metrics)],
         random_state=settings.seed,
     ).fit(X, table.y, X_checked, checked.y)
+    if cleaner.stopped_ == "interrupted":
+        raise KeyboardInterrupt
     write_lists(folder, cleaner, table)
     folder.write(
         "result.json",
@@ -80,7 +88,7 @@ def write_lists(folder: RunFolder, cleaner: LabelCleaner, table: Table) -> None:
             writer.writerow([i, given, *_judgement(cleaner, i), int(cleaner.suspects_[i])])
 
 
-def _judgement(cleaner: LabelCleaner, i: int) -> list[Any]:
+def _judgement(cleaner: LabelCleaner, i: Any) -> list[Any]:
     numbers = (cleaner.confidence_[i], cleaner.weights_[i])
     return [cleaner.suggested_[i], *(f"{number:.6f}" for number in numbers)]
 

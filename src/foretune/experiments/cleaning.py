@@ -8,8 +8,8 @@ from zero weights, T steps of full-batch gradient descent with learning rate 0.1
 
 lambda_0 = R / n, Adam with hyper-learning rate 0.005. DH-R discards examples with lambda_i < 1e-3;
 Oracle knows the wrong labels; Baseline keeps all. Each final model is trained on what is kept plus the
-checked examples, unweighted. All seeds and all R are one problem, whose hypergradient falls into theirs:
-Adam and the projections act on each by itself. No test label is used.
+checked examples, unweighted. All seeds and all R are one problem, whose hypergradient falls into
+theirs: Adam and the projections act on each by itself. No test label is used.
 """
 
 import json
@@ -34,7 +34,7 @@ from ..apps._features import Scale
 from ..apps._weights import SUSPECT_BELOW
 from ..data import DataError, Dataset, corrupt, load
 from ..report import curves, histogram, picture, write_page
-from ._folder import RunFolder
+from ._folder import RunFolder, digest
 
 SHARES = (0.2, 0.3, 0.4, 0.5)
 """R / n: the paper's 1000, 1500, 2000 and 2500 of 5,000."""
@@ -119,10 +119,14 @@ def scores_of(params: PyTree, x: Array) -> Array:
 
 
 def losses(params: PyTree, x: Array, y: Array) -> Array:
-    """Return the cross-entropy of each row under each model of its seed."""
+    """Return the cross-entropy of each row under each model of its seed.
+
+    Labels are those of a seed, or of each model in a seed.
+    """
     scores = scores_of(params, x)
+    y = y[:, None] if y.ndim == 2 else y
     return optax.softmax_cross_entropy_with_integer_labels(
-        scores, jnp.broadcast_to(y[:, None], scores.shape[:3])
+        scores, jnp.broadcast_to(y, scores.shape[:3])
     )
 
 
@@ -258,7 +262,10 @@ def run(out: str | Path, settings: Settings) -> Path:
         dataset = dataset._replace(x=scaled.astype(np.float32))
     splits = [split(dataset, settings.noise, seed) for seed in range(settings.seeds)]
     title = f"Data hyper-cleaning on {dataset.name}"
-    folder = RunFolder(out, kind="cleaning", title=title, settings=settings._asdict())
+    asked = settings._asdict()
+    if settings.data not in ("digits", "mnist"):
+        asked["data digest"] = digest(settings.data)
+    folder = RunFolder(out, kind="cleaning", title=title, settings=asked)
     if folder.result is not None:
         return write_page(folder.path)
     n = len(splits[0].given)
@@ -365,7 +372,9 @@ def tables(
         "tables": [
             {
                 "title": "Results",
-                "note": f"Mean over {settings.seeds} seed{'s' * (settings.seeds > 1)}, ± standard deviation.",
+                "note": "Mean ± standard deviation over the seeds."
+                if settings.seeds > 1
+                else "One seed.",
                 "columns": [
                     "method",
                     "accuracy %",
