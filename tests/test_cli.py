@@ -53,7 +53,7 @@ def cleaned(iris):
 def test_clean_finds_and_lists_the_suspects(iris, cleaned):
     _, wrong = iris
     out, result = cleaned
-    rows = list(csv.DictReader((out / "suspects.csv").open()))
+    rows = list(csv.DictReader((out / "suspects.csv").read_text().splitlines()))
     found = np.array([int(row["row"]) for row in rows])
     assert [int(row["rank"]) for row in rows] == list(range(1, len(rows) + 1))
     confidence = [float(row["confidence"]) for row in rows]
@@ -61,7 +61,7 @@ def test_clean_finds_and_lists_the_suspects(iris, cleaned):
     assert wrong[found].mean() > 0.8
     assert wrong[found].sum() > 0.8 * wrong.sum()
     assert all(row["given"] != row["suggested"] for row in rows[:5])
-    weights = list(csv.DictReader((out / "weights.csv").open()))
+    weights = list(csv.DictReader((out / "weights.csv").read_text().splitlines()))
     assert len(weights) == 110
     assert sum(int(row["suspect"]) for row in weights) == len(rows)
     assert "labels are suspicious" in result.output

@@ -10,7 +10,7 @@ import foretune as ft
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/realtime.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/realtime.md", "docs/cleaning.md"])
 def test_code_blocks_run_in_order(page, capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
