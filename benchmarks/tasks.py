@@ -18,7 +18,7 @@ Task = tuple[ft.Problem, dict[str, Any], dict[str, Any], Callable[..., dict[str,
 
 
 def _digits(seed: int):
-    x, y = load_digits(return_X_y=True)
+    x, y = map(np.asarray, load_digits(return_X_y=True))
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(y))
     return (x[order] / 16).astype(np.float32), y[order], rng

@@ -21,7 +21,7 @@ import foretune as ft
 
 def data(rng, wrong_share=1 / 3):
     """Return training data with wrong labels, which ones are wrong, checked data, test data."""
-    x, y = load_digits(return_X_y=True)
+    x, y = map(np.asarray, load_digits(return_X_y=True))
     order = rng.permutation(len(y))
     x, y = (x[order] / 16).astype(np.float32), y[order]
     train, checked, test = slice(0, 900), slice(900, 1200), slice(1200, None)

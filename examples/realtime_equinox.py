@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     steps = parser.parse_args().steps
 
-    x, y = load_digits(return_X_y=True)
+    x, y = map(np.asarray, load_digits(return_X_y=True))
     rng = np.random.default_rng(0)
     order = rng.permutation(len(y))
     x, y = (x[order] / 16).astype(np.float32), y[order]

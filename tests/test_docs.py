@@ -61,3 +61,10 @@ def test_the_digits_example_finds_wrong_labels(capsys, monkeypatch):
     found = re.search(r"recall (\d+)%, precision (\d+)%", capsys.readouterr().out)
     assert int(found[1]) > 50
     assert int(found[2]) > 80
+
+
+def test_the_label_cleaner_example_beats_training_on_all_labels(capsys):
+    path = ROOT / "examples" / "label_cleaner.py"
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
+    accuracies = re.findall(r"test accuracy .*: ([\d.]+)%", capsys.readouterr().out)
+    assert float(accuracies[1]) > float(accuracies[0])

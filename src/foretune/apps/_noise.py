@@ -128,9 +128,8 @@ def tune(
 ) -> Tuned:
     """Learn the noise matrix and the regularisers; return them and the unseen probabilities."""
     problem = cleaning_problem(model, data, classes, steps, key)
-    odds = START_RIGHT / (1 - START_RIGHT) * (classes - 1)
     hparams = {
-        "noise": jnp.log(odds) * jnp.eye(classes),
+        "noise": jnp.log(start_noise(model, data, classes, steps, key)),
         "l2": jnp.full(model.groups, jnp.log(START_L2)),
     }
     result = minimize(
@@ -154,6 +153,28 @@ def tune(
         np.asarray(jnp.exp(hparams["l2"])),
         result,
     )
+
+
+def start_noise(model: Any, data: Data, classes: int, steps: int, key: Any) -> Array:
+    """Return where N starts: the given labels beside a model of the checked ones.
+
+    N_kj is the mean of p(k | x) over rows with the given label j, in shares of each row k. A model of
+    few rows is often wrong, so this has more noise than there is, but the right confusions in it; the
+    mean with a matrix in which four labels of five are right keeps every entry above 0. Without checked
+    labels it is that matrix alone.
+    """
+    wrong = (1 - START_RIGHT) / (classes - 1)
+    plain = jnp.where(jnp.eye(classes) > 0, START_RIGHT, wrong)
+    n, checks = data.given.shape[0], data.checked.shape[0]
+    if not checks:
+        return plain
+    labels = jnp.concatenate([data.given, data.checked])
+    l2 = np.full(model.groups, START_L2)
+    use = np.arange(n + checks) >= n
+    params = train_plain(model, data.z, labels, use, l2, classes, steps, key)
+    p = jax.nn.softmax(model.apply(params, data.z[:n]))
+    joint = p.T @ jax.nn.one_hot(data.given, classes)
+    return (plain + joint / jnp.sum(joint, axis=1, keepdims=True)) / 2
 
 
 def true_label(probabilities: np.ndarray, noise: np.ndarray, given: np.ndarray) -> np.ndarray:
@@ -205,7 +226,7 @@ class _Value(eqx.Module):
 def train_plain(
     model: Any,
     z: Any,
-    labels: np.ndarray,
+    labels: Any,
     use: np.ndarray,
     l2: np.ndarray,
     classes: int,

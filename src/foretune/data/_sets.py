@@ -61,7 +61,7 @@ def load(name: str) -> Dataset:
     if name == "digits":
         from sklearn.datasets import load_digits
 
-        x, y = load_digits(return_X_y=True)
+        x, y = map(np.asarray, load_digits(return_X_y=True))
         return Dataset((x / 16).astype(np.float32), y.astype(np.int32), (8, 8), "digits")
     if name == "mnist":
         return _mnist()

@@ -115,7 +115,7 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...]) -> Table:
     missing = [name for name in drop if name not in frame.columns]
     if missing:
         raise DataError(f"{path} has the columns {columns}; there is no {missing[0]!r} to drop.")
-    labels = frame[names[0]]
+    labels: Any = frame[names[0]]
     if labels.isna().any():
         rows = np.flatnonzero(labels.isna())
         raise DataError(
