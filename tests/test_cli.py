@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from foretune import cli
 from foretune.apps import LabelCleaner
-from foretune.data import corrupt
+from foretune.data import corrupt, read_table
 from foretune.experiments import cleaning
 from foretune.experiments._folder import RunError, RunFolder
 
@@ -264,3 +264,29 @@ def test_an_interrupted_fit_says_so(monkeypatch, iris):
     x, y = load_iris(return_X_y=True)
     with pytest.warns(UserWarning, match="interrupted after 3 evaluations"):
         LabelCleaner("softmax", hyper_steps=2, steps=5, random_state=0).fit(x, y)
+
+
+def test_what_is_refused_leaves_nothing_behind(iris, tmp_path):
+    folder, _ = iris
+    command = [
+        "clean",
+        folder / "train.csv",
+        "--clean",
+        folder / "checked.csv",
+        "--label",
+        "species",
+    ]
+    refused = foretune(*command, "--budget", 500, "--out", tmp_path / "new")
+    assert refused.exit_code == 1
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine.txt").write_text("mine")
+    assert foretune(*command, "--out", tmp_path).exit_code == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    assert foretune(*command, "--model", "forest").exit_code == 2
+
+
+def test_a_row_number_is_noted(tmp_path):
+    frame = load_iris(as_frame=True).frame[:100]
+    frame.to_csv(tmp_path / "train.csv")
+    with pytest.warns(UserWarning, match="may be a row number"):
+        read_table(tmp_path / "train.csv", label="target")

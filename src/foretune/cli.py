@@ -6,6 +6,7 @@ nothing: the same command goes on.
 """
 
 import contextlib
+import enum
 import importlib.metadata
 import sys
 import warnings
@@ -31,6 +32,21 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="The run's folder.", show_default=False)
 ]
+
+
+class Model(enum.StrEnum):
+    """Models of `foretune clean`."""
+
+    kernel = "kernel"
+    softmax = "softmax"
+    mlp = "mlp"
+
+
+class Method(enum.StrEnum):
+    """Methods of `foretune clean`."""
+
+    noise = "noise"
+    weights = "weights"
 
 
 def _version(show: bool) -> bool:
@@ -61,7 +77,7 @@ def _plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if resume is not None:
+        if resume is not None and resume.exists():
             _say(
                 f"interrupted: what there is lies in {resume}; the same command goes on from there."
             )
@@ -123,6 +139,7 @@ def cleaning(
             noise,
             quick,
         )
+        _note_finished(out)
         page = experiment.run(out, settings)
         _show_tables(page.parent)
         print(page)
@@ -151,10 +168,13 @@ def clean(
     image: Annotated[
         str | None, typer.Option(help="Rows are images of this shape, as 28x28 or 32x32x3.")
     ] = None,
-    model: Annotated[str, typer.Option(help="kernel, softmax or mlp.")] = "kernel",
-    method: Annotated[str, typer.Option(help="noise, or weights (as in the paper).")] = "noise",
+    model: Annotated[Model, typer.Option(help="What is trained.")] = Model.kernel,
+    method: Annotated[
+        Method, typer.Option(help="A matrix of label noise, or the paper's free weights.")
+    ] = Method.noise,
     budget: Annotated[
-        float | None, typer.Option(help="Bound on the sum of weights: a number, or a fraction.")
+        float | None,
+        typer.Option(help="Bound on the sum of weights: a number of rows above 1, or a fraction."),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each training.")] = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Hyper-iterations.")] = None,
@@ -169,6 +189,7 @@ def clean(
     with _plain_errors(debug, out):
         from .experiments import clean_file
 
+        _note_finished(out)
         page = clean_file.run(
             out,
             clean_file.Settings(
@@ -178,8 +199,8 @@ def clean(
                 tuple(text or ()),
                 tuple(drop or ()),
                 _shape(image),
-                model,
-                method,
+                model.value,
+                method.value,
                 budget,
                 steps,
                 iterations,
@@ -202,6 +223,13 @@ def report(
         print(write_page(folder))
 
 
+def _note_finished(folder: Path) -> None:
+    if (folder / "result.json").is_file():
+        _say(
+            f"note: if {folder} holds this run, its result is shown and nothing is computed again."
+        )
+
+
 def _shape(image: str | None) -> tuple[int, ...] | None:
     if image is None:
         return None
@@ -209,6 +237,12 @@ def _shape(image: str | None) -> tuple[int, ...] | None:
     if not all(part.isdigit() and int(part) > 0 for part in parts) or len(parts) not in (2, 3):
         raise typer.BadParameter(f"{image!r}: give height x width, as 28x28 or 32x32x3.")
     return tuple(map(int, parts))
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
 
 
 def _show_tables(folder: Path) -> None:
@@ -225,5 +259,5 @@ def _show_tables(folder: Path) -> None:
         for i, name in enumerate(content["columns"]):
             table.add_column(name, justify="right" if i else "left")
         for row in content["rows"]:
-            table.add_row(*("" if value is None else str(value) for value in row))
+            table.add_row(*map(_cell, row))
         console.print(table)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import sparse
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
@@ -36,7 +37,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         hyper-cleaning as published (Franceschi et al., ICML 2017): one free weight per example.
     budget : int, float or None, default=None
         A bound on the sum of the weights: a number of examples (an int, or a float above 1) or a
-        fraction of them (a float up to 1). None: chosen by the tool, from the data.
+        fraction of them (a float up to 1, so 1.0 is all). None: chosen by the tool, from the data.
     steps : int or None, default=None
         Steps of each inner training (T); None is 30 for "noise", 300 for "weights".
     hyper_steps : int or None, default=None
@@ -63,7 +64,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
     suggested_ : array of n
         The label that the model would give.
     confidence_ : array of n
-        For "noise" the probability that the label is wrong; for "weights" 1 - weight.
+        That the label is wrong: for "noise" its probability, for "weights" 1 - weight.
     noise_matrix_ : array (n_classes, n_classes)
         p(given label | true label) as learnt ("noise" only). `noise_rate_` is the mean confidence.
     history_ : list of dict
@@ -117,9 +118,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
 
         Without checked examples the "noise" method goes by the given labels alone.
         """
-        X, given = self._training_data(X, y)
-        checked_X, checked = self._checked_data(X_clean, y_clean)
-        budget = self._options(len(given), None if checked is None else len(checked))
+        X, given, checked_X, checked, budget = self._checked_input(X, y, X_clean, y_clean)
         random = check_random_state(self.random_state)
         seed = int(random.randint(np.iinfo(np.int32).max))
         key = jax.random.key(seed)
@@ -250,8 +249,15 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
     def _steps(self) -> int:
         return STEPS[self.method] if self.steps is None else self.steps
 
+    def _checked_input(self, X, y, X_clean, y_clean):
+        X, given = self._training_data(X, y)
+        rows, checked = self._checked_data(X_clean, y_clean)
+        make_features(self.model, 0)
+        return X, given, rows, checked, self._options(len(given))
+
     def _training_data(self, X, y):
-        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=FLOATS)
+        labels: Any = None if y is None else _plain_labels(y, "y")  # None: scikit-learn's message
+        X, y = validate_data(self, X, labels, accept_sparse="csr", dtype=FLOATS)
         check_classification_targets(y)
         self.classes_, given = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
@@ -274,7 +280,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
             rows: Any = validate_data(self, X_clean, reset=False, accept_sparse="csr", dtype=FLOATS)
         except ValueError as error:
             raise ValueError(f"X_clean: {error}") from None
-        y_clean = np.asarray(y_clean)
+        y_clean = _plain_labels(y_clean, "y_clean")
         if y_clean.ndim != 1 or len(y_clean) != rows.shape[0]:
             raise ValueError(
                 f"y_clean has shape {y_clean.shape}, and X_clean has {rows.shape[0]} rows: "
@@ -302,7 +308,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         position = np.array([int(np.flatnonzero(self.classes_ == name)[0]) for name in names])
         return rows, position[checked]
 
-    def _options(self, n: int, checks: int | None) -> float | None:
+    def _options(self, n: int) -> float | None:
         if self.method not in STEPS:
             raise ValueError(f"method={self.method!r}: give 'noise' or 'weights'.")
         for name in ("steps", "hyper_steps"):
@@ -324,11 +330,25 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
 
 
 def _stack(first, second):
-    from scipy import sparse
-
     if sparse.issparse(first) or sparse.issparse(second):
         return sparse.vstack([first, second], format="csr")
     return np.concatenate([first, second])
+
+
+def _plain_labels(labels, name: str):
+    """Return labels that may come as objects (as pandas likes them) as numbers or strings."""
+    if sparse.issparse(labels):
+        return labels
+    array = np.asarray(labels)
+    if array.dtype != object or array.ndim != 1:
+        return array
+    missing = [i for i, label in enumerate(array) if label is None or label != label]
+    if missing:
+        raise ValueError(
+            f"{name} has {len(missing)} rows without a label, the first is row {missing[0]}: give it "
+            "one, or leave the row out."
+        )
+    return np.asarray(array.tolist())
 
 
 def _list(names) -> str:

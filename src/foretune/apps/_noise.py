@@ -13,7 +13,8 @@ its label is right, from the fold's model, which did not see it:
 
     w_i = p(y_i | x_i) N_{y_i y_i} / sum_k p(k | x_i) N_{k y_i}.
 
-N serves the response: as a statement about the noise it leans to more noise than there is where
+N starts at the confusion between the given labels and a model of the checked ones (`start_noise`). It
+serves the response: as a statement about the noise it leans to more noise than there is where
 checked labels are few. The J trainings run as one program.
 """
 

@@ -7,6 +7,7 @@ Numbers are used as they are, columns of few distinct words become indicator col
 free text become TF-IDF when they are named as such.
 """
 
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,6 +116,12 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...]) -> Table:
     missing = [name for name in drop if name not in frame.columns]
     if missing:
         raise DataError(f"{path} has the columns {columns}; there is no {missing[0]!r} to drop.")
+    if frame.columns[0].startswith("Unnamed: ") and frame.columns[0] not in drop:
+        warnings.warn(
+            f"{path}: the column {frame.columns[0]!r} has no name and may be a row number; leave it "
+            f'out with --drop "{frame.columns[0]}".',
+            stacklevel=3,
+        )
     labels: Any = frame[names[0]]
     if labels.isna().any():
         rows = np.flatnonzero(labels.isna())

@@ -42,18 +42,19 @@ class RunFolder:
             "versions": versions(),
             "settings": json.loads(json.dumps(settings)),
         }
-        try:
-            self.figures.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"{self.path} cannot be made: {error.strerror}.") from error
         old = self._read("config.json")
-        if old is None:
-            foreign = [p.name for p in self.path.iterdir() if p.name != "figures"]
+        if old is None and self.path.is_dir():
+            foreign = [p.name for p in self.path.iterdir()]
             if foreign:
                 raise RunError(
                     f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): "
                     "give a new folder."
                 )
+        if old is None:
+            try:
+                self.figures.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunError(f"{self.path} cannot be made: {error.strerror}.") from error
             self.write("config.json", config)
         elif (old.get("kind"), old.get("settings")) != (kind, config["settings"]):
             theirs, ours = old.get("settings") or {}, config["settings"]

@@ -1,6 +1,7 @@
 """`foretune clean`: a file of labelled rows and a file of checked ones -> suspects and a report."""
 
 import csv
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,18 +47,22 @@ def run(out: str | Path, settings: Settings) -> Path:
         "checked rows": len(checked.y),
         "digests": [digest(settings.train), digest(settings.clean)],
     }
-    folder = RunFolder(out, kind="clean", title=title, settings={**settings._asdict(), **files})
-    if folder.result is not None:
-        return write_page(folder.path)
     cleaner = LabelCleaner(
         settings.model,
         method=settings.method,
         budget=settings.budget,
         steps=settings.steps,
         hyper_steps=settings.iterations,
-        callbacks=[Checkpoint(folder.checkpoints, every=10), History(folder.metrics)],
         random_state=settings.seed,
-    ).fit(X, table.y, X_checked, checked.y)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fit says it again
+        cleaner._checked_input(X, table.y, X_checked, checked.y)  # before the folder is taken
+    folder = RunFolder(out, kind="clean", title=title, settings={**settings._asdict(), **files})
+    if folder.result is not None:
+        return write_page(folder.path)
+    cleaner.callbacks = [Checkpoint(folder.checkpoints, every=10), History(folder.metrics)]
+    cleaner.fit(X, table.y, X_checked, checked.y)
     if cleaner.stopped_ == "interrupted":
         raise KeyboardInterrupt
     write_lists(folder, cleaner, table)
@@ -180,7 +185,8 @@ def gallery(folder: RunFolder, cleaner: LabelCleaner, table: Table) -> dict[str,
                 "wrong": None,
             }
         )
-    note = "No label is suspicious." if not items else "The most suspicious first."
+    count = int(cleaner.suspects_.sum())
+    note = f"The first {len(items)} of {count} suspects." if items else "No label is suspicious."
     if items and not table.image_shape and table.x.shape[1] > 6:
         note += f" The first 6 of {table.x.shape[1]} columns."
     return {"title": "Most suspicious labels", "note": note, "items": items}
