@@ -4,13 +4,13 @@ MNIST, 5,000 training examples with 10, 30 or 50 % wrong labels (symmetric, or e
 next), and 50, 200, 1000 or 5000 checked examples. Each method gives a mask of suspects; its F1 counts
 wrong labels as positive, and its accuracy is that of softmax regression on kept and checked examples.
 
-    python benchmarks/cleaning.py grid --cache DIR [--seeds 5] [--only everyday]
+    python benchmarks/cleaning.py grid --cache DIR [--seeds 5] [--parts everyday]
     python benchmarks/cleaning.py kinds --out kinds.json
     python benchmarks/cleaning.py speed --out speed.json
     python benchmarks/cleaning.py table --out benchmarks/results/cleaning_grid_h200.json
 
 The grid needs `pip install cleanlab`. Masks are kept in the cache, so that an interrupted run goes on,
-and parts can be computed on another machine first (`--only everyday`).
+and parts can be computed on another machine first (`--parts everyday`).
 """
 
 import argparse
@@ -44,6 +44,7 @@ from foretune.experiments import cleaning
 
 KINDS, RATES, CHECKS = ("symmetric", "pair"), (0.1, 0.3, 0.5), (50, 200, 1000, 5000)
 CLASSES = 10
+PARTS = ["everyday", "ours", "published", "same"]
 CLEANLAB = ("cleanlab, cross-validated", "cleanlab, clean model", "disagreement, clean model")
 OURS = ("LabelCleaner", "hyper-cleaning (paper)")
 SAME_MODEL = ("cleanlab, cross-validated, our model", "cleanlab, clean model, our model")
@@ -171,7 +172,7 @@ def published(masks: Masks, dataset, checks: int, seeds: int) -> dict:
     All seeds and kinds of noise are one problem: their hypergradients do not mix.
     """
     noises = list(itertools.product(KINDS, RATES))
-    path = masks.folder / f"published-{checks}-{seeds}.npz"
+    path = masks.folder / f"published-{checks}.npz"
     if not path.exists():
         cells = [[cell(dataset, *noise, checks, k) for noise in noises] for k in range(seeds)]
         data = (
@@ -213,14 +214,16 @@ def published(masks: Masks, dataset, checks: int, seeds: int) -> dict:
     with np.load(path) as file:
         mask, seconds = file["mask"], float(file["seconds"])
     return {
-        (k, *noise): (mask[k, m], seconds) for k in range(seeds) for m, noise in enumerate(noises)
+        (k, *noise): (mask[k, m], seconds)
+        for k in range(len(mask))
+        for m, noise in enumerate(noises)
     }
 
 
 def grid(arguments) -> None:
     dataset, masks, records, kernels = load("mnist"), Masks(arguments.cache), [], {}
     seeds = range(arguments.seeds)
-    parts = {"everyday", "ours", "same"} if arguments.only is None else {arguments.only}
+    parts = set(arguments.parts)
     for checks, kind, rate in itertools.product(CHECKS, KINDS, RATES):
         splits = [cell(dataset, kind, rate, checks, seed) for seed in seeds]
         found: list[dict] = [{} for _ in seeds]
@@ -229,7 +232,7 @@ def grid(arguments) -> None:
             found[k] |= everyday(*where) if "everyday" in parts else {}
             found[k] |= ours(*where) if "ours" in parts else {}
             found[k] |= same_model(*where, kernels) if "same" in parts else {}
-        if "ours" in parts:
+        if "published" in parts or (masks.folder / f"published-{checks}.npz").exists():
             theirs = published(masks, dataset, checks, arguments.seeds)
             for k in seeds:
                 found[k][OURS[1]] = theirs[k, kind, rate]
@@ -240,18 +243,20 @@ def grid(arguments) -> None:
             for name in found[0]
         }
         print(checks, kind, rate, {name: round(float(v), 3) for name, v in f1.items()}, flush=True)
-        if arguments.only is not None:
-            continue
         names = list(found[0])
         kept = [
             [~s.wrong, np.ones(len(s.wrong), bool), *(~f[name][0] for name in names)]
             for s, f in zip(splits, found, strict=True)
         ]
-        accuracy = cleaning.final_accuracies(splits, kept, 2000)
+        accuracy = None
+        if arguments.final_steps:
+            accuracy = cleaning.final_accuracies(splits, kept, arguments.final_steps)
         for k, s in enumerate(splits):
             where = {"noise": kind, "rate": rate, "checked": checks, "seed": k}
             for m, name in enumerate(["Oracle", "Baseline", *names]):
-                row = {**where, "method": name, "accuracy": float(accuracy[k, m])}
+                row = {**where, "method": name}
+                if accuracy is not None:
+                    row["accuracy"] = float(accuracy[k, m])
                 if name in found[k]:
                     mask, seconds = found[k][name]
                     row |= {"f1": cleaning.score(mask, s.wrong).f1, "seconds": seconds}
@@ -369,9 +374,11 @@ def table(arguments) -> None:
     print("|---" * (len(names) + 3) + "|")
     for kind, rate, checks in itertools.product(KINDS, RATES, CHECKS):
         here = [r for r in records if (r["noise"], r["rate"], r["checked"]) == (kind, rate, checks)]
-        means = [np.mean([r["f1"] for r in here if r["method"] == name]) for name in names]
-        best = max(means)
-        shown = " | ".join(f"**{m:.3f}**" if m == best else f"{m:.3f}" for m in means)
+        found = {name: [r["f1"] for r in here if r["method"] == name] for name in names}
+        means = {name: np.mean(f1) for name, f1 in found.items() if f1}
+        best = max(means.values())
+        marks = {name: f"**{m:.3f}**" if m == best else f"{m:.3f}" for name, m in means.items()}
+        shown = " | ".join(marks.get(name, "-") for name in names)
         print(f"| {kind} | {rate:.0%} | {checks} | {shown} |")
 
 
@@ -381,7 +388,10 @@ def main() -> None:
     parser.add_argument("--cache", default="runs/cleaning-grid", help="folder of masks")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
-        "--only", choices=["everyday", "ours", "same"], help="fill this part of the cache"
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="groups of methods to compute"
+    )
+    parser.add_argument(
+        "--final-steps", type=int, default=2000, help="of the final models; 0: no accuracies"
     )
     parser.add_argument("--iterations", type=int, default=100, help="speed: iterations to time")
     parser.add_argument(

@@ -1,6 +1,7 @@
 """The command line: what it writes, what it says, and how it exits."""
 
 import csv
+import functools
 import json
 import subprocess
 import sys
@@ -164,7 +165,8 @@ def test_as_a_module():
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory):
     out = tmp_path_factory.mktemp("cleaning") / "run"
-    result = foretune("run", "cleaning", "--quick", "--seeds", 2, "--iterations", 60, "--out", out)
+    options = ["--quick", "--seeds", 2, "--steps", 50, "--iterations", 60]
+    result = foretune("run", "cleaning", *options, "--out", out)
     assert result.exit_code == 0, result.output
     return out
 
@@ -203,9 +205,6 @@ def test_stacked_seeds_and_budgets_do_not_mix(tmp_path):
 
 def test_an_interrupted_experiment_goes_on(tmp_path, monkeypatch):
     command = ["run", "cleaning", "--quick", "--steps", 20, "--iterations", 12, "--out"]
-    whole = foretune(*command, tmp_path / "whole")
-    assert whole.exit_code == 0
-
     step = cleaning.Measure.step
 
     def interrupting(self, run):
@@ -213,6 +212,10 @@ def test_an_interrupted_experiment_goes_on(tmp_path, monkeypatch):
         if run.step == 7:
             raise KeyboardInterrupt
 
+    cleaner = functools.partial(LabelCleaner, "softmax", hyper_steps=2, steps=5)
+    monkeypatch.setattr(cleaning, "LabelCleaner", cleaner)
+    whole = foretune(*command, tmp_path / "whole")
+    assert whole.exit_code == 0
     monkeypatch.setattr(cleaning.Measure, "step", interrupting)
     stopped = foretune(*command, tmp_path / "parts")
     assert stopped.exit_code == 130
