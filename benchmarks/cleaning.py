@@ -41,6 +41,7 @@ from foretune.apps._noise import START_L2, make_folds, train_plain
 from foretune.apps._weights import SUSPECT_BELOW
 from foretune.data import corrupt, load
 from foretune.experiments import cleaning
+from foretune.experiments._splits import Split, score, split
 
 KINDS, RATES, CHECKS = ("symmetric", "pair"), (0.1, 0.3, 0.5), (50, 200, 1000, 5000)
 CLASSES = 10
@@ -50,8 +51,8 @@ OURS = ("LabelCleaner", "hyper-cleaning (paper)")
 SAME_MODEL = ("cleanlab, cross-validated, our model", "cleanlab, clean model, our model")
 
 
-def cell(dataset, kind: str, rate: float, checks: int, seed: int) -> cleaning.Split:
-    s = cleaning.split(dataset, 0.0, seed)
+def cell(dataset, kind: str, rate: float, checks: int, seed: int) -> Split:
+    s = split(dataset, 0.0, seed)
     rng = np.random.default_rng([seed, KINDS.index(kind), round(100 * rate)])
     given, wrong = corrupt(s.given, rate, rng, kind)
     return s._replace(
@@ -83,7 +84,7 @@ class Masks:
             return np.unpackbits(file["mask"])[:5000].astype(bool), float(file["seconds"])
 
 
-def everyday(masks: Masks, s: cleaning.Split, kind, rate, checks, seed) -> dict:
+def everyday(masks: Masks, s: Split, kind, rate, checks, seed) -> dict:
     """cleanlab in its two ways and plain disagreement, with scikit-learn's logistic regression."""
     model = LogisticRegression(max_iter=300)
 
@@ -127,7 +128,7 @@ class Kernel:
         return np.asarray(jax.nn.softmax(scores), np.float64)
 
 
-def same_model(masks: Masks, s: cleaning.Split, kind, rate, checks, seed, kernels: dict) -> dict:
+def same_model(masks: Masks, s: Split, kind, rate, checks, seed, kernels: dict) -> dict:
     """cleanlab in its two ways, with the probabilities of LabelCleaner's default model."""
     n = len(s.x)
 
@@ -156,7 +157,7 @@ def same_model(masks: Masks, s: cleaning.Split, kind, rate, checks, seed, kernel
     }
 
 
-def ours(masks: Masks, s: cleaning.Split, kind, rate, checks, seed) -> dict:
+def ours(masks: Masks, s: Split, kind, rate, checks, seed) -> dict:
     def default():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # few checked examples may lack a class
@@ -238,7 +239,7 @@ def grid(arguments) -> None:
                 found[k][OURS[1]] = theirs[k, kind, rate]
         f1 = {
             name: np.mean(
-                [cleaning.score(f[name][0], s.wrong).f1 for f, s in zip(found, splits, strict=True)]
+                [score(f[name][0], s.wrong).f1 for f, s in zip(found, splits, strict=True)]
             )
             for name in found[0]
         }
@@ -259,7 +260,7 @@ def grid(arguments) -> None:
                     row["accuracy"] = float(accuracy[k, m])
                 if name in found[k]:
                     mask, seconds = found[k][name]
-                    row |= {"f1": cleaning.score(mask, s.wrong).f1, "seconds": seconds}
+                    row |= {"f1": score(mask, s.wrong).f1, "seconds": seconds}
                 records.append(row)
     if records:
         record(arguments.out, {"records": records})
@@ -267,7 +268,7 @@ def grid(arguments) -> None:
 
 def speed(arguments) -> None:
     """Time DH-1000 of the paper's Table 1, one seed: 500 hyper-iterations of T = 1000."""
-    s = cleaning.split(load("mnist"), 0.5, 0)
+    s = split(load("mnist"), 0.5, 0)
     hparams, sets = cleaning.start(1, [1000], len(s.given))
     rows = []
     for unroll in (1, 4, 8):
@@ -327,7 +328,7 @@ def kinds(arguments) -> None:
             row = {
                 "data": name,
                 "seed": seed,
-                "f1": cleaning.score(cleaner.suspects_, wrong).f1,
+                "f1": score(cleaner.suspects_, wrong).f1,
                 "LabelCleaner": cleaner.score(x[test], y[test]),
                 "seconds": seconds,
                 "train, checked, test": [len(train), len(checked), len(test)],

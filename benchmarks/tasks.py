@@ -1,9 +1,6 @@
 """Tuning tasks that several benchmarks share."""
 
-import gzip
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +10,7 @@ import optax
 from sklearn.datasets import load_digits
 
 import foretune as ft
+from foretune.data import load
 
 Task = tuple[ft.Problem, dict[str, Any], dict[str, Any], Callable[..., dict[str, Any]]]
 
@@ -31,24 +29,9 @@ def digits_arrays(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mnist_arrays() -> tuple[np.ndarray, ...]:
-    """Return MNIST's training and test images and labels, from the folder of FORETUNE_DATA."""
-    folder = Path(os.environ.get("FORETUNE_DATA", "")) / "mnist"
-    if not folder.is_dir():
-        raise SystemExit(
-            "MNIST is not here: set FORETUNE_DATA to a folder that has its four idx files, gzipped, "
-            "in a subfolder `mnist`."
-        )
-
-    def read(name: str, skip: int) -> np.ndarray:
-        with gzip.open(folder / f"{name}.gz") as file:
-            return np.frombuffer(file.read(), np.uint8, offset=skip)
-
-    arrays = []
-    for part in ("train", "t10k"):
-        images = read(f"{part}-images-idx3-ubyte", 16).reshape(-1, 784)
-        arrays += [(images / 255).astype(np.float32)]
-        arrays += [read(f"{part}-labels-idx1-ubyte", 8).astype(np.int32)]
-    return tuple(arrays)
+    """Return MNIST's training and test images and labels."""
+    x, y, *_ = load("mnist")
+    return x[:60_000], y[:60_000], x[60_000:], y[60_000:]
 
 
 def _cross_entropy(logits, labels):

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from foretune import cli
 from foretune.apps import LabelCleaner
-from foretune.data import corrupt, read_table
+from foretune.data import corrupt, load, read_table
 from foretune.experiments import cleaning
 from foretune.experiments._folder import RunError, RunFolder
+from foretune.experiments._splits import split
 
 runner = CliRunner()
 
@@ -190,8 +191,8 @@ def test_the_experiment(experiment):
 
 
 def test_stacked_seeds_and_budgets_do_not_mix(tmp_path):
-    dataset = cleaning.load("digits")
-    splits = [cleaning.split(dataset, 0.5, seed) for seed in range(2)]
+    dataset = load("digits")
+    splits = [split(dataset, 0.5, seed) for seed in range(2)]
     settings = cleaning.Settings(seeds=2, steps=20, iterations=5)
 
     def weights(splits, budgets, name):

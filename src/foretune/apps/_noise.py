@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
+from scipy.optimize import brentq
+from scipy.special import expit, logit
 
 from .._constraints import Box
 from .._driver import Result
@@ -191,18 +193,9 @@ def fit_budget(right: np.ndarray, budget: float) -> np.ndarray:
     """
     if right.sum() <= budget:
         return right
-    tiny = np.finfo(float).tiny
-    log_odds = np.log(np.maximum(right, tiny)) - np.log(np.maximum(1 - right, tiny))
-    low, high = -800.0, 0.0  # the sum grows with the shift: bisection to rounding
-    for _ in range(100):
-        middle = (low + high) / 2
-        above = _logistic(log_odds + middle).sum() > budget
-        low, high = (low, middle) if above else (middle, high)
-    return _logistic(log_odds + low)
-
-
-def _logistic(x: np.ndarray) -> np.ndarray:
-    return 0.5 * (1 + np.tanh(x / 2))
+    log_odds = logit(np.clip(right, np.finfo(float).tiny, 1 - np.finfo(float).eps))
+    shift = brentq(lambda shift: expit(log_odds + shift).sum() - budget, -1000.0, 0.0)
+    return expit(log_odds + shift)
 
 
 class _Plain(eqx.Module):

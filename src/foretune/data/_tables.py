@@ -30,9 +30,9 @@ class Table(NamedTuple):
     image_shape: tuple[int, ...] | None
     path: str
 
-    def matrix(self, text: tuple[str, ...] = ()) -> Any:
+    def matrix(self) -> Any:
         """Return the rows as numbers; encode with `Encoder` to share columns between files."""
-        return Encoder(text).fit(self).transform(self)
+        return Encoder().fit(self).transform(self)
 
 
 def read_table(

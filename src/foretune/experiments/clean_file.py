@@ -12,8 +12,9 @@ from .._checkpoint import Checkpoint
 from ..apps import LabelCleaner
 from ..data import Table, read_table
 from ..data._tables import Encoder
-from ..report import curves, histogram, picture, write_page
+from ..report import curves, histogram, write_page
 from ._folder import RunFolder, digest
+from ._gallery import gallery_item
 
 SHOWN = 24
 
@@ -165,26 +166,17 @@ def gallery(folder: RunFolder, cleaner: LabelCleaner, table: Table) -> dict[str,
     for i in cleaner.ranking_[:SHOWN]:
         if not cleaner.suspects_[i]:
             break
-        image, row = None, None
+        pixels, row = None, None
         if table.image_shape:
-            image = f"figures/suspect-{i}.png"
-            pixels = table.x[i] if isinstance(table.x, np.ndarray) else table.x.iloc[i].to_numpy()
-            picture(folder.path / image, pixels.astype(float).reshape(table.image_shape))
+            x = table.x[i] if isinstance(table.x, np.ndarray) else table.x.iloc[i].to_numpy()
+            pixels = x.astype(float).reshape(table.image_shape)
         elif isinstance(table.x, np.ndarray):
             row = {str(j): float(v) for j, v in enumerate(table.x[i][:6])}
         else:
             row = {name: _short(table.x[name].iloc[i]) for name in table.x.columns[:6]}
-        items.append(
-            {
-                "index": int(i),
-                "given": str(table.y[i]),
-                "model": str(cleaner.suggested_[i]),
-                "confidence": float(cleaner.confidence_[i]),
-                "image": image,
-                "row": row,
-                "wrong": None,
-            }
-        )
+        given, model = table.y[i], cleaner.suggested_[i]
+        item = gallery_item(folder, cleaner, i, given=given, model=model, pixels=pixels, row=row)
+        items.append(item)
     count = int(cleaner.suspects_.sum())
     note = f"The first {len(items)} of {count} suspects." if items else "No label is suspicious."
     if items and not table.image_shape and table.x.shape[1] > 6:

@@ -32,16 +32,17 @@ from .._problem import FullBatch, Problem
 from ..apps import LabelCleaner
 from ..apps._features import Scale
 from ..apps._weights import SUSPECT_BELOW
-from ..data import DataError, Dataset, corrupt, load
-from ..report import curves, histogram, picture, write_page
+from ..data import load
+from ..report import write_page
+from ._cleaning_page import draw, gallery, tables
 from ._folder import RunFolder, digest
+from ._splits import Split, score, split
 
 SHARES = (0.2, 0.3, 0.4, 0.5)
 """R / n: the paper's 1000, 1500, 2000 and 2500 of 5,000."""
 RATE = 0.1
 FINAL = 4
 """The final training takes this many times T steps."""
-LARGEST = 20_000
 SQUARED_LENGTH = 100.0
 """Other data than digits and MNIST are scaled to about the length of MNIST's rows."""
 
@@ -57,18 +58,6 @@ class Settings(NamedTuple):
     quick: bool = False
 
 
-class Split(NamedTuple):
-    """One seed's data."""
-
-    x: np.ndarray
-    given: np.ndarray
-    wrong: np.ndarray
-    x_checked: np.ndarray
-    checked: np.ndarray
-    x_test: np.ndarray
-    test: np.ndarray
-
-
 def defaults(data: str, quick: bool) -> dict[str, int]:
     """Return seeds, steps and iterations: the paper's, smaller for small data, tiny if quick."""
     if quick:
@@ -76,41 +65,6 @@ def defaults(data: str, quick: bool) -> dict[str, int]:
     if data == "digits":
         return {"seeds": 1, "steps": 500, "iterations": 150}
     return {"seeds": 5, "steps": 1000, "iterations": 500}
-
-
-def split(dataset: Dataset, noise: float, seed: int) -> Split:
-    """Return a balanced split 1 : 1 : 2 with wrong training labels."""
-    rng = np.random.default_rng(seed)
-    classes, labels, counts = np.unique(dataset.y, return_inverse=True, return_counts=True)
-    each = min(int(counts.min()), LARGEST // len(classes))
-    n = each * len(classes) // 4
-    if len(classes) < 2 or n < 2 * len(classes):
-        raise DataError(
-            f"{dataset.name} has {len(classes)} classes with {counts.min()} examples in the smallest: "
-            "the experiment needs two classes or more, with 8 examples each."
-        )
-    members = [rng.permutation(np.flatnonzero(labels == k))[:each] for k in range(len(classes))]
-    chosen = rng.permutation(np.concatenate(members))
-    x, y = dataset.x[chosen], labels[chosen]
-    given, wrong = corrupt(y[:n], noise, rng)
-    return Split(x[:n], given, wrong, x[n : 2 * n], y[n : 2 * n], x[2 * n :], y[2 * n :])
-
-
-class Scores(NamedTuple):
-    """How well wrong labels were found; the positive class is "wrong"."""
-
-    f1: float
-    precision: float
-    recall: float
-    true_positives: int
-    false_positives: int
-
-
-def score(found: np.ndarray, wrong: np.ndarray) -> Scores:
-    """Return the scores of a mask of suspects."""
-    true, false = int((found & wrong).sum()), int((found & ~wrong).sum())
-    f1 = 2 * true / max(int(found.sum()) + int(wrong.sum()), 1)
-    return Scores(f1, true / max(true + false, 1), true / max(int(wrong.sum()), 1), true, false)
 
 
 def scores_of(params: PyTree, x: Array) -> Array:
@@ -143,7 +97,9 @@ def cleaning_problem(splits: list[Split], budgets: list[int], steps: int) -> Pro
     n = len(splits[0].given)
     classes, width = int(splits[0].checked.max()) + 1, splits[0].x.shape[1]
     rates = jnp.asarray([RATE * n / R for R in budgets], jnp.float32)
-    stack = {name: np.stack([getattr(s, name) for s in splits]) for name in Split._fields}
+
+    def stack(name):
+        return jnp.stack([getattr(s, name) for s in splits])  # on the device, once
 
     def loss(params, hparams, batch):
         weights = jnp.stack([jnp.stack(list(h.values())) for h in hparams.values()], axis=1)
@@ -157,8 +113,8 @@ def cleaning_problem(splits: list[Split], budgets: list[int], steps: int) -> Pro
         dynamics=Training(loss, optax.sgd(1.0)),
         objective=error,
         init=zeros(len(splits), len(budgets), classes, width),
-        batches=FullBatch((stack["x"], stack["given"]), steps=steps),
-        validation=(stack["x_checked"], stack["checked"]),
+        batches=FullBatch((stack("x"), stack("given")), steps=steps),
+        validation=(stack("x_checked"), stack("checked")),
     )
 
 
@@ -205,11 +161,12 @@ class Measure(Callback):
 
     def step(self, run: Any) -> None:
         """Measure, and append a line for each method and seed."""
-        validation, test = (np.asarray(a) for a in self._accuracies(run.state.params))
+        measured = (self._accuracies(run.state.params), run.hparams)
+        (validation, test), hparams = jax.device_get(measured)  # one transfer for all of them
         lines = []
-        for m, (R, of_seed) in enumerate(zip(self.budgets, run.hparams.values(), strict=True)):
+        for m, (R, of_seed) in enumerate(zip(self.budgets, hparams.values(), strict=True)):
             for k, weights in enumerate(of_seed.values()):
-                found = np.asarray(weights) < SUSPECT_BELOW
+                found = weights < SUSPECT_BELOW
                 record = {
                     "series": f"DH-{R}",
                     "seed": k,
@@ -298,7 +255,7 @@ def run(out: str | Path, settings: Settings) -> Path:
     folder.write(
         "result.json",
         {
-            **tables(accuracy, scores, own, settings),
+            **tables(accuracy, scores, own, settings.seeds),
             "figures": figures,
             "gallery": gallery(folder, cleaners[0], splits[0], dataset),
         },
@@ -330,142 +287,3 @@ def hyper_clean(
         R: [np.asarray(w) for w in of_seed.values()]
         for R, of_seed in zip(budgets, result.hparams.values(), strict=True)
     }
-
-
-def tables(
-    accuracy: dict[str, np.ndarray],
-    scores: dict[str, list[Scores]],
-    own: np.ndarray,
-    settings: Settings,
-) -> dict[str, Any]:
-    """Return the headline, the notes, the result table and every number behind it."""
-
-    def show(values):
-        values = 100 * np.asarray(values)
-        return (
-            f"{values.mean():.2f} ± {values.std(ddof=1):.2f}"
-            if len(values) > 1
-            else f"{values[0]:.2f}"
-        )
-
-    rows = []
-    for name, of_seed in accuracy.items():
-        row: list[Any] = [name, show(of_seed)]
-        if name in scores:
-            s = np.array(scores[name], float).mean(axis=0)
-            row += [round(s[0], 4), round(s[1], 4), round(s[2], 4), round(s[3], 1), round(s[4], 1)]
-        else:
-            row += [None] * 5
-        rows.append(row)
-    reached = [100 * accuracy[name].mean() for name in scores if name.startswith("DH")]
-    return {
-        "headline": (
-            f"Test accuracy: Baseline {show(accuracy['Baseline'])} %, hyper-cleaning "
-            f"{min(reached):.2f} to {max(reached):.2f} %, Oracle {show(accuracy['Oracle'])} %."
-        ),
-        "notes": [
-            "Accuracy is that of softmax regression trained on the kept and the checked examples. "
-            "F1, precision and recall count wrong labels as positive.",
-            "LabelCleaner is this package's default method; with its own model it reaches "
-            f"{show(own)} %.",
-        ],
-        "tables": [
-            {
-                "title": "Results",
-                "note": "Mean ± standard deviation over the seeds."
-                if settings.seeds > 1
-                else "One seed.",
-                "columns": [
-                    "method",
-                    "accuracy %",
-                    "F1",
-                    "precision",
-                    "recall",
-                    "true positives",
-                    "false positives",
-                ],
-                "rows": rows,
-            }
-        ],
-        "values": {
-            "accuracy": {name: a.tolist() for name, a in accuracy.items()},
-            "own_accuracy": own.tolist(),
-            "scores": {name: [s._asdict() for s in ss] for name, ss in scores.items()},
-        },
-    }
-
-
-def draw(
-    folder: RunFolder, budgets: list[int], weights: np.ndarray, first: Split
-) -> list[dict[str, str]]:
-    """Draw the curves and the histogram."""
-    records = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-
-    def lines(*measures):
-        found = []
-        for R in budgets:
-            for measure in measures:
-                steps: dict[int, list[float]] = {}
-                for r in records:
-                    if r["series"] == f"DH-{R}":
-                        steps.setdefault(r["step"], []).append(r[measure])
-                label = f"DH-{R}" + (f", {measure.replace('_', ' ')}" if len(measures) > 1 else "")
-                means = [float(np.mean(v)) for v in steps.values()]
-                found.append({"label": label, "x": list(steps), "y": means})
-        return found
-
-    panels = [
-        ("Accuracy on checked examples", "accuracy", "validation_accuracy"),
-        ("Accuracy on test examples", "accuracy", "test_accuracy"),
-        ("Wrong labels found", "true positives", "true_positives"),
-        ("Right labels discarded", "false positives", "false_positives"),
-    ]
-    curves(
-        folder.figures / "curves.svg",
-        [{"title": t, "ylabel": y, "lines": lines(m)} for t, y, m in panels],
-        xlabel="hyper-iteration",
-    )
-    histogram(
-        folder.figures / "weights.svg",
-        {"wrong labels": weights[first.wrong], "right labels": weights[~first.wrong]},
-        xlabel=f"weight after the last hyper-iteration (DH-{budgets[0]}, first seed)",
-    )
-    return [
-        {
-            "file": "figures/curves.svg",
-            "title": "Over the hyper-iterations",
-            "caption": "Mean over seeds. Accuracies are those of the weighted inner model.",
-        },
-        {
-            "file": "figures/weights.svg",
-            "title": "Weights",
-            "caption": f"Weights below {SUSPECT_BELOW} mark a label as wrong.",
-        },
-    ]
-
-
-def gallery(
-    folder: RunFolder, cleaner: LabelCleaner, first: Split, dataset: Dataset, count: int = 24
-) -> dict[str, Any]:
-    """Return the most suspicious examples of the first seed, with pictures where rows are images."""
-    names = np.unique(dataset.y)
-    items = []
-    for i in cleaner.ranking_[:count]:
-        image = None
-        if dataset.image_shape:
-            image = f"figures/suspect-{i}.png"
-            picture(folder.path / image, first.x[i].reshape(dataset.image_shape))
-        row = None if image else {str(j): float(v) for j, v in enumerate(first.x[i][:6])}
-        items.append(
-            {
-                "index": int(i),
-                "given": str(names[first.given[i]]),
-                "model": str(names[cleaner.suggested_[i]]),
-                "confidence": float(cleaner.confidence_[i]),
-                "image": image,
-                "row": row,
-                "wrong": bool(first.wrong[i]),
-            }
-        )
-    note = "The first seed's training examples, by LabelCleaner's ranking."
-    return {"title": "Most suspicious labels", "note": note, "items": items}
