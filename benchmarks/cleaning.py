@@ -252,16 +252,17 @@ def grid(arguments) -> None:
         accuracy = None
         if arguments.final_steps:
             accuracy = cleaning.final_accuracies(splits, kept, arguments.final_steps)
-        for k, s in enumerate(splits):
-            where = {"noise": kind, "rate": rate, "checked": checks, "seed": k}
-            for m, name in enumerate(["Oracle", "Baseline", *names]):
-                row = {**where, "method": name}
-                if accuracy is not None:
-                    row["accuracy"] = float(accuracy[k, m])
-                if name in found[k]:
-                    mask, seconds = found[k][name]
-                    row |= {"f1": score(mask, s.wrong).f1, "seconds": seconds}
-                records.append(row)
+        for m, name in enumerate(["Oracle", "Baseline", *names]):
+            row = {"noise": kind, "rate": rate, "checked": checks, "method": name}
+            if accuracy is not None:
+                row["accuracy"] = [round(float(a), 4) for a in accuracy[:, m]]
+            if name in names:
+                row["f1"] = [
+                    round(score(f[name][0], s.wrong).f1, 4)
+                    for f, s in zip(found, splits, strict=True)
+                ]
+                row["seconds"] = [round(f[name][1], 2) for f in found]
+            records.append(row)
     if records:
         record(arguments.out, {"records": records})
 
@@ -367,18 +368,23 @@ def ours_on(cleaner, x, keep, labels, x_test, y_test) -> float:
 
 
 def table(arguments) -> None:
-    """Print the grid's F1 as Markdown, the mean over seeds."""
-    content = json.loads(Path(arguments.out).read_text())
-    records = [r for r in content["results"]["records"] if "f1" in r]
+    """Print the grid's F1 and accuracy as Markdown, the mean over seeds."""
+    records = json.loads(Path(arguments.out).read_text())["results"]["records"]
     names = [*OURS, *CLEANLAB, *SAME_MODEL]
-    print("| noise | wrong | checked | " + " | ".join(names) + " |")
+    print_table(records, "f1", names, lambda value: f"{value:.3f}")
+    print_table(
+        records, "accuracy", ["Oracle", "Baseline", *names], lambda value: f"{100 * value:.2f}"
+    )
+
+
+def print_table(records: list[dict], what: str, names: list[str], show) -> None:
+    print(f"\n{what}\n\n| noise | wrong | checked | " + " | ".join(names) + " |")
     print("|---" * (len(names) + 3) + "|")
     for kind, rate, checks in itertools.product(KINDS, RATES, CHECKS):
         here = [r for r in records if (r["noise"], r["rate"], r["checked"]) == (kind, rate, checks)]
-        found = {name: [r["f1"] for r in here if r["method"] == name] for name in names}
-        means = {name: np.mean(f1) for name, f1 in found.items() if f1}
-        best = max(means.values())
-        marks = {name: f"**{m:.3f}**" if m == best else f"{m:.3f}" for name, m in means.items()}
+        means = {r["method"]: np.mean(r[what]) for r in here if what in r}
+        best = max(mean for name, mean in means.items() if name != "Oracle")
+        marks = {name: f"**{show(m)}**" if m == best else show(m) for name, m in means.items()}
         shown = " | ".join(marks.get(name, "-") for name in names)
         print(f"| {kind} | {rate:.0%} | {checks} | {shown} |")
 
