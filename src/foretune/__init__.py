@@ -32,6 +32,7 @@ from ._engines.base import Hypergradient as Hypergradient
 from ._engines.forward import Forward as Forward
 from ._engines.nonfinite import NonFiniteError as NonFiniteError
 from ._engines.reverse import Reverse as Reverse
+from ._folds import CrossValidated as CrossValidated
 from ._minimize import minimize as minimize
 from ._problem import FullBatch as FullBatch
 from ._problem import Minibatches as Minibatches

@@ -30,7 +30,11 @@ from ._validate import (
 )
 
 
-class Minibatches(eqx.Module):
+class Batches(eqx.Module):
+    """What the steps train on: `xs`, which the loop scans over, and `batch(x)`, an entry's batch."""
+
+
+class Minibatches(Batches):
     """T minibatches as indices into data that lies on the device once.
 
     Step t sees `data` with its leading axis indexed by `indices[t]`; the gather happens inside the
@@ -115,7 +119,7 @@ class Minibatches(eqx.Module):
         return jax.tree.map(lambda leaf: leaf[x], self.data)
 
 
-class FullBatch(eqx.Module):
+class FullBatch(Batches):
     """The same data at each of T steps: full-batch descent.
 
     >>> import foretune as ft, jax.numpy as jnp
@@ -140,7 +144,7 @@ class FullBatch(eqx.Module):
         return self.data
 
 
-class Stacked(eqx.Module):
+class Stacked(Batches):
     """A pytree of arrays with leading axis T, one entry a step."""
 
     xs: PyTree[Array]
@@ -158,6 +162,11 @@ class Stacked(eqx.Module):
     def batch(self, x: PyTree[Array]) -> PyTree[Array]:
         """Return the batch of one entry of `xs`."""
         return x
+
+
+def as_batches(batches: Any) -> Any:
+    """Return the batches as `Batches`: a pytree of arrays has an entry for each step."""
+    return batches if isinstance(batches, Batches) else Stacked(batches)
 
 
 class System(NamedTuple):
@@ -212,7 +221,7 @@ class Problem(eqx.Module):
     dynamics: Any
     objective: Callable[..., Any] | dict[str, Callable[..., Any]]
     init: PyTree
-    batches: Minibatches | FullBatch | Stacked
+    batches: Any  # `Batches`
     validation: PyTree
     trajectory: bool = eqx.field(static=True)
 
@@ -233,8 +242,7 @@ class Problem(eqx.Module):
         self.init = as_arrays(init)
         if self._starts_from_function():
             check_signature(init, "init(hparams)")
-        known = isinstance(batches, Minibatches | FullBatch | Stacked)
-        self.batches = batches if known else Stacked(batches)
+        self.batches = as_batches(batches)
         self.validation = as_arrays(validation)
         self.trajectory = trajectory
 
@@ -350,7 +358,9 @@ class Problem(eqx.Module):
 
 
 def _identity(name: Any, objective: Any) -> Any:
-    # a module may hold arrays, which cannot be compared inside a program: it counts by its name
+    # a module may hold arrays, which cannot be compared inside a program: it counts by its name,
+    # unless it stands for another objective, as the mean over folds does
+    objective = getattr(objective, "stands_for", objective)
     return name if isinstance(objective, eqx.Module) else objective
 
 
