@@ -145,6 +145,63 @@ def cleaning(
         print(page)
 
 
+@experiments.command(
+    epilog="Examples:\n\n"
+    "`foretune run multitask --quick` — digits, a first look\n\n"
+    "`foretune run multitask --data cifar` — the paper's Tables 2 and 4, minutes on a GPU\n\n"
+    "`foretune run multitask --data features.npz --per-class 4` — your data"
+)
+def multitask(
+    data: Annotated[
+        str,
+        typer.Option(
+            help="digits, mnist, cifar10, cifar100, cifar (both), or a .npz, .csv or .parquet file."
+        ),
+    ] = "digits",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Splits to average over.")] = None,
+    per_class: Annotated[
+        int | None,
+        typer.Option(min=2, help="Labelled rows of a class to train on, and as many to validate."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of a training, folds.")] = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="Hyper-iterations, folds.")] = None,
+    paper_steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of a training, single split as published.")
+    ] = None,
+    paper_iterations: Annotated[
+        int | None, typer.Option(min=1, help="Hyper-iterations, single split as published.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A minute instead of many.")] = False,
+    out: Out = None,
+    debug: Debug = False,
+) -> None:
+    """Learning task interactions: which classes help each other, from a few rows of each?
+
+    STL, NMTL, HMTL and HMTL-S as in Table 2 of the paper, and with folds, beside output-kernel learning,
+    a p-norm method and logistic regression. Interrupted, the same command goes on where it was. Ends with
+    the path of a report.
+    """
+    out = out or Path("runs") / f"multitask-{Path(data).stem}{'-quick' if quick else ''}"
+    with _plain_errors(debug, out):
+        from .experiments import multitask as experiment
+
+        given = {
+            "seeds": seeds,
+            "per_class": per_class,
+            "steps": steps,
+            "iterations": iterations,
+            "paper_steps": paper_steps,
+            "paper_iterations": paper_iterations,
+        }
+        asked = {name: value for name, value in given.items() if value is not None}
+        usual = experiment.defaults(data, quick)
+        settings = experiment.Settings(data=data, quick=quick, **(usual | asked))
+        _note_finished(out)
+        page = experiment.run(out, settings)
+        _show_tables(page.parent)
+        print(page)
+
+
 @app.command(
     epilog="Examples:\n\n"
     "`foretune clean train.csv --clean checked.csv --label species`\n\n"

@@ -1,5 +1,7 @@
 """Ready-made applications, as scikit-learn estimators: `pip install "foretune[apps]"`."""
 
 from ._cleaner import LabelCleaner as LabelCleaner
+from ._plot import plot_task_graph as plot_task_graph
+from ._task_graph import TaskGraphClassifier as TaskGraphClassifier
 
-__all__ = ["LabelCleaner"]
+__all__ = ["LabelCleaner", "TaskGraphClassifier", "plot_task_graph"]

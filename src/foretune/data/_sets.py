@@ -2,6 +2,8 @@
 
 `digits` is inside scikit-learn. `mnist` is looked for in the folder that the environment variable
 FORETUNE_DATA names, then in the user's cache; if it is in neither, it is downloaded there by Pooch.
+`cifar10` and `cifar100` are features of images, which cannot be downloaded ready-made: they are looked
+for in the same two places.
 """
 
 import gzip
@@ -24,6 +26,7 @@ class Dataset(NamedTuple):
     y: np.ndarray
     image_shape: tuple[int, ...] | None
     name: str
+    class_names: list[str] | None = None
 
 
 _MNIST = {  # file: (bytes of header, md5 of the raw bytes, md5 of the usual gzip file)
@@ -52,7 +55,7 @@ _MNIST_SOURCE = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 
 
 def load(name: str) -> Dataset:
-    """Return the data set `digits` or `mnist`, or the one in a file (.npz, .csv, .parquet).
+    """Return `digits`, `mnist`, `cifar10`, `cifar100`, or what is in a file (.npz, .csv, .parquet).
 
     >>> digits = load("digits")
     >>> digits.x.shape, digits.image_shape
@@ -65,14 +68,42 @@ def load(name: str) -> Dataset:
         return Dataset((x / 16).astype(np.float32), y.astype(np.int32), (8, 8), "digits")
     if name == "mnist":
         return _mnist()
+    if name in ("cifar10", "cifar100"):
+        return _cifar(name)
     if not Path(name).suffix:
         raise DataError(
-            f"no data set {name!r}: give digits, mnist, or the path of a .npz, .csv or .parquet file."
+            f"no data set {name!r}: give digits, mnist, cifar10, cifar100, or the path of a .npz, .csv "
+            "or .parquet file."
         )
     from ._tables import read_table
 
     table = read_table(name)
     return Dataset(table.matrix(), table.y, table.image_shape, Path(name).stem)
+
+
+def _cifar(name: str) -> Dataset:
+    file = f"{name}-efficientnet-lite0.npz"
+    folders = [_cache() / "cifar"]
+    if "FORETUNE_DATA" in os.environ:
+        folders.insert(0, Path(os.environ["FORETUNE_DATA"]) / "cifar")
+    folder = next((f for f in folders if (f / file).is_file()), None)
+    if folder is None:
+        raise DataError(
+            f"{file} is not in {' nor in '.join(map(str, folders))}. It holds features of {name}'s "
+            "images by an EfficientNet-Lite0, x (n, 1280) and y (n,), and cannot be downloaded. Features "
+            "of your own go by their path, --data features.npz with x and y."
+        )
+    with np.load(folder / file) as arrays:
+        x, y = arrays["x"].astype(np.float32), arrays["y"].astype(np.int32)
+    names = folder / f"{name}-classes.txt"
+    found = names.read_text().split() if names.is_file() else None
+    return Dataset(x, y, None, name, found)
+
+
+def _cache() -> Path:
+    import pooch
+
+    return Path(pooch.os_cache("foretune"))
 
 
 def _mnist() -> Dataset:
@@ -92,7 +123,7 @@ def _mnist_file(name: str) -> Path:
         return given
     import pooch
 
-    cache = Path(pooch.os_cache("foretune")) / "mnist"
+    cache = _cache() / "mnist"
     if (cache / f"{name}.gz").is_file():
         return cache / f"{name}.gz"
     try:

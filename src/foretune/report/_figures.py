@@ -9,7 +9,7 @@ import importlib
 import io
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,18 @@ def histogram(path: str | Path, groups: Mapping[str, Any], *, xlabel: str, bins:
             figure.legend(handles, names, ncols=_ncols(names, 54), loc="outside lower left")
 
     return _save_svg(path, (5.4, 3.1), draw)
+
+
+def drawing(path: str | Path, draw: Callable[[Any], Any], *, size: tuple[float, float]) -> Path:
+    """Let `draw(axes)` draw on empty axes, in the style of the others, into an SVG file.
+
+    >>> import tempfile
+    >>> from foretune import report
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report.drawing(f"{folder}/line.svg", lambda axes: axes.plot([1, 2]), size=(2, 2)).name
+    'line.svg'
+    """
+    return _save_svg(path, size, lambda figure: draw(figure.add_subplot()))
 
 
 def picture(path: str | Path, pixels: Any) -> Path:

@@ -1,0 +1,376 @@
+"""Classes that lean on one another: a linear model with a graph of task interactions.
+
+    J(W, b) = sum_i loss(W x_i + b, y_i) + sum_jk C_jk |w_j - w_k|^2 + sum_k rho_k |w_k|^2
+
+is minimised by T steps of gradient descent with momentum from 0. C (symmetric, >= 0) and rho (>= 0) are
+hyperparameters; they descend on the error of rows that the training did not see,
+
+    E = mean over folds of the mean over held-out rows of loss(tau (W x_i + b), y_i),
+
+with the scale tau as one more hyperparameter where asked for: a strong regulariser makes small scores,
+and without tau the error would blame it for that.
+
+Arrays have two leading axes, splits and members: splits are data sets of their own, the members of a
+split are descents on parts of it. No sum runs across either, so all of them descend independently, as
+one program.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from .._callbacks import Callback
+from .._checkpoint import Checkpoint
+from .._constraints import AbstractConstraint, Log, SymmetricNonNegative
+from .._dynamics import Training
+from .._folds import CrossValidated
+from .._minimize import minimize
+from .._problem import FullBatch, Problem
+from ._noise import make_folds
+
+MOMENTUM = 0.9
+KINDS = ("full", "uniform", "none")
+"""C free; all pairs alike; no pairs, but a rho for each class."""
+HYPER_RATE, PAIR_RATE = 0.1, 0.05
+"""Of Adam; the second for the C of each pair, in units of where they start."""
+START_RHO, START_C, START_SCALE = 0.1, 0.1, 3.0
+"""C starts at START_C / K for each pair."""
+
+
+class Rows(NamedTuple):
+    """The labelled rows of each split."""
+
+    x: Any  # (splits, n, d), mean squared length 1
+    y: Any  # (splits, n)
+
+
+class Plan(NamedTuple):
+    """Who is trained on what: masks of the rows."""
+
+    train: Any  # (folds, splits, members, n)
+    held: Any  # (folds, splits, members, n): what the fold's model is judged by
+    outer: Any  # (splits, members, n): what a member's descent does not see at all
+
+
+class EachMember(AbstractConstraint):
+    """A set for each split and member."""
+
+    inner: AbstractConstraint
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return the nearest points."""
+        return jax.vmap(jax.vmap(self.inner.project))(x)
+
+
+def interactions(hparams: PyTree, classes: int) -> tuple[Array, Array]:
+    """Return C (splits, members, K, K) and rho (splits, members, K)."""
+    rho = hparams["rho"]
+    rho = rho if rho.ndim == 3 else jnp.broadcast_to(rho[..., None], (*rho.shape, classes))
+    shape = (*rho.shape, classes)
+    if "C" not in hparams:
+        return jnp.zeros(shape, rho.dtype), rho
+    C = hparams["C"]
+    return (C if C.ndim == 4 else jnp.broadcast_to(C[..., None, None], shape)), rho
+
+
+def penalty(w: Array, C: Array, rho: Array) -> Array:
+    """Return sum_jk C_jk |w_j - w_k|^2 + sum_k rho_k |w_k|^2 of each member.
+
+    The first sum is 2 tr(W' L W) with the graph's Laplacian L = diag(C 1) - C.
+    """
+    Lw = jnp.sum(C, -1)[..., None] * w - C @ w
+    return jnp.sum(w * (2 * Lw + rho[..., None] * w), axis=(-2, -1))
+
+
+def scores_of(params: PyTree, x: Array) -> Array:
+    """Return class scores (splits, members, n, K)."""
+    return jnp.einsum("snd,smkd->smnk", x, params["w"]) + params["b"][:, :, None]
+
+
+def losses(params: PyTree, hparams: PyTree, x: Array, y: Array) -> Array:
+    """Return the cross-entropy of each row (splits, members, n), scaled by tau where there is one."""
+    scores = scores_of(params, x)
+    if "scale" in hparams:
+        scores = hparams["scale"][..., None, None] * scores
+    y = jnp.broadcast_to(y[:, None], scores.shape[:-1])
+    return optax.softmax_cross_entropy_with_integer_labels(scores, y)
+
+
+def objective(params: PyTree, hparams: PyTree, batch: PyTree) -> Array:
+    """Return J of each member (splits, members)."""
+    x, y, use, _ = batch
+    C, rho = interactions(hparams, params["w"].shape[-2])
+    plain = {name: leaf for name, leaf in hparams.items() if name != "scale"}
+    return jnp.sum(use * losses(params, plain, x, y), -1) + penalty(params["w"], C, rho)
+
+
+def training_loss(params: PyTree, hparams: PyTree, batch: PyTree) -> Float[Array, ""]:
+    """Return the sum of all J, each times its learning rate."""
+    return jnp.sum(batch[3][:, None] * objective(params, hparams, batch))
+
+
+def held_out(params: PyTree, hparams: PyTree, x: Array, y: Array, held: Array) -> Array:
+    """Return the mean loss over the held-out rows (splits, members)."""
+    total = jnp.sum(held * losses(params, hparams, x, y), -1)
+    return total / jnp.maximum(jnp.sum(held, -1), 1)
+
+
+def held_out_error(state: Any, hparams: PyTree, batch: PyTree) -> Float[Array, ""]:
+    """Return E, summed over splits and members."""
+    return jnp.sum(held_out(state.params, hparams, *batch))
+
+
+def learning_rate(rows: Rows, classes: int) -> np.ndarray:
+    """Return a stable learning rate of each split: rows have length 1, J sums over them."""
+    n = rows.y.shape[1]
+    return np.full(rows.y.shape[0], min(0.4 * classes, 30.0) / n, np.float32)
+
+
+def graph_problem(rows: Rows, plan: Plan, classes: int, steps: int) -> CrossValidated:
+    """Return the problem of all splits and members, cross-validated over the plan's folds."""
+    x, y, rate = (jnp.asarray(a) for a in (*rows, learning_rate(rows, classes)))
+    members = plan.train.shape[2]
+    training = Training(training_loss, optax.sgd(1.0, MOMENTUM))
+    start = zeros(len(x), members, classes, x.shape[2])
+
+    def problem_of_fold(k):
+        use, held = (jnp.asarray(part[k], jnp.float32) for part in (plan.train, plan.held))
+        return Problem(
+            training,
+            held_out_error,
+            init=start,
+            batches=FullBatch((x, y, use, rate), steps=steps),
+            validation=(x, y, held),
+        )
+
+    return CrossValidated(problem_of_fold, folds=len(plan.train))
+
+
+def zeros(splits: int, members: int, classes: int, width: int) -> PyTree:
+    """Return W = 0, b = 0."""
+    return {
+        "w": jnp.zeros((splits, members, classes, width)),
+        "b": jnp.zeros((splits, members, classes)),
+    }
+
+
+def start(kind: str, splits: int, members: int, classes: int) -> PyTree:
+    """Return the hyperparameters to start from, for all pairs alike or none."""
+    shape = (splits, members)
+    hparams = {
+        "rho": jnp.full((*shape, classes) if kind == "none" else shape, START_RHO),
+        "scale": jnp.full(shape, START_SCALE),
+    }
+    return hparams if kind == "none" else {**hparams, "C": jnp.full(shape, START_C / classes)}
+
+
+def constraints(kind: str, total: float | None) -> PyTree:
+    """Return the sets of the hyperparameters: rho, tau and a uniform C in the logarithm."""
+    pairs = EachMember(SymmetricNonNegative(total)) if kind == "full" else Log()
+    return {"rho": Log(), **({} if kind == "none" else {"C": pairs}), "scale": Log()}
+
+
+def make_plan(y: np.ndarray, folds: int, outer: int, rng: np.random.Generator) -> Plan:
+    """Return the plan of one split: member 0 sees all rows, `outer` others leave a fold out."""
+    n, members = len(y), outer + 1
+    train, held = np.zeros((2, folds, 1, members, n), bool)
+    left_out = np.zeros((1, members, n), bool)
+    outer_fold = make_folds(y, max(outer, 1), rng)
+    for m in range(members):
+        seen = np.flatnonzero(outer_fold != m - 1)
+        left_out[0, m] = ~np.isin(np.arange(n), seen)
+        fold = make_folds(y[seen], folds, rng)
+        for k in range(folds):
+            train[k, 0, m, seen[fold != k]] = True
+            held[k, 0, m, seen[fold == k]] = True
+    return Plan(train, held, left_out)
+
+
+def single_plan(is_validation: np.ndarray) -> Plan:
+    """Return the plan of one training and one validation set."""
+    held = np.asarray(is_validation, bool)[None, None, None]
+    return Plan(~held, held, np.zeros(held.shape[1:], bool))
+
+
+def joined(plans: list[Plan]) -> Plan:
+    """Return the plan of several splits."""
+    return Plan(
+        np.concatenate([p.train for p in plans], 1),
+        np.concatenate([p.held for p in plans], 1),
+        np.concatenate([p.outer for p in plans], 0),
+    )
+
+
+@eqx.filter_jit
+def outer_loss(params: PyTree, hparams: PyTree, rows: Rows, plan: Plan) -> Array:
+    """Return, for each split, the mean loss on rows that a member's whole descent did not see."""
+    each = jax.vmap(lambda p: jnp.sum(plan.outer * losses(p, hparams, *rows), (1, 2)))(params)
+    return jnp.mean(each, 0) / jnp.sum(plan.outer, (1, 2))
+
+
+@eqx.filter_jit
+def fold_loss(params: PyTree, hparams: PyTree, rows: Rows, plan: Plan) -> Array:
+    """Return, for each split, the error that its member 0 descends on."""
+    each = jax.vmap(lambda p, held: held_out(p, hparams, *rows, held))(params, plan.held)
+    return jnp.mean(each, 0)[:, 0]
+
+
+@eqx.filter_jit
+def fold_mistakes(params: PyTree, hparams: PyTree, rows: Rows, plan: Plan) -> Array:
+    """Return, for each split, the share of held-out rows that its member 0 gets wrong."""
+    wrong = jax.vmap(lambda p: jnp.argmax(scores_of(p, rows.x)[:, 0], -1) != rows.y)(params)
+    held = plan.held[:, :, 0]
+    return jnp.mean(jnp.sum(wrong * held, -1) / jnp.sum(held, -1), 0)
+
+
+class Keep(Callback):
+    """Keeps, for each split, the hyperparameters of member 0 where a score was lowest.
+
+    With a file it goes on from there when the run is resumed.
+    """
+
+    def __init__(self, score: Any, file: str | Path | None = None):
+        self.score, self.file = score, None if file is None else Path(file)
+        self.scores: Any = None
+        self.steps: Any = None
+        self.hparams: Any = None
+
+    def start(self, run: Any) -> None:
+        """Take up what was kept, where the run is resumed."""
+        if self.file is not None and run.history and self.file.exists():
+            with np.load(self.file) as saved:
+                self.scores, self.steps = saved["scores"], saved["steps"]
+                self.hparams = {name: jnp.asarray(saved[f"h_{name}"]) for name in run.hparams}
+
+    def step(self, run: Any) -> None:
+        """Compare."""
+        scores = np.asarray(self.score(run.state.params, run.hparams))
+        new = jax.tree.map(lambda leaf: leaf[:, :1], run.hparams)
+        if self.scores is None:
+            self.scores = np.full(len(scores), np.inf, scores.dtype)
+            self.steps, self.hparams = np.zeros(len(scores), int), new
+        better = scores < self.scores
+        self.scores = np.where(better, scores, self.scores)
+        self.steps = np.where(better, run.step, self.steps)
+        self.hparams = jax.tree.map(
+            lambda a, b: jnp.where(better.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, self.hparams
+        )
+        if self.file is not None:
+            kept = {f"h_{name}": np.asarray(leaf) for name, leaf in self.hparams.items()}
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            np.savez(self.file, scores=self.scores, steps=self.steps, **kept)
+
+
+def descend(
+    rows: Rows,
+    plan: Plan,
+    classes: int,
+    hparams: PyTree,
+    *,
+    sets: PyTree,
+    optimizer: Any,
+    score: Any,
+    steps: int,
+    hyper_steps: int,
+    engine: Any = None,
+    callbacks: Any = (),
+) -> tuple[Keep, Any]:
+    """Descend from `hparams`; return what is kept of each split, and the result of `minimize`.
+
+    `score(params, hparams, rows, plan)` gives a number for each split; kept is where it is lowest.
+    """
+    rows, plan = Rows(*map(jnp.asarray, rows)), Plan(*map(jnp.asarray, plan))
+    folder = next((c.directory for c in callbacks if isinstance(c, Checkpoint)), None)
+    file = None if folder is None else f"{folder}-kept.npz"
+    keep = Keep(lambda params, h: score(params, h, rows, plan), file)
+    result = minimize(
+        graph_problem(rows, plan, classes, steps),
+        hparams,
+        steps=hyper_steps,
+        engine=engine,
+        optimizer=optimizer,
+        constraints=sets,
+        callbacks=[*callbacks, keep],
+    )
+    return keep, result
+
+
+def tune(
+    kind: str,
+    rows: Rows,
+    plan: Plan,
+    classes: int,
+    *,
+    total: float | None = None,
+    steps: int,
+    hyper_steps: int,
+    engine: Any = None,
+    callbacks: Any = lambda phase: (),
+) -> tuple[Keep, Any]:
+    """Tune C, rho and tau from their usual start: first with all pairs alike, then one by one.
+
+    Kept is the step with the lowest loss on rows that the members' whole descents did not see; where
+    the plan has no such members, the one with the lowest error. `callbacks` is a function of the
+    phase, "uniform", "full" or "none".
+    """
+    splits, members = plan.outer.shape[:2]
+    options = {
+        "score": outer_loss if members > 1 else fold_loss,
+        "steps": steps,
+        "hyper_steps": hyper_steps,
+        "engine": engine,
+    }
+    phase = "none" if kind == "none" else "uniform"
+    keep, result = descend(
+        rows,
+        plan,
+        classes,
+        start(phase, splits, members, classes),
+        sets=constraints(phase, None),
+        optimizer=optax.adam(HYPER_RATE),
+        callbacks=callbacks(phase),
+        **options,
+    )
+    if kind != "full" or result.stopped == "interrupted":
+        return keep, result
+    C, rho, tau = (result.hparams[name] for name in ("C", "rho", "scale"))
+    if total is not None:
+        # sum_k w_k = 0 throughout, so a C_jk = a for all pairs is the same as 2 K a more of rho
+        most = total / (classes * (classes - 1))
+        C, rho = jnp.minimum(C, most), rho + 2 * classes * jnp.maximum(C - most, 0)
+    pairs = C[..., None, None] * (1 - jnp.eye(classes))
+    rates = {"C": optax.adam(PAIR_RATE * START_C / classes), "other": optax.adam(HYPER_RATE)}
+    return descend(
+        rows,
+        plan,
+        classes,
+        {"C": pairs, "rho": rho, "scale": tau},
+        sets=constraints("full", total),
+        optimizer=optax.partition(
+            rates, lambda h: {name: "C" if name == "C" else "other" for name in h}
+        ),
+        callbacks=callbacks("full"),
+        **options,
+    )
+
+
+def train(rows: Rows, hparams: PyTree, classes: int, steps: int) -> PyTree:
+    """Return W and b of each split (members = 1), trained on all its rows."""
+    rows = Rows(*map(jnp.asarray, rows))
+    use = jnp.ones((*rows.y.shape[:1], 1, rows.y.shape[1]))
+    rate = jnp.asarray(learning_rate(rows, classes))
+    problem = Problem(
+        Training(training_loss, optax.sgd(1.0, MOMENTUM)),
+        lambda state, h, batch: training_loss(state.params, h, batch),
+        init=zeros(len(rows.x), 1, classes, rows.x.shape[2]),
+        batches=FullBatch((*rows, use, rate), steps=steps),
+        validation=(*rows, use, rate),
+    )
+    plain = {name: leaf for name, leaf in hparams.items() if name != "scale"}
+    return problem.response(plain)[1].params

@@ -1,0 +1,66 @@
+"""A drawing of the graph of classes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def plot_task_graph(
+    graph: Any,
+    names: Sequence[str] | None = None,
+    *,
+    edges: int | None = None,
+    ax: Any = None,
+    colour: str = "#2b6cb0",
+) -> Any:
+    """Draw classes as nodes and their interactions as edges, the wider the stronger.
+
+    Args:
+        graph: a fitted `TaskGraphClassifier`, or a symmetric matrix C.
+        names: the classes' names; by default the estimator's classes.
+        edges: draw so many of the strongest edges; by default twice the number of classes.
+        ax: Matplotlib axes to draw on; by default new ones.
+        colour: of the edges.
+
+    Returns the axes.
+    """
+    import matplotlib.pyplot as plt
+    import networkx as nx
+
+    C = np.asarray(getattr(graph, "task_graph_", graph), np.float64)
+    if C.ndim != 2 or C.shape[0] != C.shape[1] or not np.allclose(C, C.T):
+        raise ValueError(f"the graph must be a symmetric matrix; got shape {C.shape}.")
+    K = len(C)
+    names = list(getattr(graph, "classes_", range(K)) if names is None else names)
+    if len(names) != K:
+        raise ValueError(f"{len(names)} names for a graph of {K} classes.")
+    net = nx.Graph()
+    net.add_nodes_from(range(K))
+    i, j = np.triu_indices(K, 1)
+    strength = C[i, j]
+    order = np.argsort(-strength, kind="stable")[: 2 * K if edges is None else edges]
+    strongest = max(float(strength.max(initial=0.0)), 1e-300)
+    for e in order:
+        if strength[e] > 0:
+            net.add_edge(int(i[e]), int(j[e]), weight=float(strength[e] / strongest))
+    if ax is None:
+        _, ax = plt.subplots(figsize=(7, 7))
+    place = nx.circular_layout(net)
+    if net.number_of_edges():
+        place = nx.spring_layout(net, pos=place, weight="weight", k=1.8 / np.sqrt(K), seed=0)
+    widths = [5 * net.edges[e]["weight"] for e in net.edges]
+    nx.draw_networkx_edges(net, place, ax=ax, width=widths, edge_color=colour, alpha=0.6)
+    nx.draw_networkx_nodes(net, place, ax=ax, node_color="#e2e8f0", edgecolors="#4a5568")
+    nx.draw_networkx_labels(
+        net,
+        place,
+        {k: str(name) for k, name in enumerate(names)},
+        ax=ax,
+        font_size=9,
+        font_color=plt.rcParams["text.color"],
+        verticalalignment="bottom",
+    )
+    ax.margins(0.15)
+    ax.set_axis_off()
+    return ax
