@@ -177,9 +177,9 @@ def multitask(
 ) -> None:
     """Learning task interactions: which classes help each other, from a few rows of each?
 
-    STL, NMTL, HMTL and HMTL-S as in Table 2 of the paper, and with folds, beside output-kernel learning,
-    a p-norm method and logistic regression. Interrupted, the same command goes on where it was. Ends with
-    the path of a report.
+    STL, NMTL, HMTL and HMTL-S as in Table 2 of the paper, and with folds, beside output-kernel
+    learning, a p-norm method and logistic regression. Interrupted, the same command goes on where it
+    was. Ends with the path of a report.
     """
     out = out or Path("runs") / f"multitask-{Path(data).stem}{'-quick' if quick else ''}"
     with _plain_errors(debug, out):

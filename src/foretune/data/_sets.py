@@ -90,8 +90,8 @@ def _cifar(name: str) -> Dataset:
     if folder is None:
         raise DataError(
             f"{file} is not in {' nor in '.join(map(str, folders))}. It holds features of {name}'s "
-            "images by an EfficientNet-Lite0, x (n, 1280) and y (n,), and cannot be downloaded. Features "
-            "of your own go by their path, --data features.npz with x and y."
+            "images by an EfficientNet-Lite0, x (n, 1280) and y (n,), and cannot be downloaded. "
+            "Features of your own go by their path, --data features.npz with x and y."
         )
     with np.load(folder / file) as arrays:
         x, y = arrays["x"].astype(np.float32), arrays["y"].astype(np.int32)

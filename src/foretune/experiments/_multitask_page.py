@@ -52,7 +52,7 @@ def table(name: str, found: dict[str, Any]) -> dict[str, Any]:
             spread = np.std(accuracy, ddof=1) if len(accuracy) > 1 else 0.0
             row: list[Any] = [
                 method,
-                result.get("note", way),
+                str(result.get("note", way)),
                 f"{accuracy.mean():.2f} ± {spread:.2f}",
             ]
             for other in (reference, 100 * found["STL"][way]["accuracy"]):
@@ -115,8 +115,8 @@ def draw(folder: RunFolder, name: str, found: dict[str, Any], splits: Any) -> li
         {
             "file": f"figures/{name}-errors.svg",
             "title": f"{name}: over the hyper-iterations, with folds",
-            "caption": "Mean over splits. HMTL starts where NMTL ends. Where the left falls and the right "
-            "rises, the graph over-fits the folds.",
+            "caption": "Mean over splits. HMTL starts where NMTL ends. Where the left falls and the "
+            "right rises, the graph over-fits the folds.",
         }
     )
     if splits.classes <= 25:
@@ -149,7 +149,8 @@ def describe(
         tables.append(table(name, results))
         method, difference, error = best(results)
         headlines.append(
-            f"{name}: {method} with folds {difference:+.2f} ± {error:.2f} points over logistic regression"
+            f"{name}: {method} with folds is {difference:+.2f} ± {error:.2f} points from logistic "
+            "regression"
         )
         figures += draw(folder, name, results, s)
         values[name] = {
@@ -183,8 +184,8 @@ def describe(
             )
         if name.startswith("cifar"):
             notes = [
-                "The features are of an EfficientNet-Lite0, not the paper's Inception-V3, and each class "
-                "has the same number of labelled rows: compare gains with the paper's, not levels."
+                "The features are of an EfficientNet-Lite0, not the paper's Inception-V3, and each "
+                "class has the same number of labelled rows: compare gains with the paper's, not levels."
             ]
     notes.append(
         "Single split: half of the labelled rows train, the others validate, as published. Folds: "

@@ -2,13 +2,13 @@
 
 A linear multiclass model with a graph C of class interactions, from very few labelled rows. STL has no
 graph and a rho for each class, NMTL one number for all pairs, HMTL one for each pair, HMTL-S the same
-with a bound on their sum; all four are tuned by hypergradients, so that they differ only in what is tied.
-Each is run in two ways:
+with a bound on their sum; all four are tuned by hypergradients, so that they differ only in what is
+tied. Each is run in two ways:
 
-single split   as published: half the labelled rows train, the other half validate; C = rho = 0 at first,
-               projected Adam, the hyper-iteration with the fewest validation mistakes
-folds          `TaskGraphClassifier`'s way: the error of folds of all labelled rows, the scores' scale tuned
-               too, and the hyper-iteration chosen by rows that the descent did not see
+single split   as published: half the labelled rows train, the other half validate; C = rho = 0 at
+               first, projected Adam, the hyper-iteration with the fewest validation mistakes
+folds          `TaskGraphClassifier`'s way: the error of folds of all labelled rows, the scores' scale
+               tuned too, and the hyper-iteration chosen by rows that the descent did not see
 
 and then trained on all labelled rows. All splits of the data descend as one program.
 """
