@@ -36,10 +36,10 @@ from ._noise import make_folds
 
 MOMENTUM = 0.9
 KINDS = ("full", "uniform", "none")
-"""C free; all pairs alike; no pairs, but a rho for each class."""
+"""C free; C = a times a given pattern, all pairs alike if none is; C = 0, but a rho for each class."""
 HYPER_RATE, PAIR_RATE = 0.1, 0.05
 """Of Adam; the second for the C of each pair, in units of where they start."""
-START_RHO, START_C, START_SCALE = 0.1, 0.1, 3.0
+START_RHO, START_C, START_SCALE = 0.05, 0.05, 3.0
 """C starts at START_C / K for each pair."""
 
 
@@ -68,15 +68,20 @@ class EachMember(AbstractConstraint):
         return jax.vmap(jax.vmap(self.inner.project))(x)
 
 
-def interactions(hparams: PyTree, classes: int) -> tuple[Array, Array]:
-    """Return C (splits, members, K, K) and rho (splits, members, K)."""
-    rho = hparams["rho"]
-    rho = rho if rho.ndim == 3 else jnp.broadcast_to(rho[..., None], (*rho.shape, classes))
-    shape = (*rho.shape, classes)
-    if "C" not in hparams:
-        return jnp.zeros(shape, rho.dtype), rho
-    C = hparams["C"]
-    return (C if C.ndim == 4 else jnp.broadcast_to(C[..., None, None], shape)), rho
+def interactions(hparams: PyTree, pattern: Array) -> tuple[Array, Array]:
+    """Return C (splits, members, K, K) and rho (splits, members, K).
+
+    A single number for C is the strength of the pattern (K, K).
+    """
+    rho, K = hparams["rho"], len(pattern)
+    rho = rho if rho.ndim == 3 else jnp.broadcast_to(rho[..., None], (*rho.shape, K))
+    C = hparams.get("C", jnp.zeros(rho.shape[:2], rho.dtype))
+    return (C if C.ndim == 4 else C[..., None, None] * pattern), rho
+
+
+def all_pairs(classes: int) -> np.ndarray:
+    """Return the pattern in which all pairs of classes are alike."""
+    return 1.0 - np.eye(classes, dtype=np.float32)
 
 
 def penalty(w: Array, C: Array, rho: Array) -> Array:
@@ -104,8 +109,8 @@ def losses(params: PyTree, hparams: PyTree, x: Array, y: Array) -> Array:
 
 def objective(params: PyTree, hparams: PyTree, batch: PyTree) -> Array:
     """Return J of each member (splits, members)."""
-    x, y, use, _ = batch
-    C, rho = interactions(hparams, params["w"].shape[-2])
+    x, y, use, _, pattern = batch
+    C, rho = interactions(hparams, pattern)
     plain = {name: leaf for name, leaf in hparams.items() if name != "scale"}
     return jnp.sum(use * losses(params, plain, x, y), -1) + penalty(params["w"], C, rho)
 
@@ -132,10 +137,10 @@ def learning_rate(rows: Rows, classes: int) -> np.ndarray:
     return np.full(rows.y.shape[0], min(0.4 * classes, 30.0) / n, np.float32)
 
 
-def graph_problem(rows: Rows, plan: Plan, classes: int, steps: int) -> CrossValidated:
+def graph_problem(rows: Rows, plan: Plan, pattern: Any, steps: int) -> CrossValidated:
     """Return the problem of all splits and members, cross-validated over the plan's folds."""
-    x, y, rate = (jnp.asarray(a) for a in (*rows, learning_rate(rows, classes)))
-    members = plan.train.shape[2]
+    classes, members = len(pattern), plan.train.shape[2]
+    x, y, rate, pattern = map(jnp.asarray, (*rows, learning_rate(rows, classes), pattern))
     training = Training(training_loss, optax.sgd(1.0, MOMENTUM))
     start = zeros(len(x), members, classes, x.shape[2])
 
@@ -145,7 +150,7 @@ def graph_problem(rows: Rows, plan: Plan, classes: int, steps: int) -> CrossVali
             training,
             held_out_error,
             init=start,
-            batches=FullBatch((x, y, use, rate), steps=steps),
+            batches=FullBatch((x, y, use, rate, pattern), steps=steps),
             validation=(x, y, held),
         )
 
@@ -262,7 +267,7 @@ class Keep(Callback):
             lambda a, b: jnp.where(better.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, self.hparams
         )
         if self.file is not None:
-            kept = {f"h_{name}": np.asarray(leaf) for name, leaf in self.hparams.items()}
+            kept: Any = {f"h_{name}": np.asarray(leaf) for name, leaf in self.hparams.items()}
             self.file.parent.mkdir(parents=True, exist_ok=True)
             np.savez(self.file, scores=self.scores, steps=self.steps, **kept)
 
@@ -270,7 +275,7 @@ class Keep(Callback):
 def descend(
     rows: Rows,
     plan: Plan,
-    classes: int,
+    pattern: Any,
     hparams: PyTree,
     *,
     sets: PyTree,
@@ -290,7 +295,7 @@ def descend(
     file = None if folder is None else f"{folder}-kept.npz"
     keep = Keep(lambda params, h: score(params, h, rows, plan), file)
     result = minimize(
-        graph_problem(rows, plan, classes, steps),
+        graph_problem(rows, plan, pattern, steps),
         hparams,
         steps=hyper_steps,
         engine=engine,
@@ -305,7 +310,7 @@ def tune(
     kind: str,
     rows: Rows,
     plan: Plan,
-    classes: int,
+    pattern: Any,
     *,
     total: float | None = None,
     steps: int,
@@ -313,13 +318,13 @@ def tune(
     engine: Any = None,
     callbacks: Any = lambda phase: (),
 ) -> tuple[Keep, Any]:
-    """Tune C, rho and tau from their usual start: first with all pairs alike, then one by one.
+    """Tune C, rho and tau from their usual start: first C as the pattern's strength, then freely.
 
     Kept is the step with the lowest loss on rows that the members' whole descents did not see; where
     the plan has no such members, the one with the lowest error. `callbacks` is a function of the
     phase, "uniform", "full" or "none".
     """
-    splits, members = plan.outer.shape[:2]
+    (splits, members), classes = plan.outer.shape[:2], len(pattern)
     options = {
         "score": outer_loss if members > 1 else fold_loss,
         "steps": steps,
@@ -330,7 +335,7 @@ def tune(
     keep, result = descend(
         rows,
         plan,
-        classes,
+        pattern,
         start(phase, splits, members, classes),
         sets=constraints(phase, None),
         optimizer=optax.adam(HYPER_RATE),
@@ -341,15 +346,15 @@ def tune(
         return keep, result
     C, rho, tau = (result.hparams[name] for name in ("C", "rho", "scale"))
     if total is not None:
-        # sum_k w_k = 0 throughout, so a C_jk = a for all pairs is the same as 2 K a more of rho
-        most = total / (classes * (classes - 1))
+        # sum_k w_k = 0 throughout, so C_jk = a for all pairs is the same as 2 K a more of rho
+        most = total / np.sum(pattern)
         C, rho = jnp.minimum(C, most), rho + 2 * classes * jnp.maximum(C - most, 0)
-    pairs = C[..., None, None] * (1 - jnp.eye(classes))
-    rates = {"C": optax.adam(PAIR_RATE * START_C / classes), "other": optax.adam(HYPER_RATE)}
+    pairs = C[..., None, None] * jnp.asarray(pattern)
+    rates: Any = {"C": optax.adam(PAIR_RATE * START_C / classes), "other": optax.adam(HYPER_RATE)}
     return descend(
         rows,
         plan,
-        classes,
+        pattern,
         {"C": pairs, "rho": rho, "scale": tau},
         sets=constraints("full", total),
         optimizer=optax.partition(
@@ -360,17 +365,17 @@ def tune(
     )
 
 
-def train(rows: Rows, hparams: PyTree, classes: int, steps: int) -> PyTree:
+def train(rows: Rows, hparams: PyTree, pattern: Any, steps: int) -> PyTree:
     """Return W and b of each split (members = 1), trained on all its rows."""
-    rows = Rows(*map(jnp.asarray, rows))
+    rows, classes = Rows(*map(jnp.asarray, rows)), len(pattern)
     use = jnp.ones((*rows.y.shape[:1], 1, rows.y.shape[1]))
     rate = jnp.asarray(learning_rate(rows, classes))
     problem = Problem(
         Training(training_loss, optax.sgd(1.0, MOMENTUM)),
         lambda state, h, batch: training_loss(state.params, h, batch),
         init=zeros(len(rows.x), 1, classes, rows.x.shape[2]),
-        batches=FullBatch((*rows, use, rate), steps=steps),
-        validation=(*rows, use, rate),
+        batches=FullBatch((*rows, use, rate, jnp.asarray(pattern)), steps=steps),
+        validation=(*rows, use, rate, jnp.asarray(pattern)),
     )
     plain = {name: leaf for name, leaf in hparams.items() if name != "scale"}
     return problem.response(plain)[1].params

@@ -32,9 +32,10 @@ def plot_task_graph(
     if C.ndim != 2 or C.shape[0] != C.shape[1] or not np.allclose(C, C.T):
         raise ValueError(f"the graph must be a symmetric matrix; got shape {C.shape}.")
     K = len(C)
-    names = list(getattr(graph, "classes_", range(K)) if names is None else names)
-    if len(names) != K:
-        raise ValueError(f"{len(names)} names for a graph of {K} classes.")
+    given: Any = getattr(graph, "classes_", range(K)) if names is None else names
+    shown = [str(name) for name in given]
+    if len(shown) != K:
+        raise ValueError(f"{len(shown)} names for a graph of {K} classes.")
     net = nx.Graph()
     net.add_nodes_from(range(K))
     i, j = np.triu_indices(K, 1)
@@ -55,7 +56,7 @@ def plot_task_graph(
     nx.draw_networkx_labels(
         net,
         place,
-        {k: str(name) for k, name in enumerate(names)},
+        dict(enumerate(shown)),
         ax=ax,
         font_size=9,
         font_color=plt.rcParams["text.color"],

@@ -33,9 +33,10 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
     ----------
     total : float or None, default=None
         A bound on the sum of C. A small one leaves few and weak edges.
-    graph : {"full", "uniform", "none"}, default="full"
+    graph : {"full", "uniform", "none"} or array (n_classes, n_classes), default="full"
         "full": one C_jk for each pair, from where "uniform" ends. "uniform": the same for all pairs.
-        "none": C = 0, and a rho for each class.
+        "none": C = 0, and a rho for each class. A symmetric non-negative matrix, in the order of the
+        sorted classes: a graph that you know, of which only the strength is learnt.
     folds : int, default=5
         Folds of the labelled rows, when no validation rows are given.
     early_stopping : bool, default=True
@@ -125,24 +126,25 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
             X, y = np.concatenate([X, X_val]), np.concatenate([y, y_val])
         z, back = scaled(X)
         rows, K = _graph.Rows(z[None], y[None]), len(self.classes_)
+        kind, pattern = self._kind(K)
         keep, result = _graph.tune(
-            self.graph,
+            kind,
             rows,
             plan,
-            K,
+            pattern,
             total=self.total,
             steps=self.steps,
             hyper_steps=self.hyper_steps,
             engine=self.engine,
             callbacks=self._callbacks,
         )
-        params = _graph.train(rows, keep.hparams, K, self.steps)
+        params = _graph.train(rows, keep.hparams, pattern, self.steps)
         w = np.asarray(params["w"][0, 0], np.float64)
         self.coef_ = w @ back.rotation.T / back.length
         self.intercept_ = np.asarray(params["b"][0, 0], np.float64) - self.coef_ @ back.centre
-        C, rho = _graph.interactions(keep.hparams, K)
+        C, rho = _graph.interactions(keep.hparams, jnp.asarray(pattern))
         self.task_graph_ = np.array(jnp.where(jnp.eye(K) > 0, 0.0, C[0, 0]))
-        self.rho_ = np.array(rho[0, 0]) if self.graph == "none" else float(rho[0, 0, 0])
+        self.rho_ = np.array(rho[0, 0]) if kind == "none" else float(rho[0, 0, 0])
         self.scale_ = float(keep.hparams["scale"][0, 0])
         self.history_, self.stopped_ = result.history, result.stopped
         self.best_step_ = int(keep.steps[0])
@@ -174,6 +176,20 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
         names = {"uniform": "all pairs alike", "full": "one C for each pair", "none": "no pairs"}
         return [Progress(names[phase])] if self.progress else []
 
+    def _kind(self, K: int) -> tuple[str, np.ndarray]:
+        """Return what is to be learnt, and the pattern of C: mean 1 over all pairs."""
+        if isinstance(self.graph, str):
+            return self.graph, _graph.all_pairs(K)
+        A = np.asarray(self.graph, np.float64)
+        if A.shape != (K, K):
+            raise ValueError(f"graph has shape {A.shape}, and y has {K} classes: give ({K}, {K}).")
+        if not (np.all(np.isfinite(A)) and np.all(A >= 0) and np.array_equal(A, A.T)):
+            raise ValueError("graph must be symmetric and finite, with no negative entry.")
+        A = A * _graph.all_pairs(K)
+        if not A.any():
+            raise ValueError("graph has no edge: every entry off its diagonal is 0.")
+        return "uniform", (A * (K * (K - 1) / A.sum())).astype(np.float32)
+
     def _labelled(self, X, y):
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=FLOATS)
         check_classification_targets(y)
@@ -191,13 +207,13 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
         if X_val is None or y_val is None:
             raise ValueError("give X_val and y_val together, or neither.")
         try:
-            X_val = validate_data(self, X_val, reset=False, accept_sparse="csr", dtype=FLOATS)
+            rows: Any = validate_data(self, X_val, reset=False, accept_sparse="csr", dtype=FLOATS)
         except ValueError as error:
             raise ValueError(f"X_val: {error}") from None
         y_val = np.asarray(y_val)
-        if y_val.ndim != 1 or len(y_val) != X_val.shape[0]:
+        if y_val.ndim != 1 or len(y_val) != rows.shape[0]:
             raise ValueError(
-                f"y_val has shape {y_val.shape}, and X_val has {X_val.shape[0]} rows: give one label "
+                f"y_val has shape {y_val.shape}, and X_val has {rows.shape[0]} rows: give one label "
                 "for each row."
             )
         unknown = [name for name in np.unique(y_val) if not np.any(self.classes_ == name)]
@@ -212,7 +228,7 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
                 f"y_val has no row of the classes {_listed(absent)}: their edges could not be judged. "
                 "Put rows of every class in the validation set, or give none and let `folds` do it."
             )
-        return _dense(X_val), np.searchsorted(self.classes_, y_val)
+        return _dense(rows), np.searchsorted(self.classes_, y_val)
 
     def _check_counts(self, counts) -> None:
         rare = self.classes_[counts < FEWEST[False]]
@@ -229,12 +245,15 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
             )
 
     def _check_options(self) -> None:
-        if self.graph not in _graph.KINDS:
-            raise ValueError(f"graph={self.graph!r}: give one of {', '.join(_graph.KINDS)}.")
+        named = isinstance(self.graph, str)
+        if named and self.graph not in _graph.KINDS:
+            raise ValueError(
+                f"graph={self.graph!r}: give one of {', '.join(_graph.KINDS)}, or a matrix."
+            )
         if self.total is not None and not (np.isreal(self.total) and self.total > 0):
             raise ValueError(f"total={self.total!r}: give a number above 0, or None.")
-        if self.total is not None and self.graph != "full":
-            raise ValueError(f"total={self.total!r} bounds a full graph; graph is {self.graph!r}.")
+        if self.total is not None and not (named and self.graph == "full"):
+            raise ValueError(f"total={self.total!r} bounds a graph that is learnt, graph='full'.")
         for name, least in (("folds", 2), ("steps", 1), ("hyper_steps", 1)):
             value = getattr(self, name)
             if int(value) != value or value < least:

@@ -83,20 +83,19 @@ def load(name: str) -> Dataset:
 
 def _cifar(name: str) -> Dataset:
     file = f"{name}-efficientnet-lite0.npz"
-    folders = [_cache() / "cifar"]
-    if "FORETUNE_DATA" in os.environ:
-        folders.insert(0, Path(os.environ["FORETUNE_DATA"]) / "cifar")
-    folder = next((f for f in folders if (f / file).is_file()), None)
-    if folder is None:
+    folder = Path(os.environ.get("FORETUNE_DATA", "")) / "cifar"
+    if "FORETUNE_DATA" not in os.environ or not (folder / file).is_file():
+        folder = _cache() / "cifar"
+    if not (folder / file).is_file():
         raise DataError(
-            f"{file} is not in {' nor in '.join(map(str, folders))}. It holds features of {name}'s "
+            f"{file} is neither in FORETUNE_DATA/cifar nor in {folder}. It holds features of {name}'s "
             "images by an EfficientNet-Lite0, x (n, 1280) and y (n,), and cannot be downloaded. "
             "Features of your own go by their path, --data features.npz with x and y."
         )
     with np.load(folder / file) as arrays:
         x, y = arrays["x"].astype(np.float32), arrays["y"].astype(np.int32)
     names = folder / f"{name}-classes.txt"
-    found = names.read_text().split() if names.is_file() else None
+    found = names.read_text().splitlines() if names.is_file() else None
     return Dataset(x, y, None, name, found)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from ..apps import plot_task_graph
 from ..report import curves, drawing
 from ._folder import RunFolder
+from ._multitask_groups import VEHICLES
 
-VEHICLES = {"airplane", "automobile", "ship", "truck"}
 IN_PAPER = {
     "cifar10": {
         "STL": 67.47,
@@ -168,8 +168,12 @@ def describe(
         for m in ("HMTL", "HMTL-S"):
             for way, r in results[m].items():
                 ratios = [contrast(g, s.names) for g in r["graph"]]
-                if ratios[0] is not None:
-                    mean, deviation = float(np.mean(ratios)), float(np.std(ratios, ddof=1))
+                if None not in ratios:
+                    values_ = np.array(ratios, float)
+                    mean, deviation = (
+                        values_.mean(),
+                        values_.std(ddof=1) if len(ratios) > 1 else 0.0,
+                    )
                     rows.append([m, way, f"{mean:.2f} ± {deviation:.2f}"])
                     values[name][m][way]["contrast"] = ratios
         if rows:
@@ -185,7 +189,8 @@ def describe(
         if name.startswith("cifar"):
             notes = [
                 "The features are of an EfficientNet-Lite0, not the paper's Inception-V3, and each "
-                "class has the same number of labelled rows: compare gains with the paper's, not levels."
+                "class has the same number of labelled rows: compare gains with the paper's, not "
+                "levels."
             ]
     notes.append(
         "Single split: half of the labelled rows train, the others validate, as published. Folds: "
