@@ -37,8 +37,10 @@ from ._noise import make_folds
 MOMENTUM = 0.9
 KINDS = ("full", "uniform", "none")
 """C free; C = a times a given pattern, all pairs alike if none is; C = 0, but a rho for each class."""
-HYPER_RATE, PAIR_RATE = 0.1, 0.05
+HYPER_RATE, PAIR_RATE = 0.2, 0.05
 """Of Adam; the second for the C of each pair, in units of where they start."""
+MARGIN = 2.0
+"""Standard errors by which a step with many hyperparameters must be better to be kept."""
 START_RHO, START_C, START_SCALE = 0.05, 0.05, 3.0
 """C starts at START_C / K for each pair."""
 
@@ -165,22 +167,6 @@ def zeros(splits: int, members: int, classes: int, width: int) -> PyTree:
     }
 
 
-def start(kind: str, splits: int, members: int, classes: int) -> PyTree:
-    """Return the hyperparameters to start from, for all pairs alike or none."""
-    shape = (splits, members)
-    hparams = {
-        "rho": jnp.full((*shape, classes) if kind == "none" else shape, START_RHO),
-        "scale": jnp.full(shape, START_SCALE),
-    }
-    return hparams if kind == "none" else {**hparams, "C": jnp.full(shape, START_C / classes)}
-
-
-def constraints(kind: str, total: float | None) -> PyTree:
-    """Return the sets of the hyperparameters: rho, tau and a uniform C in the logarithm."""
-    pairs = EachMember(SymmetricNonNegative(total)) if kind == "full" else Log()
-    return {"rho": Log(), **({} if kind == "none" else {"C": pairs}), "scale": Log()}
-
-
 def make_plan(y: np.ndarray, folds: int, outer: int, rng: np.random.Generator) -> Plan:
     """Return the plan of one split: member 0 sees all rows, `outer` others leave a fold out."""
     n, members = len(y), outer + 1
@@ -212,37 +198,50 @@ def joined(plans: list[Plan]) -> Plan:
     )
 
 
-@eqx.filter_jit
-def outer_loss(params: PyTree, hparams: PyTree, rows: Rows, plan: Plan) -> Array:
-    """Return, for each split, the mean loss on rows that a member's whole descent did not see."""
-    each = jax.vmap(lambda p: jnp.sum(plan.outer * losses(p, hparams, *rows), (1, 2)))(params)
-    return jnp.mean(each, 0) / jnp.sum(plan.outer, (1, 2))
+class Judged(NamedTuple):
+    """A number for each row of each split that is judged by a model which did not see it."""
+
+    values: Any  # (splits, n)
+    mask: Any  # (splits, n)
+
+    def mean(self) -> Array:
+        """Return the mean of each split."""
+        return jnp.sum(self.values * self.mask, -1) / jnp.sum(self.mask, -1)
 
 
 @eqx.filter_jit
-def fold_loss(params: PyTree, hparams: PyTree, rows: Rows, plan: Plan) -> Array:
-    """Return, for each split, the error that its member 0 descends on."""
-    each = jax.vmap(lambda p, held: held_out(p, hparams, *rows, held))(params, plan.held)
-    return jnp.mean(each, 0)[:, 0]
+def outer_losses(params: PyTree, hparams: PyTree, rows: Rows, plan: Plan) -> Judged:
+    """Return the losses of rows that a member's whole descent did not see, the mean of its folds."""
+    each = jax.vmap(lambda p: jnp.sum(plan.outer * losses(p, hparams, *rows), 1))(params)
+    return Judged(jnp.mean(each, 0), jnp.any(plan.outer, 1))
 
 
 @eqx.filter_jit
-def fold_mistakes(params: PyTree, hparams: PyTree, rows: Rows, plan: Plan) -> Array:
-    """Return, for each split, the share of held-out rows that its member 0 gets wrong."""
+def held_losses(params: PyTree, hparams: PyTree, rows: Rows, plan: Plan) -> Judged:
+    """Return the losses of held-out rows in the folds of member 0: what it descends on."""
+    each = jax.vmap(lambda p: losses(p, hparams, *rows)[:, 0])(params)
+    return Judged(jnp.sum(plan.held[:, :, 0] * each, 0), jnp.any(plan.held[:, :, 0], 0))
+
+
+@eqx.filter_jit
+def held_mistakes(params: PyTree, hparams: PyTree, rows: Rows, plan: Plan) -> Judged:
+    """Return which held-out rows the folds of member 0 get wrong."""
     wrong = jax.vmap(lambda p: jnp.argmax(scores_of(p, rows.x)[:, 0], -1) != rows.y)(params)
     held = plan.held[:, :, 0]
-    return jnp.mean(jnp.sum(wrong * held, -1) / jnp.sum(held, -1), 0)
+    return Judged(jnp.sum(held * wrong, 0).astype(jnp.float32), jnp.any(held, 0))
 
 
 class Keep(Callback):
-    """Keeps, for each split, the hyperparameters of member 0 where a score was lowest.
+    """Keeps, for each split, the hyperparameters of member 0 that are judged best.
 
-    With a file it goes on from there when the run is resumed.
+    A later step takes the place of the kept one where its rows are better by `margin` standard errors
+    of the mean difference. With a file it goes on from there when the run is resumed.
     """
 
-    def __init__(self, score: Any, file: str | Path | None = None):
-        self.score, self.file = score, None if file is None else Path(file)
-        self.scores: Any = None
+    def __init__(self, judge: Any, margin: float = 0.0, file: str | Path | None = None):
+        self.judge, self.margin = judge, margin
+        self.file = None if file is None else Path(file)
+        self.values: Any = None
         self.steps: Any = None
         self.hparams: Any = None
 
@@ -250,18 +249,19 @@ class Keep(Callback):
         """Take up what was kept, where the run is resumed."""
         if self.file is not None and run.history and self.file.exists():
             with np.load(self.file) as saved:
-                self.scores, self.steps = saved["scores"], saved["steps"]
+                self.values, self.steps = saved["values"], saved["steps"]
                 self.hparams = {name: jnp.asarray(saved[f"h_{name}"]) for name in run.hparams}
 
     def step(self, run: Any) -> None:
         """Compare."""
-        scores = np.asarray(self.score(run.state.params, run.hparams))
+        values, mask = map(np.asarray, self.judge(run.state.params, run.hparams))
         new = jax.tree.map(lambda leaf: leaf[:, :1], run.hparams)
-        if self.scores is None:
-            self.scores = np.full(len(scores), np.inf, scores.dtype)
-            self.steps, self.hparams = np.zeros(len(scores), int), new
-        better = scores < self.scores
-        self.scores = np.where(better, scores, self.scores)
+        if self.values is None:
+            self.values, self.steps, self.hparams = values, np.zeros(len(values), int), new
+        gain = np.ma.masked_array(self.values - values, ~mask)
+        error = gain.std(1) / np.sqrt(mask.sum(1))
+        better = np.asarray(gain.mean(1) > self.margin * error)
+        self.values = np.where(better[:, None], values, self.values)
         self.steps = np.where(better, run.step, self.steps)
         self.hparams = jax.tree.map(
             lambda a, b: jnp.where(better.reshape(-1, *[1] * (a.ndim - 1)), a, b), new, self.hparams
@@ -269,7 +269,7 @@ class Keep(Callback):
         if self.file is not None:
             kept: Any = {f"h_{name}": np.asarray(leaf) for name, leaf in self.hparams.items()}
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(self.file, scores=self.scores, steps=self.steps, **kept)
+            np.savez(self.file, values=self.values, steps=self.steps, **kept)
 
 
 def descend(
@@ -280,20 +280,18 @@ def descend(
     *,
     sets: PyTree,
     optimizer: Any,
-    score: Any,
+    judge: Any,
+    margin: float = 0.0,
     steps: int,
     hyper_steps: int,
     engine: Any = None,
     callbacks: Any = (),
 ) -> tuple[Keep, Any]:
-    """Descend from `hparams`; return what is kept of each split, and the result of `minimize`.
-
-    `score(params, hparams, rows, plan)` gives a number for each split; kept is where it is lowest.
-    """
+    """Descend from `hparams`; return what is kept of each split, and the result of `minimize`."""
     rows, plan = Rows(*map(jnp.asarray, rows)), Plan(*map(jnp.asarray, plan))
     folder = next((c.directory for c in callbacks if isinstance(c, Checkpoint)), None)
     file = None if folder is None else f"{folder}-kept.npz"
-    keep = Keep(lambda params, h: score(params, h, rows, plan), file)
+    keep = Keep(lambda params, h: judge(params, h, rows, plan), margin, file)
     result = minimize(
         graph_problem(rows, plan, pattern, steps),
         hparams,
@@ -318,49 +316,61 @@ def tune(
     engine: Any = None,
     callbacks: Any = lambda phase: (),
 ) -> tuple[Keep, Any]:
-    """Tune C, rho and tau from their usual start: first C as the pattern's strength, then freely.
+    """Tune C, rho and tau: first with one strength for the whole pattern, then as `kind` says.
 
-    Kept is the step with the lowest loss on rows that the members' whole descents did not see; where
-    the plan has no such members, the one with the lowest error. `callbacks` is a function of the
-    phase, "uniform", "full" or "none".
+    The second phase, with many hyperparameters, can over-fit the folds. So a step of it is kept only
+    where it is better than what is kept by two standard errors, on rows that the whole descents
+    did not see, or, where the plan has no such members, on held-out rows. `callbacks` is a function of
+    the phase, "uniform", "full" or "none".
     """
     (splits, members), classes = plan.outer.shape[:2], len(pattern)
     options = {
-        "score": outer_loss if members > 1 else fold_loss,
+        "judge": outer_losses if members > 1 else held_losses,
         "steps": steps,
         "hyper_steps": hyper_steps,
         "engine": engine,
     }
-    phase = "none" if kind == "none" else "uniform"
+    shape = (splits, members)
     keep, result = descend(
         rows,
         plan,
         pattern,
-        start(phase, splits, members, classes),
-        sets=constraints(phase, None),
+        {
+            "C": jnp.full(shape, START_C / classes),
+            "rho": jnp.full(shape, START_RHO),
+            "scale": jnp.full(shape, START_SCALE),
+        },
+        sets=dict.fromkeys(("C", "rho", "scale"), Log()),
         optimizer=optax.adam(HYPER_RATE),
-        callbacks=callbacks(phase),
+        callbacks=callbacks("uniform"),
         **options,
     )
-    if kind != "full" or result.stopped == "interrupted":
+    if kind == "uniform" or result.stopped == "interrupted":
         return keep, result
-    C, rho, tau = (result.hparams[name] for name in ("C", "rho", "scale"))
-    if total is not None:
-        # sum_k w_k = 0 throughout, so C_jk = a for all pairs is the same as 2 K a more of rho
-        most = total / np.sum(pattern)
-        C, rho = jnp.minimum(C, most), rho + 2 * classes * jnp.maximum(C - most, 0)
-    pairs = C[..., None, None] * jnp.asarray(pattern)
+    hparams = dict(result.hparams)
+    sets: dict[str, Any] = {"rho": Log(), "scale": Log()}
+    a, rho = hparams.pop("C"), hparams["rho"]
+    # sum_k w_k = 0 throughout, so C_jk = a for all pairs is the same as 2 K a more of rho
+    most = {"none": 0.0, "full": np.inf if total is None else total / np.sum(pattern)}[kind]
+    rho = rho + 2 * classes * jnp.maximum(a - most, 0)
+    if kind == "none":
+        hparams["rho"] = jnp.broadcast_to(rho[..., None], (*shape, classes))
+    else:
+        hparams["rho"] = rho
+        hparams["C"] = jnp.minimum(a, most)[..., None, None] * jnp.asarray(pattern)
+        sets["C"] = EachMember(SymmetricNonNegative(total))
     rates: Any = {"C": optax.adam(PAIR_RATE * START_C / classes), "other": optax.adam(HYPER_RATE)}
     return descend(
         rows,
         plan,
         pattern,
-        {"C": pairs, "rho": rho, "scale": tau},
-        sets=constraints("full", total),
+        hparams,
+        sets=sets,
         optimizer=optax.partition(
             rates, lambda h: {name: "C" if name == "C" else "other" for name in h}
         ),
-        callbacks=callbacks("full"),
+        margin=MARGIN,
+        callbacks=callbacks(kind),
         **options,
     )
 

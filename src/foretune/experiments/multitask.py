@@ -130,8 +130,8 @@ class Measure(Callback):
         self.folder, self.series = folder, series
         rows, plan = jax.tree.map(jnp.asarray, (splits.rows, plan))
         nested = plan.outer.shape[1] > 1
-        unseen = _graph.outer_loss if nested else _graph.fold_mistakes
-        self._both = lambda p, h: (_graph.fold_loss(p, h, rows, plan), unseen(p, h, rows, plan))
+        judges = (_graph.held_losses, _graph.outer_losses if nested else _graph.held_mistakes)
+        self._both = lambda p, h: [judge(p, h, rows, plan).mean() for judge in judges]
         self._unseen = "outer_error" if nested else "validation_mistakes"
 
     def start(self, run: Any) -> None:
@@ -219,7 +219,7 @@ class Runner:
             hparams,
             sets=sets,
             optimizer=optax.adam(PAPER_RATE),
-            score=_graph.fold_mistakes,
+            judge=_graph.held_mistakes,
             steps=self.settings.paper_steps,
             hyper_steps=self.settings.paper_iterations,
             engine=self.engine,
