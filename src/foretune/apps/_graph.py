@@ -78,7 +78,11 @@ def interactions(hparams: PyTree, pattern: Array) -> tuple[Array, Array]:
     rho, K = hparams["rho"], len(pattern)
     rho = rho if rho.ndim == 3 else jnp.broadcast_to(rho[..., None], (*rho.shape, K))
     C = hparams.get("C", jnp.zeros(rho.shape[:2], rho.dtype))
-    return (C if C.ndim == 4 else C[..., None, None] * pattern), rho
+    if (
+        C.ndim == 4
+    ):  # the diagonal has no meaning: exactly 0, also its gradient, which Adam would blow up
+        return C * (1 - jnp.eye(K, dtype=C.dtype)), rho
+    return C[..., None, None] * pattern, rho
 
 
 def all_pairs(classes: int) -> np.ndarray:

@@ -143,7 +143,7 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
         self.coef_ = w @ back.rotation.T / back.length
         self.intercept_ = np.asarray(params["b"][0, 0], np.float64) - self.coef_ @ back.centre
         C, rho = _graph.interactions(keep.hparams, jnp.asarray(pattern))
-        self.task_graph_ = np.array(jnp.where(jnp.eye(K) > 0, 0.0, C[0, 0]))
+        self.task_graph_ = np.array(C[0, 0])
         self.rho_ = np.array(rho[0, 0]) if kind == "none" else float(rho[0, 0, 0])
         self.scale_ = float(keep.hparams["scale"][0, 0])
         self.history_, self.stopped_ = result.history, result.stopped

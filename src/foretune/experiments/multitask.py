@@ -313,22 +313,16 @@ class Runner:
 def run(out: str | Path, settings: Settings) -> Path:
     """Run the experiment, or what is left of it, and return the report's path."""
     names = ["cifar10", "cifar100"] if settings.data == "cifar" else [settings.data]
-    data = {name: load(name) for name in names}
+    data = [load(name) for name in names]
     asked = settings._asdict()
     if settings.data not in (*NAMED, "cifar"):
         asked["data digest"] = digest(settings.data)
-    splits = {
-        name: make_splits(d, settings.seeds, per_class_of(name, settings))
-        for name, d in data.items()
-    }
-    title = f"Learning task interactions on {' and '.join(d.name for d in data.values())}"
+    splits = {d.name: make_splits(d, settings.seeds, per_class_of(d.name, settings)) for d in data}
+    title = f"Learning task interactions on {' and '.join(splits)}"
     folder = RunFolder(out, kind="multitask", title=title, settings=asked)
     if folder.result is not None:
         return write_page(folder.path)
-    found = {
-        name: Runner(folder, data[name].name, s, settings).everything()
-        for name, s in splits.items()
-    }
+    found = {name: Runner(folder, name, s, settings).everything() for name, s in splits.items()}
     folder.write("result.json", describe(folder, found, splits))
     return write_page(folder.path)
 
