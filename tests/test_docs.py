@@ -10,8 +10,12 @@ import foretune as ft
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/realtime.md", "docs/cleaning.md"])
-def test_code_blocks_run_in_order(page, capsys):
+PAGES = ["README.md", "docs/realtime.md", "docs/cleaning.md", "docs/multitask.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_blocks_run_in_order(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     namespace = {}
@@ -33,6 +37,7 @@ def test_public_names_are_documented(name):
         "FullBatch",
         "Reverse",
         "Forward",
+        "CrossValidated",
         "RealTime",
         "Bias",
         "Vanished",
@@ -68,3 +73,14 @@ def test_the_label_cleaner_example_beats_training_on_all_labels(capsys):
     exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
     accuracies = re.findall(r"test accuracy .*: ([\d.]+)%", capsys.readouterr().out)
     assert float(accuracies[1]) > float(accuracies[0])
+
+
+def test_the_task_graph_example_learns(capsys, monkeypatch, tmp_path):
+    path = ROOT / "examples" / "task_graph.py"
+    plot = tmp_path / "graph.svg"
+    monkeypatch.setattr("sys.argv", [str(path), "--hyper-steps", "3", "--plot", str(plot)])
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
+    accuracies = re.findall(r"accuracy ([\d.]+) %", capsys.readouterr().out)
+    assert len(accuracies) == 3
+    assert min(map(float, accuracies)) > 75
+    assert plot.exists()
