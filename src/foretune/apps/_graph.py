@@ -7,7 +7,7 @@ hyperparameters; they descend on the error of rows that the training did not see
 
     E = mean over folds of the mean over held-out rows of loss(tau (W x_i + b), y_i),
 
-with the scale tau as one more hyperparameter where asked for: a strong regulariser makes small scores,
+with the scale tau as one more hyperparameter: a strong regulariser makes small scores,
 and without tau the error would blame it for that.
 
 Arrays have two leading axes, splits and members: splits are data sets of their own, the members of a
@@ -78,9 +78,8 @@ def interactions(hparams: PyTree, pattern: Array) -> tuple[Array, Array]:
     rho, K = hparams["rho"], len(pattern)
     rho = rho if rho.ndim == 3 else jnp.broadcast_to(rho[..., None], (*rho.shape, K))
     C = hparams.get("C", jnp.zeros(rho.shape[:2], rho.dtype))
-    if (
-        C.ndim == 4
-    ):  # the diagonal has no meaning: exactly 0, also its gradient, which Adam would blow up
+    if C.ndim == 4:
+        # the diagonal means nothing: its gradient must be exactly 0, for Adam magnifies rounding
         return C * (1 - jnp.eye(K, dtype=C.dtype)), rho
     return C[..., None, None] * pattern, rho
 
@@ -138,9 +137,13 @@ def held_out_error(state: Any, hparams: PyTree, batch: PyTree) -> Float[Array, "
 
 
 def learning_rate(rows: Rows, classes: int) -> np.ndarray:
-    """Return a stable learning rate of each split: rows have length 1, J sums over them."""
-    n = rows.y.shape[1]
-    return np.full(rows.y.shape[0], min(0.4 * classes, 30.0) / n, np.float32)
+    """Return a stable learning rate of each split.
+
+    J sums over rows of mean squared length 1, and a class's curvature comes mostly from its own rows:
+    it grows with the size of the largest class.
+    """
+    largest = np.array([np.bincount(y, minlength=classes).max() for y in np.asarray(rows.y)])
+    return np.minimum(0.4 / largest, 30.0 / rows.y.shape[1]).astype(np.float32)
 
 
 def graph_problem(rows: Rows, plan: Plan, pattern: Any, steps: int) -> CrossValidated:

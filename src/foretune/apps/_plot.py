@@ -52,10 +52,10 @@ def plot_task_graph(
         place = nx.spring_layout(net, pos=place, weight="weight", k=1.8 / np.sqrt(K), seed=0)
     widths = [5 * net.edges[e]["weight"] for e in net.edges]
     nx.draw_networkx_edges(net, place, ax=ax, width=widths, edge_color=colour, alpha=0.6)
-    nx.draw_networkx_nodes(net, place, ax=ax, node_color="#e2e8f0", edgecolors="#4a5568")
+    nx.draw_networkx_nodes(net, place, ax=ax, node_color=colour, node_size=60)
     nx.draw_networkx_labels(
         net,
-        place,
+        {k: (x, y + 0.035) for k, (x, y) in place.items()},
         dict(enumerate(shown)),
         ax=ax,
         font_size=9,
