@@ -202,6 +202,10 @@ def test_minimize_takes_it_with_all_its_options(tmp_path):
     ft.minimize(problem, hyper(), steps=8, **kept)
     assert_trees_close(ft.minimize(problem, hyper(), steps=15, **kept).hparams, result.hparams, 0)
 
+    fewer = ft.CrossValidated(lambda k: data.problem(k, "minibatches"), folds=FOLDS - 1)
+    with pytest.raises(ValueError, match="folds"):
+        ft.minimize(fewer, hyper(), steps=15, **kept)
+
     def batches(step):
         return [data.batches("minibatches", (k + step) % FOLDS) for k in range(FOLDS)]
 

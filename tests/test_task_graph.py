@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import sparse
 from sklearn.base import clone
 from sklearn.datasets import load_digits, load_iris
+from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 
 import foretune as ft
@@ -196,6 +198,10 @@ def test_the_other_graphs_labels_of_any_kind_and_a_validation_set():
     known = TaskGraphClassifier(graph=A, **QUICK).fit(X, y)
     assert known.task_graph_[0, 1] == known.task_graph_[2, 3] > 0
     assert known.task_graph_[0, 2] == 0
+    frame = pd.DataFrame(A, [3, 1, 2, 0], [3, 1, 2, 0])  # by its names: 3 with 1, 2 with 0
+    named = TaskGraphClassifier(graph=frame, **QUICK).fit(X, y)
+    assert named.task_graph_[3, 1] == named.task_graph_[2, 0] > 0
+    assert named.task_graph_[0, 1] == 0
     bounded = TaskGraphClassifier(total=0.01, **QUICK).fit(X[::2], y[::2], X[1::2], y[1::2])
     assert 0 < bounded.task_graph_.sum() <= 0.01 * (1 + 1e-5)
 
@@ -222,7 +228,7 @@ X4, Y4, *_ = few()
     [
         ({}, (X4, np.zeros(16, int)), r"1 class \(0\): a graph of classes needs three"),
         ({}, (X4, Y4 % 2), r"2 classes \(0, 1\): a graph of classes needs three"),
-        ({}, (X4, np.r_[0, Y4[1:] + 5]), "only one row of the classes 0"),
+        ({}, (X4, np.r_[0, Y4[1:] + 5]), "only one row of 0"),
         ({}, (np.ones((16, 3)), Y4), "every feature is constant"),
         ({}, (np.full((16, 3), np.nan), Y4), "NaN"),
         (
@@ -237,9 +243,13 @@ X4, Y4, *_ = few()
         ({"graph": "ring"}, (X4, Y4), "give one of full, uniform, none"),
         ({"graph": np.eye(4)}, (X4, Y4), "no edge"),
         ({"graph": np.ones((3, 3))}, (X4, Y4), r"shape \(3, 3\), and y has 4 classes"),
-        ({"graph": np.triu(np.ones((4, 4)))}, (X4, Y4), "symmetric"),
+        ({"graph": np.triu(np.ones((4, 4)))}, (X4, Y4), r"not symmetric at \(0, 1\)"),
+        ({"graph": None}, (X4, Y4), "give one of full, uniform, none, or a matrix"),
+        ({"graph": -np.ones((4, 4))}, (X4, Y4), r"negative at \(0, 0\)"),
+        ({"graph": [["a"]]}, (X4, Y4), "matrix of numbers"),
+        ({"graph": pd.DataFrame(np.ones((4, 4)))[[1, 0, 2]]}, (X4, Y4), "named after the classes"),
         ({"total": -1.0}, (X4, Y4), "number above 0"),
-        ({"total": 1.0, "graph": "none"}, (X4, Y4), "bounds a graph that is learnt"),
+        ({"total": 1.0, "graph": "none"}, (X4, Y4), "needs graph='full', and graph is 'none'"),
         ({"folds": 1}, (X4, Y4), "2 or more"),
         ({"steps": 0}, (X4, Y4), "1 or more"),
     ],
@@ -266,6 +276,20 @@ def test_the_plot_names_classes_and_draws_the_strongest_edges():
     with pytest.raises(ValueError, match="symmetric"):
         plot_task_graph(np.triu(C))
     plot_task_graph(np.zeros((3, 3)))
+    with pytest.raises(ValueError, match="Fit it first"):
+        plot_task_graph(TaskGraphClassifier())
+    with pytest.raises(ValueError, match="one or more"):
+        plot_task_graph(C, edges=0)
+
+
+def test_the_scale_stays_finite_where_every_row_is_right_and_unfitted_models_say_so():
+    X = np.repeat(10 * np.eye(3), 5, axis=0) + np.random.default_rng(0).normal(size=(15, 3))
+    model = TaskGraphClassifier(graph="uniform", **{**QUICK, "hyper_steps": 30})
+    with pytest.raises(NotFittedError):
+        model.predict(X)
+    model.fit(X, np.repeat(["a", "b", "c"], 5))
+    assert 1 < model.scale_ < 10
+    assert model.score(X, np.repeat(["a", "b", "c"], 5)) == 1
 
 
 @pytest.fixture

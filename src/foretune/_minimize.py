@@ -36,6 +36,7 @@ from ._driver import (
 from ._engines.base import AbstractEngine, Hypergradient
 from ._engines.nonfinite import NonFiniteError
 from ._engines.reverse import Reverse
+from ._folds import CrossValidated
 from ._problem import Problem
 from ._validate import check_count, check_hparams, check_leading_axis, validated
 
@@ -135,6 +136,8 @@ def minimize(
         "inner steps": str(problem.steps),
         "start": digest_of(hparams),
     }
+    if isinstance(problem, CrossValidated):
+        settings["folds"] = str(problem.folds)
     carry = Carry(hparams, _outer_init(outer, hparams, batched), best, inner)
     run = Run(steps, carry, settings)
 

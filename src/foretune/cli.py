@@ -28,6 +28,7 @@ app = typer.Typer(
 experiments = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 app.add_typer(experiments, name="run", help="Repeat an experiment of the paper.")
 
+Label = Annotated[str | None, typer.Option(help="A file's column (or array) of labels.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="The run's folder.", show_default=False)
@@ -112,6 +113,7 @@ def cleaning(
     data: Annotated[
         str, typer.Option(help="digits, mnist, or a .npz, .csv or .parquet file of right labels.")
     ] = "digits",
+    label: Label = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Splits to average over.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each training (T).")] = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Hyper-iterations.")] = None,
@@ -138,6 +140,7 @@ def cleaning(
             usual["iterations"] if iterations is None else iterations,
             noise,
             quick,
+            label,
         )
         _note_finished(out)
         page = experiment.run(out, settings)
@@ -158,6 +161,7 @@ def multitask(
             help="digits, mnist, cifar10, cifar100, cifar (both), or a .npz, .csv or .parquet file."
         ),
     ] = "digits",
+    label: Label = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Splits to average over.")] = None,
     per_class: Annotated[
         int | None,
@@ -195,7 +199,7 @@ def multitask(
         }
         asked = {name: value for name, value in given.items() if value is not None}
         usual = experiment.defaults(data, quick)
-        settings = experiment.Settings(data=data, quick=quick, **(usual | asked))
+        settings = experiment.Settings(data=data, quick=quick, label=label, **(usual | asked))
         _note_finished(out)
         page = experiment.run(out, settings)
         _show_tables(page.parent)
@@ -217,7 +221,7 @@ def clean(
     ],
     clean: Annotated[Path, typer.Option("--clean", help="Rows whose labels were checked.")],
     out: Out = None,
-    label: Annotated[str | None, typer.Option(help="The column (or array) of labels.")] = None,
+    label: Label = None,
     text: Annotated[list[str] | None, typer.Option(help="A column of text (repeatable).")] = None,
     drop: Annotated[
         list[str] | None, typer.Option(help="A column to leave out (repeatable).")

@@ -28,9 +28,19 @@ def plot_task_graph(
     import matplotlib.pyplot as plt
     import networkx as nx
 
+    if hasattr(graph, "fit") and not hasattr(graph, "task_graph_"):
+        raise ValueError(
+            "plot_task_graph takes a fitted TaskGraphClassifier or a matrix; this "
+            f"{type(graph).__name__} has no task_graph_. Fit it first; of a pipeline give the last "
+            "step, `pipeline[-1]`."
+        )
     C = np.asarray(getattr(graph, "task_graph_", graph), np.float64)
-    if C.ndim != 2 or C.shape[0] != C.shape[1] or not np.allclose(C, C.T):
-        raise ValueError(f"the graph must be a symmetric matrix; got shape {C.shape}.")
+    if C.ndim != 2 or C.shape[0] != C.shape[1]:
+        raise ValueError(f"the graph must be a square matrix; got shape {C.shape}.")
+    if not np.allclose(C, C.T):
+        raise ValueError("the graph must be a symmetric matrix, C_jk = C_kj.")
+    if edges is not None and edges < 1:
+        raise ValueError(f"edges={edges}: draw one or more.")
     K = len(C)
     given: Any = getattr(graph, "classes_", range(K)) if names is None else names
     shown = [str(name) for name in given]

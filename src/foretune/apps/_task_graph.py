@@ -66,8 +66,9 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
     coef_, intercept_
         The model, for rows as they are given.
     history_ : list of dict
-        The last descent: `step`, `value`, `gradient_norm`. `stopped_` says why it ended, `best_step_`
-        which of its steps was taken.
+        The last descent: `step`, `value` (E, summed over the descents that early stopping adds),
+        `gradient_norm`. `stopped_` says why it ended, `best_step_` which of its steps was taken: 0 for
+        graph="full" means that no free graph was surely better than all pairs alike.
     classes_, n_features_in_, feature_names_in_
         As in scikit-learn.
 
@@ -160,11 +161,13 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the class of each row."""
-        return self.classes_[np.argmax(self.decision_function(X), axis=1)]
+        best = np.argmax(self.decision_function(X), axis=1)
+        return self.classes_[best]
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the probability of each class, in the order of `classes_`."""
-        return special.softmax(self.scale_ * self.decision_function(X), axis=1)
+        scores = self.decision_function(X)
+        return special.softmax(self.scale_ * scores, axis=1)
 
     def __sklearn_tags__(self) -> Any:
         """Tell scikit-learn that sparse input is taken."""
@@ -180,11 +183,30 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
         """Return what is to be learnt, and the pattern of C: mean 1 over all pairs."""
         if isinstance(self.graph, str):
             return self.graph, _graph.all_pairs(K)
-        A = np.asarray(self.graph, np.float64)
+        given: Any = self.graph
+        if hasattr(given, "index") and hasattr(given, "columns"):  # a data frame: by its names
+            try:
+                given = given.loc[self.classes_, self.classes_]
+            except KeyError:
+                raise ValueError(
+                    "graph's rows and columns must be named after the classes, "
+                    f"{_listed(self.classes_)}; or give it as an array, in the order of the sorted "
+                    "classes."
+                ) from None
+        try:
+            A = np.asarray(given, np.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"graph must be a matrix of numbers ({error}).") from None
         if A.shape != (K, K):
             raise ValueError(f"graph has shape {A.shape}, and y has {K} classes: give ({K}, {K}).")
-        if not (np.all(np.isfinite(A)) and np.all(A >= 0) and np.array_equal(A, A.T)):
-            raise ValueError("graph must be symmetric and finite, with no negative entry.")
+        for wrong, what in (
+            (~np.isfinite(A), "not finite"),
+            (A < 0, "negative"),
+            (A != A.T, "not symmetric"),
+        ):
+            if wrong.any():
+                j, k = np.argwhere(wrong)[0]
+                raise ValueError(f"graph is {what} at ({j}, {k}), where it is {A[j, k]}.")
         A = A * _graph.all_pairs(K)
         if not A.any():
             raise ValueError("graph has no edge: every entry off its diagonal is 0.")
@@ -198,7 +220,7 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
             found = ", ".join(map(str, self.classes_))
             raise ValueError(
                 f"y has {len(self.classes_)} class{'es'[: 2 * (len(self.classes_) > 1)]} ({found}): a "
-                "graph of classes needs three or more. For two, use "
+                "graph of classes needs three or more. For two classes there is "
                 "`sklearn.linear_model.LogisticRegression`."
             )
         return _dense(X), y
@@ -234,7 +256,7 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
         rare = self.classes_[counts < FEWEST[False]]
         if len(rare):
             raise ValueError(
-                f"only one row of the classes {_listed(rare)}: with folds every class needs "
+                f"there is only one row of {_listed(rare)}: with folds every class needs "
                 f"{FEWEST[False]} rows, one to train on and one to judge by."
             )
         if self.early_stopping and counts.min() < FEWEST[True]:
@@ -246,14 +268,17 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
 
     def _check_options(self) -> None:
         named = isinstance(self.graph, str)
-        if named and self.graph not in _graph.KINDS:
+        if self.graph is None or (named and self.graph not in _graph.KINDS):
             raise ValueError(
                 f"graph={self.graph!r}: give one of {', '.join(_graph.KINDS)}, or a matrix."
             )
         if self.total is not None and not (np.isreal(self.total) and self.total > 0):
             raise ValueError(f"total={self.total!r}: give a number above 0, or None.")
         if self.total is not None and not (named and self.graph == "full"):
-            raise ValueError(f"total={self.total!r} bounds a graph that is learnt, graph='full'.")
+            raise ValueError(
+                f"total={self.total!r} bounds a graph that is learnt: it needs graph='full', and graph "
+                f"is {self.graph if named else 'a matrix'!r}."
+            )
         for name, least in (("folds", 2), ("steps", 1), ("hyper_steps", 1)):
             value = getattr(self, name)
             if int(value) != value or value < least:

@@ -54,8 +54,10 @@ _MNIST = {  # file: (bytes of header, md5 of the raw bytes, md5 of the usual gzi
 _MNIST_SOURCE = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 
 
-def load(name: str) -> Dataset:
+def load(name: str, label: str | None = None) -> Dataset:
     """Return `digits`, `mnist`, `cifar10`, `cifar100`, or what is in a file (.npz, .csv, .parquet).
+
+    `label` names the column of labels of a file, where it is not called that itself.
 
     >>> digits = load("digits")
     >>> digits.x.shape, digits.image_shape
@@ -77,7 +79,7 @@ def load(name: str) -> Dataset:
         )
     from ._tables import read_table
 
-    table = read_table(name)
+    table = read_table(name, label)
     return Dataset(table.matrix(), table.y, table.image_shape, Path(name).stem)
 
 

@@ -56,6 +56,7 @@ class Settings(NamedTuple):
     iterations: int = 500
     noise: float = 0.5
     quick: bool = False
+    label: str | None = None
 
 
 def defaults(data: str, quick: bool) -> dict[str, int]:
@@ -212,14 +213,14 @@ def final_accuracies(splits: list[Split], kept: list[list[np.ndarray]], steps: i
 
 def run(out: str | Path, settings: Settings) -> Path:
     """Run the experiment, or what is left of it, and return the report's path."""
-    dataset = load(settings.data)
+    dataset = load(settings.data, settings.label)
     if settings.data not in ("digits", "mnist"):
         length = np.sqrt(SQUARED_LENGTH)
         scaled = Scale().fit(dataset.x).transform(dataset.x) * length
         dataset = dataset._replace(x=scaled.astype(np.float32))
     splits = [split(dataset, settings.noise, seed) for seed in range(settings.seeds)]
     title = f"Data hyper-cleaning on {dataset.name}"
-    asked = settings._asdict()
+    asked = {name: value for name, value in settings._asdict().items() if value is not None}
     if settings.data not in ("digits", "mnist"):
         asked["data digest"] = digest(settings.data)
     folder = RunFolder(out, kind="cleaning", title=title, settings=asked)

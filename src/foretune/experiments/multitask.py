@@ -55,6 +55,7 @@ class Settings(NamedTuple):
     paper_steps: int = 1000
     paper_iterations: int = 100
     quick: bool = False
+    label: str | None = None
 
 
 def defaults(data: str, quick: bool) -> dict[str, int]:
@@ -92,7 +93,8 @@ def make_splits(dataset: Dataset, seeds: int, per_class: int) -> Splits:
     if len(classes) < 3 or counts.min() < 2 * per_class + 1:
         raise DataError(
             f"{dataset.name} has {len(classes)} classes with {counts.min()} rows in the smallest: the "
-            f"experiment needs three classes or more, with {2 * per_class + 1} rows each."
+            f"experiment needs three classes or more, with {2 * per_class + 1} rows each (--per-class "
+            f"{per_class} to train on, as many to validate, and one to test)."
         )
     length = np.linalg.norm(dataset.x, axis=1, keepdims=True)
     x = dataset.x / np.where(length > 0, length, 1.0)
@@ -313,8 +315,8 @@ class Runner:
 def run(out: str | Path, settings: Settings) -> Path:
     """Run the experiment, or what is left of it, and return the report's path."""
     names = ["cifar10", "cifar100"] if settings.data == "cifar" else [settings.data]
-    data = [load(name) for name in names]
-    asked = settings._asdict()
+    data = [load(name, settings.label) for name in names]
+    asked = {name: value for name, value in settings._asdict().items() if value is not None}
     if settings.data not in (*NAMED, "cifar"):
         asked["data digest"] = digest(settings.data)
     splits = {d.name: make_splits(d, settings.seeds, per_class_of(d.name, settings)) for d in data}
