@@ -334,6 +334,7 @@ def test_the_experiment_and_its_report(tmp_path, tiny, monkeypatch):
     assert {"no regulariser", "STL", "NMTL", "HMTL", "HMTL-S", "logistic regression"} <= methods
     assert len(result["values"]["iris"]["HMTL"]["folds"]["accuracy"]) == 2
     assert len(result["figures"]) == 3
+    assert not list((out / "checkpoints").iterdir())  # no longer needed
     html = page.read_text()
     assert "<svg" in html
     assert "HMTL-S" in html

@@ -162,18 +162,28 @@ def multitask(
         ),
     ] = "digits",
     label: Label = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Splits to average over.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Splits to average over; 5, for CIFAR 10, by default.")
+    ] = None,
     per_class: Annotated[
         int | None,
-        typer.Option(min=2, help="Labelled rows of a class to train on, and as many to validate."),
+        typer.Option(
+            min=2,
+            help="Labelled rows of a class to train on, and as many to validate; 5, for CIFAR-100 3.",
+        ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of a training, folds.")] = None,
-    iterations: Annotated[int | None, typer.Option(min=1, help="Hyper-iterations, folds.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of a training, folds; 100.")
+    ] = None,
+    iterations: Annotated[
+        int | None, typer.Option(min=1, help="Hyper-iterations, folds; 40.")
+    ] = None,
     paper_steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of a training, single split as published.")
+        int | None,
+        typer.Option(min=1, help="Steps of a training, single split; 500, for CIFAR 1000."),
     ] = None,
     paper_iterations: Annotated[
-        int | None, typer.Option(min=1, help="Hyper-iterations, single split as published.")
+        int | None, typer.Option(min=1, help="Hyper-iterations, single split; 60, for CIFAR 100.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A minute instead of many.")] = False,
     out: Out = None,
