@@ -280,11 +280,17 @@ def test_prediction_before_fitting():
 SLOW = {  # they compile for many shapes; FORETUNE_SLOW_TESTS=1 runs them too
     "check_classifier_data_not_an_array",
     "check_classifiers_classes",
+    "check_dict_unchanged",
     "check_dtype_object",
     "check_estimator_sparse_matrix",
+    "check_estimator_sparse_tag",
     "check_estimators_dtypes",
+    "check_estimators_overwrite_params",
+    "check_f_contiguous_array_estimator",
+    "check_fit_check_is_fitted",
     "check_fit_score_takes_y",
     "check_pipeline_consistency",
+    "check_positive_only_tag_during_fit",
     "check_readonly_memmap_input",
     "check_supervised_y_2d",
 }

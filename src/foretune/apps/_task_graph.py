@@ -80,7 +80,7 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
     >>> model = TaskGraphClassifier(hyper_steps=5, random_state=0).fit(X[:80], y[:80])
     >>> model.task_graph_.shape
     (10, 10)
-    >>> bool(model.score(X[80:], y[80:]) > 0.8)
+    >>> bool(model.score(X[80:], y[80:]) > 0.75)
     True
     """
 

@@ -133,7 +133,7 @@ def drawing(path: str | Path, draw: Callable[[Any], Any], *, size: tuple[float, 
     >>> import tempfile
     >>> from foretune import report
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     report.drawing(f"{folder}/line.svg", lambda axes: axes.plot([1, 2]), size=(2, 2)).name
+    ...     report.drawing(f"{folder}/line.svg", lambda axes: axes.plot([1, 2]), size=(2.0, 2.0)).name
     'line.svg'
     """
     return _save_svg(path, size, lambda figure: draw(figure.add_subplot()))
