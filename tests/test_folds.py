@@ -297,6 +297,8 @@ def test_its_own_arguments_are_checked():
     problem = ft.CrossValidated(data.problem, folds=FOLDS)
     with pytest.raises(ValueError, match="one entry for each of its 3 folds"):
         problem.replace(validation=(data.x, data.y))
+    with pytest.raises(ValueError, match="a new CrossValidated"):
+        problem.replace(objective=error)
 
 
 def test_a_fold_that_diverges_is_reported():

@@ -238,7 +238,7 @@ X4, Y4, *_ = few()
         ),
         ({}, (X4, Y4, X4, None), "together"),
         ({}, (X4, Y4, X4, Y4[:3]), "one label for each row"),
-        ({}, (X4, Y4, X4, Y4 + 1), "y_val has classes that y does not have: 4"),
+        ({}, (X4, Y4, X4, Y4 + 1), "y_val has labels that y does not have: 4"),
         ({}, (X4, Y4, X4[Y4 < 3], Y4[Y4 < 3]), "no row of the classes 3"),
         ({"graph": "ring"}, (X4, Y4), "give one of full, uniform, none"),
         ({"graph": np.eye(4)}, (X4, Y4), "no edge"),

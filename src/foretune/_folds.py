@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
-from ._problem import Batches, FullBatch, Minibatches, Problem, as_batches
+from ._problem import Batches, Continued, FullBatch, Minibatches, Problem, as_batches
 from ._same import same
 from ._validate import as_arrays, check_count, describe, named_leaves
 
@@ -119,11 +119,9 @@ class CrossValidated(Problem):
         `minimize(batches=...)` does too.
         """
         for name in ("batches", "init", "validation"):
-            parts = changes.get(name)
-            if name not in changes or isinstance(parts, FoldBatches):
+            if name not in changes:
                 continue
-            if "dynamics" in changes:
-                continue  # going on from a state, which is stacked already
+            parts = changes[name]
             if not isinstance(parts, list) or len(parts) != self.folds:
                 raise ValueError(
                     f"{name} of a CrossValidated problem is a list with one entry for each of its "
@@ -132,7 +130,14 @@ class CrossValidated(Problem):
             changes[name] = (
                 FoldBatches(parts) if name == "batches" else _combine(as_arrays(parts), name)
             )
+        for name in ("dynamics", "objective"):
+            if name in changes:
+                raise ValueError(f"make a new CrossValidated problem to change its {name}.")
         return super().replace(**changes)
+
+    def continued(self, state: PyTree) -> Problem:
+        """Return the problem that starts from a stack of the folds' states."""
+        return super().replace(dynamics=Continued(self.dynamics), init=state)
 
 
 class FoldDynamics(eqx.Module):
@@ -196,7 +201,10 @@ class FoldBatches(Batches):
             shown = ", ".join(
                 f"fold {k}: {type(b).__name__} of {b.steps} steps" for k, b in enumerate(batches)
             )
-            raise ValueError(f"the folds' batches differ in kind or number of steps ({shown}).")
+            raise ValueError(
+                f"the folds' batches differ in kind or number of steps ({shown}). "
+                "Give every fold the same."
+            )
         self.steps = steps.pop()
         self.xs = _combine([b.xs for b in batches], "batches.xs", axis=1)
         self.source = _combine([_source(b) for b in batches], "batches")
@@ -271,8 +279,8 @@ def _check_leaf(path: str, k: int, old: Any, new: Any) -> None:
             raise ValueError(
                 f"{path} is another {type(new).__name__} in fold {k} than in fold 0, or closes over "
                 "other values. Folds may differ in their arrays only: pass what differs (the fold's "
-                "rows, its mask, its start) through batches, validation or init, and define the "
-                "functions outside of problem_of_fold."
+                "rows, its mask, its start) through batches, validation or init, define the functions "
+                "outside of problem_of_fold, and give all folds the same constants."
             )
     elif describe(old) != describe(new):
         raise ValueError(

@@ -14,11 +14,11 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from .._callbacks import Progress
 from . import _noise, _weights
+from ._labels import FLOATS, listed, plain_labels, second_set
 from ._models import make_features, make_model
 
 STEPS = {"noise": 30, "weights": 300}
 HYPER_STEPS = {"noise": 30, "weights": 200}
-FLOATS = (np.float64, np.float32)
 
 
 class LabelCleaner(ClassifierMixin, BaseEstimator):
@@ -256,13 +256,13 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         return X, given, rows, checked, self._options(len(given))
 
     def _training_data(self, X, y):
-        labels: Any = None if y is None else _plain_labels(y, "y")  # None: scikit-learn's message
+        labels: Any = None if y is None else plain_labels(y, "y")  # None: scikit-learn's message
         X, y = validate_data(self, X, labels, accept_sparse="csr", dtype=FLOATS)
         check_classification_targets(y)
         self.classes_, given = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(
-                f"y has only one class, {_list(self.classes_)}: there is nothing to confuse it with. "
+                f"y has only one class, {listed(self.classes_)}: there is nothing to confuse it with. "
                 "LabelCleaner needs labels of two classes or more."
             )
         return X, given
@@ -274,39 +274,19 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
                     "method='weights' needs checked examples: fit(X, y, X_clean, y_clean)."
                 )
             return None, None
-        if X_clean is None or y_clean is None:
-            raise ValueError("give X_clean and y_clean together, or neither.")
-        try:
-            rows: Any = validate_data(self, X_clean, reset=False, accept_sparse="csr", dtype=FLOATS)
-        except ValueError as error:
-            raise ValueError(f"X_clean: {error}") from None
-        y_clean = _plain_labels(y_clean, "y_clean")
-        if y_clean.ndim != 1 or len(y_clean) != rows.shape[0]:
+        rows, checked, absent = second_set(self, X_clean, y_clean, "clean")
+        if len(checked) < len(self.classes_):
             raise ValueError(
-                f"y_clean has shape {y_clean.shape}, and X_clean has {rows.shape[0]} rows: "
-                "give one label for each checked row."
-            )
-        names, checked = np.unique(y_clean, return_inverse=True)
-        unknown = [name for name in names if not np.any(self.classes_ == name)]
-        if unknown:
-            raise ValueError(
-                f"y_clean has labels that y does not have: {_list(unknown)}; y has "
-                f"{_list(self.classes_)}. Leave those rows out, or mend the labels' spelling or type."
-            )
-        if len(y_clean) < len(self.classes_):
-            raise ValueError(
-                f"{len(y_clean)} checked examples for {len(self.classes_)} classes: check at least "
+                f"{len(checked)} checked examples for {len(self.classes_)} classes: check at least "
                 "one example of each class, better five."
             )
-        absent = [name for name in self.classes_ if not np.any(names == name)]
         if absent:
             warnings.warn(
-                f"no checked example of {_list(absent)}: labels of that kind are judged by the given "
+                f"no checked example of {listed(absent)}: labels of that kind are judged by the given "
                 "ones alone.",
                 stacklevel=3,
             )
-        position = np.array([int(np.flatnonzero(self.classes_ == name)[0]) for name in names])
-        return rows, position[checked]
+        return rows, checked
 
     def _options(self, n: int) -> float | None:
         if self.method not in STEPS:
@@ -333,24 +313,3 @@ def _stack(first, second):
     if sparse.issparse(first) or sparse.issparse(second):
         return sparse.vstack([first, second], format="csr")
     return np.concatenate([first, second])
-
-
-def _plain_labels(labels, name: str):
-    """Return labels that may come as objects (as pandas likes them) as numbers or strings."""
-    if sparse.issparse(labels):
-        return labels
-    array = np.asarray(labels)
-    if array.dtype != object or array.ndim != 1:
-        return array
-    missing = [i for i, label in enumerate(array) if label is None or label != label]
-    if missing:
-        raise ValueError(
-            f"{name} has {len(missing)} rows without a label, the first is row {missing[0]}: give it "
-            "one, or leave the row out."
-        )
-    return np.asarray(array.tolist())
-
-
-def _list(names) -> str:
-    shown = ", ".join(repr(getattr(name, "item", lambda name=name: name)()) for name in names[:8])
-    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -24,6 +24,11 @@ def plot_task_graph(
         colour: of the edges.
 
     Returns the axes.
+
+    >>> from foretune.apps import plot_task_graph
+    >>> axes = plot_task_graph([[0, 2, 0], [2, 0, 1], [0, 1, 0]], ["cat", "dog", "car"])
+    >>> sorted(text.get_text() for text in axes.texts)
+    ['car', 'cat', 'dog']
     """
     import matplotlib.pyplot as plt
     import networkx as nx

@@ -13,8 +13,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from .._callbacks import Progress
 from . import _graph
+from ._labels import FLOATS, listed, plain_labels, second_set
 
-FLOATS = (np.float64, np.float32)
 FEWEST = {False: 2, True: 3}
 """Rows of each class that folds need, without and with early stopping."""
 
@@ -190,7 +190,7 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
             except KeyError:
                 raise ValueError(
                     "graph's rows and columns must be named after the classes, "
-                    f"{_listed(self.classes_)}; or give it as an array, in the order of the sorted "
+                    f"{listed(self.classes_)}; or give it as an array, in the order of the sorted "
                     "classes."
                 ) from None
         try:
@@ -213,7 +213,8 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
         return "uniform", (A * (K * (K - 1) / A.sum())).astype(np.float32)
 
     def _labelled(self, X, y):
-        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=FLOATS)
+        labels: Any = None if y is None else plain_labels(y, "y")  # None: scikit-learn's message
+        X, y = validate_data(self, X, labels, accept_sparse="csr", dtype=FLOATS)
         check_classification_targets(y)
         self.classes_, y = np.unique(y, return_inverse=True)
         if len(self.classes_) < 3:
@@ -226,37 +227,19 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
         return _dense(X), y
 
     def _validation(self, X_val, y_val):
-        if X_val is None or y_val is None:
-            raise ValueError("give X_val and y_val together, or neither.")
-        try:
-            rows: Any = validate_data(self, X_val, reset=False, accept_sparse="csr", dtype=FLOATS)
-        except ValueError as error:
-            raise ValueError(f"X_val: {error}") from None
-        y_val = np.asarray(y_val)
-        if y_val.ndim != 1 or len(y_val) != rows.shape[0]:
-            raise ValueError(
-                f"y_val has shape {y_val.shape}, and X_val has {rows.shape[0]} rows: give one label "
-                "for each row."
-            )
-        unknown = [name for name in np.unique(y_val) if not np.any(self.classes_ == name)]
-        if unknown:
-            raise ValueError(
-                f"y_val has classes that y does not have: {_listed(unknown)}. Every class needs rows "
-                "in both: move some of them to (X, y), or leave them out."
-            )
-        absent = [name for name in self.classes_ if not np.any(y_val == name)]
+        rows, labels, absent = second_set(self, X_val, y_val, "val")
         if absent:
             raise ValueError(
-                f"y_val has no row of the classes {_listed(absent)}: their edges could not be judged. "
+                f"y_val has no row of the classes {listed(absent)}: their edges could not be judged. "
                 "Put rows of every class in the validation set, or give none and let `folds` do it."
             )
-        return _dense(rows), np.searchsorted(self.classes_, y_val)
+        return _dense(rows), labels
 
     def _check_counts(self, counts) -> None:
         rare = self.classes_[counts < FEWEST[False]]
         if len(rare):
             raise ValueError(
-                f"there is only one row of {_listed(rare)}: with folds every class needs "
+                f"there is only one row of {listed(rare)}: with folds every class needs "
                 f"{FEWEST[False]} rows, one to train on and one to judge by."
             )
         if self.early_stopping and counts.min() < FEWEST[True]:
@@ -321,8 +304,3 @@ def scaled(X: np.ndarray) -> tuple[np.ndarray, Back]:
 
 def _dense(X: Any) -> np.ndarray:
     return X.toarray() if sparse.issparse(X) else np.asarray(X)
-
-
-def _listed(names: Any, most: int = 5) -> str:
-    names = [str(name) for name in names]
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -15,6 +15,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,18 @@ class RunFolder:
     def result(self) -> dict[str, Any] | None:
         """The result of a finished run, or None."""
         return self._read("result.json")
+
+    def keep_metrics(self, stays: Callable[[dict[str, Any]], bool]) -> None:
+        """Keep the measurements that stay; a line cut off by an interrupt goes."""
+        kept = []
+        for line in self.metrics.read_text().splitlines() if self.metrics.exists() else []:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if stays(record):
+                kept.append(line + "\n")
+        self.metrics.write_text("".join(kept))
 
     def write(self, name: str, content: Any) -> None:
         """Write JSON, whole or not at all."""

@@ -148,17 +148,7 @@ class Measure(Callback):
 
     def start(self, run: Any) -> None:
         """Forget what came after the point that the run is resumed from."""
-        path = self.folder.metrics
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = []
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:  # cut off by an interrupt
-                continue
-            if record["step"] < len(run.history):
-                kept.append(line + "\n")
-        path.write_text("".join(kept))
+        self.folder.keep_metrics(lambda record: record["step"] < len(run.history))
 
     def step(self, run: Any) -> None:
         """Measure, and append a line for each method and seed."""

@@ -141,16 +141,9 @@ class Measure(Callback):
 
     def start(self, run: Any) -> None:
         """Forget what came after the point that the run is resumed from."""
-        path = self.folder.metrics
-        lines = path.read_text().splitlines() if path.exists() else []
-        path.write_text("".join(line + "\n" for line in lines if self._stays(line, run)))
-
-    def _stays(self, line: str, run: Any) -> bool:
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut off by an interrupt
-            return False
-        return record["series"] != self.series or record["step"] < len(run.history)
+        self.folder.keep_metrics(
+            lambda r: r["series"] != self.series or r["step"] < len(run.history)
+        )
 
     def step(self, run: Any) -> None:
         """Append a line for each split."""

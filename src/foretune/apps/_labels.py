@@ -1,0 +1,57 @@
+"""Labelled rows as the estimators take them: labels of any type, and a second set beside the first."""
+
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+from sklearn.utils.validation import validate_data
+
+FLOATS = (np.float64, np.float32)
+
+
+def plain_labels(labels: Any, name: str) -> Any:
+    """Return labels that may come as objects (as pandas likes them) as numbers or strings."""
+    if sparse.issparse(labels):
+        return labels
+    array = np.asarray(labels)
+    if array.dtype != object or array.ndim != 1:
+        return array
+    missing = [i for i, label in enumerate(array) if label is None or label != label]
+    if missing:
+        raise ValueError(
+            f"{name} has {len(missing)} rows without a label, the first is row {missing[0]}: give it "
+            "one, or leave the row out."
+        )
+    return np.asarray(array.tolist())
+
+
+def second_set(estimator: Any, X: Any, y: Any, name: str) -> tuple[Any, np.ndarray, list[Any]]:
+    """Return the rows X_name, their labels y_name as positions in `classes_`, and absent classes."""
+    if X is None or y is None:
+        raise ValueError(f"give X_{name} and y_{name} together, or neither.")
+    try:
+        rows: Any = validate_data(estimator, X, reset=False, accept_sparse="csr", dtype=FLOATS)
+    except ValueError as error:
+        raise ValueError(f"X_{name}: {error}") from None
+    y = plain_labels(y, f"y_{name}")
+    if y.ndim != 1 or len(y) != rows.shape[0]:
+        raise ValueError(
+            f"y_{name} has shape {y.shape}, and X_{name} has {rows.shape[0]} rows: give one label for "
+            "each row."
+        )
+    names, index = np.unique(y, return_inverse=True)
+    unknown = [label for label in names if not np.any(estimator.classes_ == label)]
+    if unknown:
+        raise ValueError(
+            f"y_{name} has labels that y does not have: {listed(unknown)}; y has "
+            f"{listed(estimator.classes_)}. Leave those rows out, or mend the labels' spelling or type."
+        )
+    absent = [label for label in estimator.classes_ if not np.any(names == label)]
+    position = np.array([int(np.flatnonzero(estimator.classes_ == label)[0]) for label in names])
+    return rows, position[index], absent
+
+
+def listed(names: Any) -> str:
+    """Return some labels, in words."""
+    shown = ", ".join(repr(getattr(name, "item", lambda name=name: name)()) for name in names[:8])
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
