@@ -124,7 +124,7 @@ def _joined(windows: list[Any]) -> Any:
     if isinstance(first, FullBatch):
         return FullBatch(first.data, sum(window.steps for window in windows))
     if isinstance(first, Minibatches):
-        return Minibatches(first.data, jnp.concatenate([window.indices for window in windows]))
+        return first.at(jnp.concatenate([window.indices for window in windows]))
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *windows)
 
 

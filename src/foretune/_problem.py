@@ -43,6 +43,9 @@ class Minibatches(Batches):
     Args:
         data: a pytree of arrays that share their leading axis, the examples.
         indices: integers of shape (T, batch size), or (T, ...) in general.
+        gather: makes the minibatch, `gather(data, indices[t])`, where it is not rows of the data:
+            windows of a signal, crops, pairs. The data may then be any pytree of arrays, and the
+            indices are yours to keep in range.
 
     >>> import foretune as ft, jax, jax.numpy as jnp
     >>> batches = ft.Minibatches(jnp.arange(10.0), jnp.array([[0, 1], [8, 9], [4, 4]]))
@@ -50,14 +53,31 @@ class Minibatches(Batches):
     3
     >>> batches.batch(batches.xs[1])
     Array([8., 9.], dtype=float32)
+    >>> def context(signal, i):  # each sample with its neighbours
+    ...     return signal[i[:, None] + jnp.arange(-1, 2)]
+    >>> batches = ft.Minibatches(jnp.arange(10.0), jnp.array([[3, 8]]), gather=context)
+    >>> batches.batch(batches.xs[0])
+    Array([[2., 3., 4.],
+           [7., 8., 9.]], dtype=float32)
     """
 
     data: PyTree[Array]
     indices: Int[Array, "T ..."]
+    gather: Callable[[PyTree, Array], PyTree] | None = eqx.field(static=True)
 
-    def __init__(self, data: PyTree, indices: Any):
-        self.data, self.indices = as_arrays(data), as_arrays(indices)
-        n = check_leading_axis(self.data, "Minibatches' data")
+    def __init__(
+        self,
+        data: PyTree,
+        indices: Any,
+        gather: Callable[[PyTree, Array], PyTree] | None = None,
+    ):
+        if gather is not None and not callable(gather):
+            raise TypeError(
+                f"Minibatches' gather must be a function (data, indices) -> batch, got "
+                f"{describe(gather)}."
+            )
+        self.data, self.indices, self.gather = as_arrays(data), as_arrays(indices), gather
+        n = check_leading_axis(self.data, "Minibatches' data") if gather is None else None
         if not (eqx.is_array(self.indices) and jnp.issubdtype(self.indices.dtype, jnp.integer)):
             raise TypeError(
                 f"Minibatches' indices must be an integer array, got {describe(self.indices)}."
@@ -69,13 +89,17 @@ class Minibatches(Batches):
             raise ValueError(
                 f"Minibatches' batches are empty: the indices have shape {self.indices.shape}."
             )
-        if not isinstance(self.indices, Tracer):
+        if n is not None and not isinstance(self.indices, Tracer):
             low, high = int(self.indices.min()), int(self.indices.max())
             if low < 0 or high >= n:
                 raise ValueError(
                     f"Minibatches' indices run from {low} to {high}, but the data has {n} examples "
                     f"(0 to {n - 1}). JAX would clamp them silently."
                 )
+
+    def at(self, indices: Any) -> "Minibatches":
+        """Return other minibatches of the same data, without looking at the indices' values."""
+        return eqx.tree_at(lambda batches: batches.indices, self, indices)
 
     @classmethod
     def shuffled(
@@ -116,6 +140,8 @@ class Minibatches(Batches):
 
     def batch(self, x: Int[Array, "..."]) -> PyTree[Array]:
         """Return the minibatch of one entry of `xs`."""
+        if self.gather is not None:
+            return self.gather(self.data, x)
         return jax.tree.map(lambda leaf: leaf[x], self.data)
 
 

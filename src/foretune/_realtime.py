@@ -21,7 +21,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -374,12 +373,8 @@ def _padded(program: Structure, window: Any) -> tuple[Any, np.ndarray]:
     _remember(_CAPACITY, key, capacity)
     if capacity > steps:
         xs = jax.tree.map(functools.partial(_pad, capacity), xs)
-        window = eqx.tree_at(_indices, window, xs) if isinstance(window, Minibatches) else xs
+        window = window.at(xs) if isinstance(window, Minibatches) else xs
     return window, np.asarray(steps, np.int32)
-
-
-def _indices(window: Minibatches) -> Any:
-    return window.indices
 
 
 def _pad(capacity: int, x: Any) -> Any:

@@ -47,7 +47,7 @@ def windows(stream: Any, n: int) -> Iterator[Any]:
 def _windows(stream: Any, n: int) -> Iterator[Any]:
     if isinstance(stream, Minibatches):
         for first in range(0, stream.steps, n):
-            yield Minibatches(stream.data, stream.indices[first : first + n])
+            yield stream.at(stream.indices[first : first + n])
         return
     count, expected, batches = 0, None, []
     for batch in stream:

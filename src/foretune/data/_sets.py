@@ -87,7 +87,7 @@ def _cifar(name: str) -> Dataset:
     file = f"{name}-efficientnet-lite0.npz"
     folder = Path(os.environ.get("FORETUNE_DATA", "")) / "cifar"
     if "FORETUNE_DATA" not in os.environ or not (folder / file).is_file():
-        folder = _cache() / "cifar"
+        folder = cache_folder() / "cifar"
     if not (folder / file).is_file():
         raise DataError(
             f"{file} is neither in FORETUNE_DATA/cifar nor in {folder}. It holds features of {name}'s "
@@ -101,7 +101,8 @@ def _cifar(name: str) -> Dataset:
     return Dataset(x, y, None, name, found)
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Return the folder of what is downloaded or computed once."""
     import pooch
 
     return Path(pooch.os_cache("foretune"))
@@ -124,7 +125,7 @@ def _mnist_file(name: str) -> Path:
         return given
     import pooch
 
-    cache = _cache() / "mnist"
+    cache = cache_folder() / "mnist"
     if (cache / f"{name}.gz").is_file():
         return cache / f"{name}.gz"
     try:

@@ -1,0 +1,188 @@
+"""Tables and figures of the speech experiment."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from ..data import Corpus
+from ..report import curves
+from ._folder import RunFolder
+
+PAPER = {"Vanilla": 59.81, "RS": 60.36, "SMBO, Gaussian process": 60.91, "RTHO": 61.97, "RTHO-NT": 61.38}
+"""Test accuracies on the whole of TIMIT."""
+FRACTIONS = (1 / 6, 1 / 3, 1.0)
+"""Of the budget: the paper reports 50, 100 and 300 minutes."""
+
+
+def describe(
+    folder: RunFolder,
+    corpus: Corpus,
+    settings: Any,
+    found: dict[str, list[dict[str, Any]]],
+    speed: dict[str, float],
+) -> dict[str, Any]:
+    """Return the result: headline, tables, figures, and every number behind them."""
+    accuracy = {name: [100 * s["test_accuracy"] for s in stages] for name, stages in found.items()}
+    reference = found.get("RS")
+    goal = np.mean([s["validation_accuracy"] for s in reference]) if reference else None
+    results, times = [], []
+    for name, stages in found.items():
+        reached = [_reached(s["curve"], goal) for s in stages] if goal is not None else []
+        results.append(
+            [
+                name,
+                _spread(accuracy[name]),
+                _spread([100 * s["validation_accuracy"] for s in stages]),
+                round(float(np.mean([s["seconds"] for s in stages])), 1),
+                round(float(np.mean([s["windows"] for s in stages]))),
+                round(float(np.mean([s["trials"] for s in stages])), 1),
+                PAPER.get(name),
+            ]
+        )
+        at = [
+            _spread([100 * _value(s["curve"], fraction * settings.budget) for s in stages])
+            for fraction in FRACTIONS
+        ]
+        times.append([name, *at, _times(reached, settings.budget)])
+    budget = settings.budget
+    return {
+        "headline": "Test accuracy in %: "
+        + ", ".join(f"{name} {np.mean(a):.2f}" for name, a in accuracy.items())
+        + ".",
+        "notes": [
+            f"{corpus.summary()}.",
+            f"A network of {settings.layers} layers of {settings.width} units, minibatches of "
+            f"{settings.batch}, hyper-batches of {settings.window}. Each method had {budget:g} seconds "
+            "(the paper: 300 minutes) and answers for the weights of its highest validation accuracy.",
+            *_alike(corpus, settings),
+        ],
+        "tables": [
+            {
+                "title": "Accuracy",
+                "note": f"Mean ± standard deviation over {settings.seeds} seeds ({settings.searches} "
+                "for RS). Windows are hyper-batches trained, over all trials. The paper's figures are for "
+                "the whole of TIMIT and another clock: compare differences, not levels.",
+                "columns": [
+                    "method",
+                    "test accuracy %",
+                    "validation accuracy %",
+                    "seconds",
+                    "windows",
+                    "trials",
+                    "test, in the paper",
+                ],
+                "rows": results,
+            },
+            {
+                "title": "Validation accuracy over time",
+                "note": "The highest so far, in %. The last column: when a method was first above the "
+                "final accuracy of RS (the mean of its runs), as a share of the budget.",
+                "columns": [
+                    "method",
+                    *(f"after {fraction * budget:.4g} s" for fraction in FRACTIONS),
+                    "above RS after",
+                ],
+                "rows": times,
+            },
+            {
+                "title": "Time of a step",
+                "note": "Milliseconds for a minibatch; that of real-time tuning includes its share of the "
+                "hyper-update.",
+                "columns": ["", "ms", "of plain training"],
+                "rows": [[n, round(ms, 3), round(ms / speed["plain"], 2)] for n, ms in speed.items()],
+            },
+        ],
+        "figures": draw(folder, found, budget),
+        "values": {"stages": found, "ms_per_step": speed},
+    }
+
+
+def _alike(corpus: Corpus, settings: Any) -> list[str]:
+    if settings.data == "synthetic":
+        return ["Synthetic speech, not TIMIT: its levels are not the paper's."]
+    small = len(corpus.part) < 1000
+    return ["A sample of TIMIT, not the whole: its levels are not the paper's."] if small else []
+
+
+def _spread(values: list[float]) -> str:
+    mean = f"{np.mean(values):.2f}"
+    return f"{mean} ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else mean
+
+
+def _value(curve: list[list[float]], seconds: float) -> float:
+    """Return the highest accuracy by then."""
+    return max((a for at, a in curve if at <= 1.02 * seconds), default=0.0)
+
+
+def _reached(curve: list[list[float]], goal: Any) -> float | None:
+    return next((at for at, a in curve if a >= goal), None)
+
+
+def _times(reached: list[float | None], budget: float) -> str | None:
+    times = [at for at in reached if at is not None]
+    if not times:
+        return "never" if reached else None
+    part = f"{np.mean(times) / budget:.2f}"
+    return part if len(times) == len(reached) else f"{part} ({len(times)} of {len(reached)} runs)"
+
+
+def draw(
+    folder: RunFolder, found: dict[str, list[dict[str, Any]]], budget: float
+) -> list[dict[str, str]]:
+    """Draw accuracy over time for all methods, and the four panels of each real-time run."""
+    grid = np.linspace(0.02, 1, 60) * budget
+    lines = []
+    for name, stages in found.items():
+        y = 100 * np.mean([[_value(s["curve"], t) for t in grid] for s in stages], axis=0)
+        y[y <= 0] = np.nan
+        if np.isfinite(y).any():
+            lines.append({"label": name, "x": grid.tolist(), "y": y.tolist()})
+    panel = {"title": "Validation accuracy, highest so far", "ylabel": "%", "lines": lines}
+    curves(folder.figures / "time.svg", [panel], xlabel="seconds")
+    figures = [
+        {
+            "file": "figures/time.svg",
+            "title": "Over time",
+            "caption": "Mean over seeds; the clock stands while programs compile.",
+        }
+    ]
+    records = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    for name in ("RTHO", "RTHO-NT", "foretune", "foretune-NT"):
+        mine = [r for r in records if r["series"] == name and r["seed"] == 0]
+        if len(mine) < 2:
+            continue
+        file = f"{name.lower()}.svg"
+        curves(folder.figures / file, _panels(mine), xlabel="hyper-batch")
+        figures.append(
+            {
+                "file": f"figures/{file}",
+                "title": f"{name}, first seed",
+                "caption": "Accuracy on training and validation frames, validation error, and the "
+                "hyperparameters, over the hyper-batches.",
+            }
+        )
+    return figures
+
+
+def _panels(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def line(label, name, scale=1.0):
+        kept = [r for r in records if name in r]
+        y = [scale * r[name] for r in kept]
+        return {"label": label, "x": [r["step"] for r in kept], "y": y}
+
+    accuracy = [
+        line("training", "training_accuracy", 100.0),
+        line("validation", "validation_accuracy", 100.0),
+    ]
+    panels = [
+        {"title": "Frame accuracy", "ylabel": "%", "lines": accuracy},
+        {"title": "Validation error", "ylabel": "cross-entropy", "lines": [line("", "error")]},
+        {
+            "title": "Learning rate and momentum",
+            "ylabel": "",
+            "lines": [line("η", "eta"), line("μ", "mu")],
+        },
+        {"title": "Weight of the auxiliary task", "ylabel": "ρ", "lines": [line("", "rho")]},
+    ]
+    return [p for p in panels if all(line["x"] for line in p["lines"])]

@@ -1,0 +1,151 @@
+"""Phone classification: Tables 3 and 5 and Figure 4 of Franceschi et al., ICML 2017.
+
+A network of 15 million weights classifies frames of speech into phone states, helped by an auxiliary
+task. Its learning rate eta, momentum mu and the auxiliary task's weight rho are tuned while it trains, in
+one run, beside searches that have the same time (`_phones_methods` says how each of them works).
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..data import Corpus, DataError, synthetic_speech, timit
+from ..report import write_page
+from . import _phones_methods as methods
+from ._folder import RunFolder
+from ._phones_model import AROUND, on_device
+from ._phones_page import describe
+
+GP, TPE = "SMBO, Gaussian process", "SMBO, TPE"
+METHODS: dict[str, Callable[..., dict[str, Any]]] = {
+    "Vanilla": methods.vanilla,
+    "RS": partial(methods.search, sampler=methods.Random),
+    GP: partial(methods.search, sampler=partial(methods.Optuna, "GP")),
+    TPE: partial(methods.search, sampler=partial(methods.Optuna, "TPE")),
+    "RTHO": partial(methods.realtime, tuner=methods.paper_tuner, start=methods.KNOWN),
+    "RTHO-NT": partial(methods.realtime, tuner=methods.paper_tuner, start=methods.NULL),
+    "foretune": partial(methods.realtime, tuner=methods.our_tuner, start=methods.KNOWN),
+    "foretune-NT": partial(methods.realtime, tuner=methods.our_tuner, start=methods.NULL),
+}
+
+
+class Settings(NamedTuple):
+    """What a run is asked to do."""
+
+    data: str = "synthetic"
+    frames: int = 1_500_000
+    budget: float = 120.0
+    seeds: int = 3
+    searches: int = 5
+    width: int = 2000
+    layers: int = 4
+    batch: int = 500
+    window: int = 200
+    sample: int = 20_000
+    check: int = 5
+    patience: int = 10
+    quick: bool = False
+
+
+QUICK = Settings(
+    frames=40_000,
+    budget=12.0,
+    seeds=1,
+    searches=1,
+    width=128,
+    layers=2,
+    batch=100,
+    window=20,
+    sample=2000,
+    check=5,
+    patience=6,
+    quick=True,
+)
+
+
+def read(settings: Settings) -> Corpus:
+    """Return the corpus that is asked for."""
+    if settings.data == "synthetic":
+        return synthetic_speech(settings.frames)
+    if settings.data != "timit":
+        return timit(settings.data)
+    folder = Path(os.environ.get("FORETUNE_DATA", ""))
+    for name in ("timit", "timit-sample"):
+        if "FORETUNE_DATA" in os.environ and (folder / name).is_dir():
+            return timit(folder / name)
+    raise DataError(
+        "TIMIT is not in the folder that FORETUNE_DATA names, as timit or timit-sample: give your copy's "
+        "folder as --data."
+    )
+
+
+def run(out: str | Path, settings: Settings) -> Path:
+    """Run the experiment, or what is left of it, and return the report's path."""
+    corpus = read(settings)
+    asked = settings._asdict()
+    if settings.data != "synthetic":
+        asked["frames"] = len(corpus.frames)
+    title = f"Phone classification on {corpus.name}"
+    folder = RunFolder(out, kind="phones", title=title, settings=asked)
+    if folder.result is not None:
+        return write_page(folder.path)
+    for name, why in list(corpus.skipped.items())[:3]:
+        print(f"left out {name}: {why}", file=sys.stderr)
+    if len(corpus.skipped) > 3:
+        print(f"left out: {len(corpus.skipped)} files in all", file=sys.stderr)
+    print(corpus.summary(), file=sys.stderr)
+    task = make_task(corpus, settings, folder)
+    speed = methods.measure_speed(task)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, method in METHODS.items():
+        for seed in range(settings.searches if name == "RS" else settings.seeds):
+            path = folder.path / "stages" / f"{name}-{seed}.json".replace(" ", "_")
+            if not path.exists():
+                stage(path, partial(method, task, name, seed))
+            found.setdefault(name, []).append(json.loads(path.read_text()))
+    folder.write("result.json", describe(folder, corpus, settings, found, speed))
+    return write_page(folder.path)
+
+
+def make_task(corpus: Corpus, settings: Settings, folder: RunFolder) -> methods.Task:
+    """Return what the methods share, with the corpus on the device."""
+    speech = on_device(corpus)
+    return methods.Task(
+        speech=speech,
+        validation=corpus.rows("validation"),
+        test=corpus.rows("test"),
+        shape={
+            "width": settings.width,
+            "layers": settings.layers,
+            "classes": corpus.classes,
+            "size": speech.table.shape[1],
+            "inputs": (2 * AROUND + 1) * speech.frames.shape[1],
+        },
+        batch=settings.batch,
+        window=settings.window,
+        sample=settings.sample,
+        check=settings.check,
+        patience=settings.patience,
+        budget=settings.budget,
+        folder=folder,
+    )
+
+
+def stage(path: Path, compute: Callable[[], dict[str, Any]]) -> None:
+    """Compute a stage and write it down, whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    found = compute()
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(found) + "\n")
+    new.replace(path)
+    print(
+        f"{path.stem}: validation {100 * found['validation_accuracy']:.2f} %, test "
+        f"{100 * found['test_accuracy']:.2f} %, {found['seconds']:.0f} s, {found['windows']} windows, "
+        f"{found['trials']} trials ({found['stopped']})",
+        file=sys.stderr,
+        flush=True,
+    )
