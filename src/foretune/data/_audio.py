@@ -37,7 +37,9 @@ def _riff(path: str | Path) -> Sound:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
             count, raw = file.getnframes(), file.readframes(file.getnframes())
     except (wave.Error, EOFError) as error:
-        raise DataError(f"{path}: not a readable wav file ({str(error) or 'it is cut off'}).") from error
+        raise DataError(
+            f"{path}: not a readable wav file ({str(error) or 'it is cut off'})."
+        ) from error
     return _pcm(raw, path, width, channels, rate, count, "<i2")
 
 
@@ -65,6 +67,8 @@ def _pcm(
         raise DataError(f"{path}: {8 * width}-bit samples; only 16-bit PCM is read.")
     if len(raw) < 2 * channels * count:
         have = len(raw) // (2 * channels)
-        raise DataError(f"{path}: cut off, {have:,} of the {count:,} samples in its header are there.")
+        raise DataError(
+            f"{path}: cut off, {have:,} of the {count:,} samples in its header are there."
+        )
     samples = np.frombuffer(raw, order, channels * count).reshape(count, channels)
     return Sound((samples.mean(axis=1) / 32768).astype(np.float32), rate)

@@ -7,6 +7,7 @@ eleven frames of 1.5 million would be 8 GB.
 
 import hashlib
 import json
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,7 +140,10 @@ def assemble(
     first_token = np.cumsum([0, *(len(u.phones) for u in utterances)])
     tokens = np.array([number[p] for u in utterances for p in u.phones], np.int32)
     token = np.concatenate(
-        [np.where(u.token < 0, -1, u.token + f) for u, f in zip(utterances, first_token[:-1], strict=True)]
+        [
+            np.where(u.token < 0, -1, u.token + f)
+            for u, f in zip(utterances, first_token[:-1], strict=True)
+        ]
     ).astype(np.int32)
     third = np.concatenate([u.third for u in utterances])
     states = np.where(token < 0, -1, THIRDS * tokens[np.maximum(token, 0)] + third)
@@ -214,7 +218,7 @@ def stored(
     if path.is_file():
         try:
             return _read(path)
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
             path.unlink()  # cut off, or of another version: made again
     utterances, skipped = make()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -234,7 +238,9 @@ def _write(path: Path, utterances: list[Utterance], skipped: dict[str, str], set
         "settings": json.loads(settings),
         "phones": names,
         "skipped": skipped,
-        "utterances": [[u.name, u.speaker, u.part, len(u.static), len(u.phones)] for u in utterances],
+        "utterances": [
+            [u.name, u.speaker, u.part, len(u.static), len(u.phones)] for u in utterances
+        ],
     }
     new = path.with_suffix(".new")
     with new.open("wb") as file:
@@ -250,7 +256,7 @@ def _write(path: Path, utterances: list[Utterance], skipped: dict[str, str], set
 
 
 def _read(path: Path) -> tuple[list[Utterance], dict[str, str]]:
-    with np.load(path, allow_pickle=False) as arrays:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         about = json.loads(str(arrays["about"]))
         static, token, third = arrays["static"], arrays["token"], arrays["third"]
         phones = [about["phones"][k] for k in arrays["phone"]]
@@ -262,7 +268,9 @@ def _read(path: Path) -> tuple[list[Utterance], dict[str, str]]:
     return found, about["skipped"]
 
 
-def in_parallel(function: Callable[[Any], Any], jobs: Sequence[Any], title: str, workers: int | None):
+def in_parallel(
+    function: Callable[[Any], Any], jobs: Sequence[Any], title: str, workers: int | None
+):
     """Yield `function(job)` for each job in order, over several processes, with a progress bar."""
     from joblib import Parallel, delayed
     from rich.console import Console
@@ -270,7 +278,7 @@ def in_parallel(function: Callable[[Any], Any], jobs: Sequence[Any], title: str,
 
     many = len(jobs) >= 200  # starting processes takes seconds
     n_jobs = (-1 if many else 1) if workers is None else workers
-    results = Parallel(n_jobs=n_jobs, return_as="generator", batch_size=8 if n_jobs != 1 else 1)(
+    results: Any = Parallel(n_jobs=n_jobs, return_as="generator")(
         delayed(function)(job) for job in jobs
     )
     console = Console(stderr=True)

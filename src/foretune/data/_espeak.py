@@ -123,7 +123,9 @@ def _private_copy(path: str) -> ctypes.CDLL:
             os.unlink(copy)
 
 
-def speak(text: str, voice: str = "en-us", rate: int = 165, pitch: int = 50, range: int = 50) -> Spoken:
+def speak(
+    text: str, voice: str = "en-us", rate: int = 165, pitch: int = 50, range: int = 50
+) -> Spoken:
     """Return the text spoken by a voice.
 
     Args:

@@ -25,14 +25,16 @@ from ._espeak import speak
 from ._features import RATE, frame_count, static_features
 from ._sentences import sentence
 
-VOICES = (
-    "Alex Alicia Andrea Andy Annie Denis Diogo Gene Gene2 Henrique Hugo Jacky Lee Mario Michael Mike Nguyen "
-    "Reed RicishayMax RicishayMax2 adam anika announcer antonio aunty belinda benjamin boris caleb david ed "
-    "edward edward2 f1 f2 f3 f4 f5 grandma grandpa gustave ian iven iven2 iven3 iven4 john kaukovalta klatt "
-    "klatt2 klatt3 klatt4 klatt5 klatt6 linda m1 m2 m3 m4 m5 m6 m7 m8 marcelo max michel miguel mike2 norbert "
-    "pablo paul pedro quincy rob robert sandro shelby steph steph2 steph3 travis victor zac"
-).split()
-"""Variants of espeak-ng's voices that sound like a person."""
+_VOICES = """
+    Alex Alicia Andrea Andy Annie Denis Diogo Gene Gene2 Henrique Hugo Jacky Lee Mario Michael
+    Mike Nguyen RicishayMax RicishayMax2 anika announcer antonio aunty belinda boris ed edward
+    f1 f2 f3 f4 f5 grandma grandpa gustave ian iven iven2 iven3 iven4 john kaukovalta klatt
+    klatt2 klatt3 klatt4 klatt5 linda m1 m2 m3 m4 m5 m6 m7 m8 marcelo max michel miguel norbert
+    pablo paul pedro quincy rob robert sandro shelby steph steph2 steph3 travis victor zac
+"""
+VOICES = _VOICES.split()
+"""Variants of espeak-ng's voices that sound like a person, without those of a generator (klatt 6) whose
+noise is not the same each time."""
 SHARES = (0.7, 0.2, 0.1)
 """Of the voices, for training, validation and test."""
 FRAMES_EACH = 350
@@ -45,8 +47,8 @@ VERSION = 1
 def synthetic_speech(
     frames: int = 1_500_000,
     *,
-    snr: tuple[float, float] | None = (5.0, 25.0),
-    reverberation: float = 0.5,
+    snr: Any = (-5.0, 15.0),
+    reverberation: float | int = 0.7,
     normalise: str = "speaker",
     cepstral: bool = False,
     seed: int = 0,
@@ -97,7 +99,9 @@ def _utterance(job: tuple[int, int, int, tuple[Any, Any, float], bool]) -> Utter
     samples, segments = at_rate(spoken)
     samples = _in_a_room(samples / (samples.std() + 1e-6), rng, reverberation)
     if low is not None:
-        samples = samples + _noise(len(samples), rng) * samples.std() * 10 ** (-rng.uniform(low, high) / 20)
+        samples = samples + _noise(len(samples), rng) * samples.std() * 10 ** (
+            -rng.uniform(low, high) / 20
+        )
     samples *= 0.1 * rng.uniform(0.5, 1.5)
     phones, token, third = label_frames(segments, frame_count(len(samples)))
     static = static_features(samples, cepstral=cepstral)
@@ -111,7 +115,9 @@ def at_rate(spoken: Any) -> tuple[np.ndarray, Segments]:
     from scipy.signal import resample_poly
 
     common = gcd(RATE, spoken.rate)
-    samples = resample_poly(spoken.samples.astype(np.float64), RATE // common, spoken.rate // common)
+    samples = resample_poly(
+        spoken.samples.astype(np.float64), RATE // common, spoken.rate // common
+    )
     begin = np.round(spoken.start / spoken.rate * RATE).astype(np.int64)
     start = np.concatenate([[0], np.clip(begin, 0, len(samples))])
     end = np.concatenate([start[1:], [len(samples)]])

@@ -2,8 +2,8 @@
 
 A copy in LDC's layout (TRAIN/DR1/FCJF0/SI1027.WAV and .PHN) keeps its parts: TRAIN trains, the 24
 speakers of the core test set test, the rest of TEST validates. In any other layout a folder is a
-speaker, and speakers are dealt to the parts. The two `sa` sentences, which every speaker reads, are left
-out as is usual.
+speaker, and speakers are dealt to the parts. The two `sa` sentences, which every speaker reads, are
+left out as is usual.
 """
 
 from pathlib import Path
@@ -26,15 +26,17 @@ from ._corpus import (
 from ._features import LENGTH, RATE, frame_count, static_features
 from ._sets import DataError
 
-PHONES = (
-    "aa ae ah ao aw ax ax-h axr ay b bcl ch d dcl dh dx eh el em en eng epi er ey f g gcl h# hh hv ih ix "
-    "iy jh k kcl l m n ng nx ow oy p pau pcl q r s sh t tcl th uh uw ux v w y z zh"
-).split()
+_PHONES = """
+    aa ae ah ao aw ax ax-h axr ay b bcl ch d dcl dh dx eh el em en eng epi er ey f g gcl h# hh
+    hv ih ix iy jh k kcl l m n ng nx ow oy p pau pcl q r s sh t tcl th uh uw ux v w y z zh
+"""
+PHONES = _PHONES.split()
 """The 61 phones."""
-CORE_TEST = (
-    "mdab0 mwbt0 felc0 mtas1 mwew0 fpas0 mjmp0 mlnt0 fpkt0 mlll0 mtls0 fjlm0 mbpm0 mklt0 fnlp0 mcmj0 "
-    "mjdh0 fmgd0 mgrt0 mnjm0 fdhc0 mjln0 mpam0 fmld0"
-).split()
+_CORE_TEST = """
+    mdab0 mwbt0 felc0 mtas1 mwew0 fpas0 mjmp0 mlnt0 fpkt0 mlll0 mtls0 fjlm0 mbpm0 mklt0 fnlp0
+    mcmj0 mjdh0 fmgd0 mgrt0 mnjm0 fdhc0 mjln0 mpam0 fmld0
+"""
+CORE_TEST = _CORE_TEST.split()
 SHARES = (0.6, 0.2, 0.2)
 """Of the speakers, where the layout does not say."""
 SLACK = LENGTH
@@ -65,8 +67,8 @@ def timit(
         workers: processes that read; by default all cores for many files.
 
     Each of the 61 phones is cut in thirds, which makes 183 states. Where a file with the ending `.ali`
-    lies beside a `.phn`, with lines `start end phone third` (samples; third 0, 1 or 2), its alignment is
-    taken instead. Files that cannot be used are left out and named in `skipped`.
+    lies beside a `.phn`, with lines `start end phone third` (samples; third 0, 1 or 2), its alignment
+    is taken instead. Files that cannot be used are left out and named in `skipped`.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -109,9 +111,7 @@ def timit(
             parts = speaker_parts([u.speaker for u in utterances], SHARES, seed)
     else:
         parts = speaker_parts([u.speaker for u in utterances], SHARES, seed)
-    return assemble(
-        "TIMIT", utterances, parts, normalise=normalise, phones=PHONES, skipped=skipped
-    )
+    return assemble("TIMIT", utterances, parts, normalise=normalise, phones=PHONES, skipped=skipped)
 
 
 def _sounds(folder: Path) -> list[Path]:
@@ -148,7 +148,9 @@ def _utterance(job: tuple[str, str, bool]) -> Utterance | str:
             raise DataError(f"{path}: {sound.rate:,} samples a second; TIMIT has {RATE:,}.")
         count = frame_count(len(sound.samples))
         if count == 0:
-            raise DataError(f"{path}: {len(sound.samples)} samples, less than one frame ({LENGTH}).")
+            raise DataError(
+                f"{path}: {len(sound.samples)} samples, less than one frame ({LENGTH})."
+            )
         segments = _segments(path, len(sound.samples))
     except (DataError, OSError) as error:
         return str(error)
@@ -175,7 +177,8 @@ def _segments(path: Path, samples: int) -> Segments:
     labels, aligned = _beside(path, ".phn"), _beside(path, ".ali")
     if aligned is None and labels is None:
         raise DataError(f"{path}: there is no .phn file beside it.")
-    source, fields = (aligned, 4) if aligned is not None else (labels, 3)
+    source, fields = (labels, 3) if aligned is None else (aligned, 4)
+    assert source is not None
     rows = [line.split() for line in source.read_text().splitlines() if line.strip()]
     try:
         start, end = (np.array([int(row[k]) for row in rows], np.int64) for k in (0, 1))
@@ -194,6 +197,7 @@ def _segments(path: Path, samples: int) -> Segments:
         raise DataError(f"{source}: its phones overlap, run backwards or have no length.")
     if end[-1] > samples + SLACK:
         raise DataError(
-            f"{source}: runs to sample {end[-1]:,}, the sound has {samples:,}. Are they of one utterance?"
+            f"{source}: runs to sample {end[-1]:,}, the sound has {samples:,}. Are they of one "
+            "utterance?"
         )
     return Segments(start, end, phone, third)

@@ -6,10 +6,10 @@ information
 
     M[t, (j, p)] = max(0, log P(phone p at position j | triphone t) / P(phone p at position j)),
 
-with the frequencies of 20 more triphones of average surroundings added to each (a triphone that was heard
-once says little), is centred and reduced to its first 300 principal components. So triphones that occur in like contexts, and
-of like phones, are close. (Badino, 2016, learns such embeddings with a network; what matters here is a
-secondary target that knows the context.)
+with 20 triphones of average surroundings added to the counts of each (one that was heard once says
+little), is centred and reduced to its first 300 principal components. So triphones that occur in like
+contexts, and of like phones, are close. (Badino, 2016, learns such embeddings with a network; what
+matters here is a secondary target that knows the context.)
 """
 
 import numpy as np

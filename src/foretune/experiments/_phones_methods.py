@@ -5,13 +5,14 @@ RS             random search: rho ~ U(0, 4), eta ~ Exp(0.1), mu ~ U(0, 1)
 SMBO           Optuna's Gaussian process and TPE over eta in [1e-5, 1], mu in [0, 0.999], rho in [0, 4]
 RTHO           real-time tuning as in the paper, from eta = 0.075, mu = 0.5, rho = 1.6
 RTHO-NT        the same from 0, 0, 0 (the "null teacher")
-foretune, foretune-NT   the defaults of `RealTime`, from the same two starts
+foretune, foretune-NT   the defaults of `RealTime`, from the same two starts, with hyper-batches of a
+               quarter of the length: its steps are relative, and need more of them
 
 Every method measures the accuracy on all validation frames each few windows, and answers for the
-weights where it was highest. A training at constant hyperparameters stops early when it has not risen for
-some measurements. The test accuracy is measured beside it and decides nothing. The clock runs while a method
-proposes, trains and measures validation accuracy, and stands while programs compile, test accuracy is
-measured and checkpoints are written.
+weights where it was highest. A training at constant hyperparameters stops early when it has not risen
+for some measurements, real-time tuning after twice as many. The test accuracy is measured beside it
+and decides nothing. The clock runs while a method proposes, trains and measures validation accuracy,
+and stands while programs compile, test accuracy is measured and checkpoints are written.
 """
 
 import functools
@@ -19,7 +20,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,8 @@ CONSTRAINTS = {"eta": NonNegative(), "mu": Box(0.0, 1.0), "rho": NonNegative()}
 OURS = CONSTRAINTS | {"mu": Box(0.0, 0.999)}
 KNOWN = {"eta": 0.075, "mu": 0.5, "rho": 1.6}
 NULL = {"eta": 0.0, "mu": 0.0, "rho": 0.0}
+PACE = 4
+"""How many times the hyper-updates of the paper's setting ours has."""
 MOST = 20_000
 """Windows in the stream of a real-time run, more than it will use."""
 
@@ -58,6 +60,12 @@ class Task(NamedTuple):
     budget: float
     """Seconds."""
     folder: RunFolder
+
+    def paced(self, pace: int) -> "Task":
+        """Return the same with so many times the hyper-updates."""
+        fewer = {"window": self.window, "sample": self.sample}
+        fewer = {name: max(1, value // pace) for name, value in fewer.items()}
+        return self._replace(check=self.check * pace, **fewer)
 
     def params(self, seed: int, trial: int = 0) -> Any:
         """Return the initial weights."""
@@ -86,7 +94,7 @@ class Task(NamedTuple):
 class Clock:
     """The seconds that a method has spent, with a bar on a terminal."""
 
-    def __init__(self, limit: float, title: str):
+    def __init__(self, limit: float | int, title: str):
         from rich import progress
 
         self.limit, self._spent, self._since = limit, 0.0, None
@@ -107,7 +115,7 @@ class Clock:
         self._bar.stop()
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> float | int:
         """What has been spent."""
         return self._spent + (0.0 if self._since is None else time.monotonic() - self._since)
 
@@ -116,7 +124,7 @@ class Clock:
         """Whether there is nothing left."""
         return self.seconds >= self.limit
 
-    def spend(self, seconds: float) -> None:
+    def spend(self, seconds: float | int) -> None:
         """Count what an earlier run has spent."""
         self._spent += seconds
 
@@ -161,7 +169,7 @@ class Curve:
         measured = [r for r in self.records if "validation_accuracy" in r]
         return max(measured, key=lambda r: r["validation_accuracy"], default=None)
 
-    def outcome(self, clock: Clock, **more: Any) -> dict[str, Any]:
+    def outcome(self, clock: Clock, steps: int, **more: Any) -> dict[str, Any]:
         """Return what the method has reached."""
         best = self.best or {"validation_accuracy": 0.0, "test_accuracy": 0.0}
         measured = [r for r in self.records if "validation_accuracy" in r]
@@ -170,6 +178,7 @@ class Curve:
             "validation_accuracy": best["validation_accuracy"],
             "test_accuracy": best["test_accuracy"],
             "seconds": clock.seconds,
+            "steps": steps,
             "curve": [[r["seconds"], float(a)] for r, a in zip(measured, highest[1:], strict=True)],
             **more,
         }
@@ -181,25 +190,28 @@ def measure_speed(task: Task, rounds: int = 3) -> dict[str, float]:
     It also compiles what the methods run, so that their clocks do not count it.
     """
     hparams = {name: jnp.asarray(value) for name, value in KNOWN.items()}
-    batches, sample = task.batches(0), next(task.samples(0))
+    tasks = {"plain": task, "RTHO": task, "foretune": task.paced(PACE)}
+    batches = {name: t.batches(0) for name, t in tasks.items()}
+    samples = {name: next(t.samples(0)) for name, t in tasks.items()}
     plain = jax.tree.map(jnp.copy, model.dynamics.init(task.params(0), hparams))
     for rows in (task.validation, task.test, np.asarray(task.speech.rows)[: model.CHUNK]):
         model.accuracy(plain.params, task.speech, rows)
-    update = {
-        "plain": lambda state: model.train(state, hparams, batches)[0],
-        "RTHO": lambda state: paper_tuner().update(state, batches, sample)[0],
-        "foretune": lambda state: our_tuner().update(state, batches, sample)[0],
-    }
     tuned = {"RTHO": paper_tuner(), "foretune": our_tuner()}
     states = {name: tuner.init(task.params(0), hparams) for name, tuner in tuned.items()}
     states["plain"] = plain
-    seconds: dict[str, list[float]] = {name: [] for name in update}
+
+    def step(name):
+        if name == "plain":
+            return model.train(states[name], hparams, batches[name])[0]
+        return tuned[name].update(states[name], batches[name], samples[name])[0]
+
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for _ in range(1 + rounds):
-        for name, step in update.items():
+        for name in tasks:
             began = time.perf_counter()
-            states[name] = jax.block_until_ready(step(states[name]))
+            states[name] = jax.block_until_ready(step(name))
             seconds[name].append(time.perf_counter() - began)
-    return {name: 1e3 * min(times[1:]) / task.window for name, times in seconds.items()}
+    return {name: 1e3 * min(times[1:]) / tasks[name].window for name, times in seconds.items()}
 
 
 def training(
@@ -211,6 +223,7 @@ def training(
     state = jax.tree.map(jnp.copy, model.dynamics.init(task.params(seed, trial), arrays))
     batches = task.batches(seed, trial)
     best, at, windows, checks, stopped = 0.0, 0, 0, 0, "the budget is spent"
+    loss: Any = None
     while not clock.over:
         for _ in range(task.check):
             state, loss = model.train(state, arrays, batches)
@@ -238,7 +251,7 @@ def training(
     return {
         **hparams,
         "validation_accuracy": best,
-        "windows": windows,
+        "steps": windows * task.window,
         "seconds": clock.seconds - began,
         "stopped": stopped,
     }
@@ -250,7 +263,7 @@ def vanilla(task: Task, series: str, seed: int) -> dict[str, Any]:
     with Clock(task.budget, f"{series}, seed {seed}") as clock:
         clock.go()
         found = training(task, KNOWN | {"rho": 0.0}, seed, 0, clock, curve)
-        return curve.outcome(clock, stopped=found["stopped"], windows=found["windows"], trials=1)
+        return curve.outcome(clock, found["steps"], stopped=found["stopped"], trials=1)
 
 
 class Random:
@@ -332,11 +345,10 @@ def search(task: Task, series: str, seed: int, sampler: Any) -> dict[str, Any]:
             clock.go()
         clock.pause()
     best = max(trials, key=lambda trial: trial["validation_accuracy"])
-    windows = sum(trial["windows"] for trial in trials)
     return curve.outcome(
         clock,
+        sum(trial["steps"] for trial in trials),
         stopped="the budget is spent",
-        windows=windows,
         trials=len(trials),
         hparams={name: best[name] for name in names},
     )
@@ -395,6 +407,14 @@ class Measure(Callback):
         best = self.curve.best
         self.clock.show(f"{100 * best['validation_accuracy']:.2f} %" if best else "")
 
+    def reason(self, run: Any) -> str | None:
+        """Return why to stop, or None."""
+        if self.clock.over:
+            return "the budget is spent"
+        best = self.curve.best
+        patience = 2 * self.task.patience * self.task.check
+        return "no rise" if best and run.step - best["step"] >= patience else None
+
 
 class Go(Callback):
     """Lets the clock run again, after the callbacks before it."""
@@ -412,9 +432,15 @@ class Go(Callback):
 
 
 def realtime(
-    task: Task, series: str, seed: int, tuner: Callable[[], RealTime], start: dict[str, float]
+    task: Task,
+    series: str,
+    seed: int,
+    tuner: Callable[[], RealTime],
+    start: dict[str, float],
+    pace: int = 1,
 ) -> dict[str, Any]:
     """Tune while the network trains, until the learning rate has gone to 0 or the budget is spent."""
+    task = task.paced(pace)
     directory = task.folder.checkpoints / f"{series}-{seed}".replace(" ", "_")
     with Clock(task.budget, f"{series}, seed {seed}") as clock:
         measure = Measure(task, clock, series, seed)
@@ -426,10 +452,7 @@ def realtime(
                 hparams={name: jnp.asarray(value) for name, value in start.items()},
                 window=task.window,
                 callbacks=[measure, Checkpoint(directory, every=100, keep=1), Go(clock)],
-                stop=[
-                    Vanished("eta"),
-                    lambda run: "the budget is spent" if clock.over else None,
-                ],
+                stop=[Vanished("eta"), measure.reason],
             )
             stopped, hparams = result.stopped, result.hparams
         except NonFiniteError as fault:
@@ -439,4 +462,6 @@ def realtime(
         raise KeyboardInterrupt
     last = {name: float(value) for name, value in hparams.items()}
     windows = measure.curve.records[-1]["step"] if measure.curve.records else 0
-    return measure.curve.outcome(clock, stopped=stopped, windows=windows, trials=1, hparams=last)
+    return measure.curve.outcome(
+        clock, windows * task.window, stopped=stopped, trials=1, hparams=last
+    )

@@ -49,7 +49,9 @@ def on_device(corpus: Corpus) -> Speech:
     return Speech(*map(jnp.asarray, arrays))
 
 
-def make_params(key: Array, width: int, layers: int, classes: int, size: int, inputs: int) -> PyTree:
+def make_params(
+    key: Array, width: int, layers: int, classes: int, size: int, inputs: int
+) -> PyTree:
     """Return Glorot's initial weights."""
     glorot = jax.nn.initializers.glorot_uniform()
     keys = iter(jax.random.split(key, layers + 2))

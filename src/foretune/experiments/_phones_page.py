@@ -9,7 +9,13 @@ from ..data import Corpus
 from ..report import curves
 from ._folder import RunFolder
 
-PAPER = {"Vanilla": 59.81, "RS": 60.36, "SMBO, Gaussian process": 60.91, "RTHO": 61.97, "RTHO-NT": 61.38}
+PAPER = {
+    "Vanilla": 59.81,
+    "RS": 60.36,
+    "SMBO, Gaussian process": 60.91,
+    "RTHO": 61.97,
+    "RTHO-NT": 61.38,
+}
 """Test accuracies on the whole of TIMIT."""
 FRACTIONS = (1 / 6, 1 / 3, 1.0)
 """Of the budget: the paper reports 50, 100 and 300 minutes."""
@@ -35,7 +41,7 @@ def describe(
                 _spread(accuracy[name]),
                 _spread([100 * s["validation_accuracy"] for s in stages]),
                 round(float(np.mean([s["seconds"] for s in stages])), 1),
-                round(float(np.mean([s["windows"] for s in stages]))),
+                round(float(np.mean([s["steps"] for s in stages]))),
                 round(float(np.mean([s["trials"] for s in stages])), 1),
                 PAPER.get(name),
             ]
@@ -61,14 +67,14 @@ def describe(
             {
                 "title": "Accuracy",
                 "note": f"Mean ± standard deviation over {settings.seeds} seeds ({settings.searches} "
-                "for RS). Windows are hyper-batches trained, over all trials. The paper's figures are for "
-                "the whole of TIMIT and another clock: compare differences, not levels.",
+                "for RS). Steps are those of all trials. The paper's figures are for the whole of "
+                "TIMIT and another clock: compare differences, not levels.",
                 "columns": [
                     "method",
                     "test accuracy %",
                     "validation accuracy %",
                     "seconds",
-                    "windows",
+                    "steps",
                     "trials",
                     "test, in the paper",
                 ],
@@ -87,10 +93,12 @@ def describe(
             },
             {
                 "title": "Time of a step",
-                "note": "Milliseconds for a minibatch; that of real-time tuning includes its share of the "
-                "hyper-update.",
+                "note": "Milliseconds for a minibatch; that of real-time tuning includes its share of "
+                "the hyper-update.",
                 "columns": ["", "ms", "of plain training"],
-                "rows": [[n, round(ms, 3), round(ms / speed["plain"], 2)] for n, ms in speed.items()],
+                "rows": [
+                    [n, round(ms, 3), round(ms / speed["plain"], 2)] for n, ms in speed.items()
+                ],
             },
         ],
         "figures": draw(folder, found, budget),
@@ -181,8 +189,8 @@ def _panels(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             "title": "Learning rate and momentum",
             "ylabel": "",
-            "lines": [line("η", "eta"), line("μ", "mu")],
+            "lines": [line("eta", "eta"), line("mu", "mu")],
         },
-        {"title": "Weight of the auxiliary task", "ylabel": "ρ", "lines": [line("", "rho")]},
+        {"title": "Weight of the auxiliary task", "ylabel": "rho", "lines": [line("", "rho")]},
     ]
     return [p for p in panels if all(line["x"] for line in p["lines"])]

@@ -1,10 +1,11 @@
 """Phone classification: Tables 3 and 5 and Figure 4 of Franceschi et al., ICML 2017.
 
 A network of 15 million weights classifies frames of speech into phone states, helped by an auxiliary
-task. Its learning rate eta, momentum mu and the auxiliary task's weight rho are tuned while it trains, in
-one run, beside searches that have the same time (`_phones_methods` says how each of them works).
+task. Its learning rate eta, momentum mu and the auxiliary task's weight rho are tuned while it trains,
+in one run, beside searches that have the same time (`_phones_methods` says how each of them works).
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from ._phones_model import AROUND, on_device
 from ._phones_page import describe
 
 GP, TPE = "SMBO, Gaussian process", "SMBO, TPE"
+_ours = partial(methods.realtime, tuner=methods.our_tuner, pace=methods.PACE)
 METHODS: dict[str, Callable[..., dict[str, Any]]] = {
     "Vanilla": methods.vanilla,
     "RS": partial(methods.search, sampler=methods.Random),
@@ -28,8 +30,8 @@ METHODS: dict[str, Callable[..., dict[str, Any]]] = {
     TPE: partial(methods.search, sampler=partial(methods.Optuna, "TPE")),
     "RTHO": partial(methods.realtime, tuner=methods.paper_tuner, start=methods.KNOWN),
     "RTHO-NT": partial(methods.realtime, tuner=methods.paper_tuner, start=methods.NULL),
-    "foretune": partial(methods.realtime, tuner=methods.our_tuner, start=methods.KNOWN),
-    "foretune-NT": partial(methods.realtime, tuner=methods.our_tuner, start=methods.NULL),
+    "foretune": partial(_ours, start=methods.KNOWN),
+    "foretune-NT": partial(_ours, start=methods.NULL),
 }
 
 
@@ -38,7 +40,7 @@ class Settings(NamedTuple):
 
     data: str = "synthetic"
     frames: int = 1_500_000
-    budget: float = 120.0
+    budget: float = 60.0
     seeds: int = 3
     searches: int = 5
     width: int = 2000
@@ -47,13 +49,13 @@ class Settings(NamedTuple):
     window: int = 200
     sample: int = 20_000
     check: int = 5
-    patience: int = 10
+    patience: int = 5
     quick: bool = False
 
 
 QUICK = Settings(
     frames=40_000,
-    budget=12.0,
+    budget=10.0,
     seeds=1,
     searches=1,
     width=128,
@@ -62,9 +64,19 @@ QUICK = Settings(
     window=20,
     sample=2000,
     check=5,
-    patience=6,
+    patience=5,
     quick=True,
 )
+
+
+def possible_methods() -> dict[str, Callable[..., dict[str, Any]]]:
+    """Return the methods whose libraries are installed; say which are left out."""
+    if importlib.util.find_spec("torch") is not None:
+        return METHODS
+    print(
+        f"left out: {GP}, for Optuna's sampler needs PyTorch (pip install torch)", file=sys.stderr
+    )
+    return {name: method for name, method in METHODS.items() if name != GP}
 
 
 def read(settings: Settings) -> Corpus:
@@ -78,8 +90,8 @@ def read(settings: Settings) -> Corpus:
         if "FORETUNE_DATA" in os.environ and (folder / name).is_dir():
             return timit(folder / name)
     raise DataError(
-        "TIMIT is not in the folder that FORETUNE_DATA names, as timit or timit-sample: give your copy's "
-        "folder as --data."
+        "TIMIT is not in the folder that FORETUNE_DATA names, as timit or timit-sample: give your "
+        "copy's folder as --data."
     )
 
 
@@ -101,7 +113,7 @@ def run(out: str | Path, settings: Settings) -> Path:
     task = make_task(corpus, settings, folder)
     speed = methods.measure_speed(task)
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, method in METHODS.items():
+    for name, method in possible_methods().items():
         for seed in range(settings.searches if name == "RS" else settings.seeds):
             path = folder.path / "stages" / f"{name}-{seed}.json".replace(" ", "_")
             if not path.exists():
@@ -144,7 +156,7 @@ def stage(path: Path, compute: Callable[[], dict[str, Any]]) -> None:
     new.replace(path)
     print(
         f"{path.stem}: validation {100 * found['validation_accuracy']:.2f} %, test "
-        f"{100 * found['test_accuracy']:.2f} %, {found['seconds']:.0f} s, {found['windows']} windows, "
+        f"{100 * found['test_accuracy']:.2f} %, {found['seconds']:.0f} s, {found['steps']:,} steps, "
         f"{found['trials']} trials ({found['stopped']})",
         file=sys.stderr,
         flush=True,
