@@ -129,3 +129,86 @@ def test_schedule_by_step_and_by_block():
     for engine in (ft.Reverse(), ft.Forward()):
         blocks = engine(block, {"lr": rates[:3], "decay": decay}).grad["lr"]
         np.testing.assert_allclose(blocks, grad.reshape(3, 4).sum(1), rtol=1e-11)
+
+
+class TestGather:
+    """Minibatches that are made of the data, here windows of a signal."""
+
+    @staticmethod
+    def context(data, i):
+        around = jnp.clip(i[:, None] + jnp.arange(-1, 2), 0, len(data["signal"]) - 1)
+        return data["signal"][around], data["signal"][i] * data["gain"]
+
+    @staticmethod
+    def loss(params, hparams, batch):
+        x, y = batch
+        return jnp.mean((x @ params - y) ** 2) + hparams["decay"] * jnp.sum(params**2)
+
+    @pytest.fixture
+    def made(self):
+        rng = np.random.default_rng(0)
+        data = {"signal": jnp.asarray(rng.normal(size=20), jnp.float32), "gain": jnp.array(2.0)}
+        indices = jnp.asarray(rng.integers(0, 20, (7, 4)))
+        return ft.Minibatches(data, indices, gather=self.context)
+
+    def problem(self, batches):
+        return ft.Problem(
+            ft.Training(self.loss, lambda h: optax.sgd(h["lr"], 0.5)),
+            lambda state, h, batch: self.loss(state.params, {"decay": 0.0}, batch),
+            jnp.zeros(3),
+            batches,
+            (jnp.eye(3), jnp.ones(3)),
+        )
+
+    @pytest.mark.parametrize("engine", [ft.Forward(), ft.Reverse()], ids=["forward", "reverse"])
+    def test_the_same_as_batches_made_beforehand(self, made, engine):
+        hparams = {"lr": jnp.array(0.1), "decay": jnp.array(0.05)}
+        batches = [made.batch(i) for i in made.indices]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+        one, two = (engine(self.problem(b), hparams) for b in (made, stacked))
+        np.testing.assert_allclose(one.value, two.value, rtol=1e-6)
+        for name in hparams:
+            np.testing.assert_allclose(one.grad[name], two.grad[name], rtol=1e-5)
+
+    def test_windows_keep_it(self, made):
+        pieces = list(ft.windows(made, 3))
+        assert [piece.steps for piece in pieces] == [3, 3, 1]
+        assert all(piece.gather is made.gather for piece in pieces)
+        tuner = ft.RealTime(
+            self.problem(made).dynamics,
+            self.problem(made).objective,
+            optax.sgd(0.0),
+            rollback=None,
+        )
+        hparams = {"lr": jnp.array(0.1), "decay": jnp.array(0.05)}
+        result = tuner.run(
+            made,
+            [(jnp.eye(3), jnp.ones(3))],
+            params=jnp.zeros(3),
+            hparams=hparams,
+            window=3,
+            callbacks=[bias := ft.Bias(every=2, windows=2)],
+        )
+        value, state = self.problem(made).response(hparams)
+        np.testing.assert_allclose(result.state.train.params, state.params, rtol=1e-5)
+        np.testing.assert_allclose(result.value, value, rtol=1e-5)
+        assert bias.reports
+
+    def test_folds_share_the_data(self, made):
+        hparams = {"lr": jnp.array(0.1), "decay": jnp.array(0.05)}
+        folds = ft.CrossValidated(
+            lambda k: self.problem(made.at(made.indices[::-1] if k else made.indices)), folds=2
+        )
+        each = [ft.Reverse()(self.problem(b), hparams) for b in (made, made.at(made.indices[::-1]))]
+        both = ft.Reverse()(folds, hparams)
+        np.testing.assert_allclose(both.value, np.mean([e.value for e in each]), rtol=1e-6)
+        for name in hparams:
+            np.testing.assert_allclose(
+                both.grad[name], np.mean([e.grad[name] for e in each]), rtol=1e-5
+            )
+
+    def test_bad_ones(self, made):
+        with pytest.raises(TypeError, match="gather must be a function"):
+            ft.Minibatches(made.data, made.indices, gather=3)
+        with pytest.raises(TypeError, match="integer array"):
+            ft.Minibatches(made.data, made.indices / 2, gather=self.context)

@@ -69,7 +69,7 @@ class Minibatches(Batches):
         self,
         data: PyTree,
         indices: Any,
-        gather: Callable[[PyTree, Array], PyTree] | None = None,
+        gather: Any = None,
     ):
         if gather is not None and not callable(gather):
             raise TypeError(
