@@ -231,7 +231,7 @@ def phones(
         int | None, typer.Option(min=1000, help="Frames of synthetic speech; 1,500,000.")
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds for each method and seed; 60.")
+        float | None, typer.Option(min=0.1, help="Seconds for each method and seed; 100.")
     ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of each method; 3.")] = None,
     searches: Annotated[

@@ -6,7 +6,7 @@ SMBO           Optuna's Gaussian process and TPE over eta in [1e-5, 1], mu in [0
 RTHO           real-time tuning as in the paper, from eta = 0.075, mu = 0.5, rho = 1.6
 RTHO-NT        the same from 0, 0, 0 (the "null teacher")
 foretune, foretune-NT   the defaults of `RealTime`, from the same two starts, with hyper-batches of a
-               quarter of the length: its steps are relative, and need more of them
+               half the length: its steps are relative, and need more of them
 
 Every method measures the accuracy on all validation frames each few windows, and answers for the
 weights where it was highest. A training at constant hyperparameters stops early when it has not risen
@@ -17,6 +17,7 @@ and stands while programs compile, test accuracy is measured and checkpoints are
 
 import functools
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ CONSTRAINTS = {"eta": NonNegative(), "mu": Box(0.0, 1.0), "rho": NonNegative()}
 OURS = CONSTRAINTS | {"mu": Box(0.0, 0.999)}
 KNOWN = {"eta": 0.075, "mu": 0.5, "rho": 1.6}
 NULL = {"eta": 0.0, "mu": 0.0, "rho": 0.0}
-PACE = 4
+PACE = 2
 """How many times the hyper-updates of the paper's setting ours has."""
 MOST = 20_000
 """Windows in the stream of a real-time run, more than it will use."""
@@ -460,6 +461,7 @@ def realtime(
         clock.pause()
     if stopped == "interrupted":
         raise KeyboardInterrupt
+    shutil.rmtree(directory, ignore_errors=True)
     last = {name: float(value) for name, value in hparams.items()}
     windows = measure.curve.records[-1]["step"] if measure.curve.records else 0
     return measure.curve.outcome(

@@ -40,7 +40,7 @@ class Settings(NamedTuple):
 
     data: str = "synthetic"
     frames: int = 1_500_000
-    budget: float = 60.0
+    budget: float = 100.0
     seeds: int = 3
     searches: int = 5
     width: int = 2000
@@ -110,15 +110,24 @@ def run(out: str | Path, settings: Settings) -> Path:
     if len(corpus.skipped) > 3:
         print(f"left out: {len(corpus.skipped)} files in all", file=sys.stderr)
     print(corpus.summary(), file=sys.stderr)
-    task = make_task(corpus, settings, folder)
-    speed = methods.measure_speed(task)
+    stages = folder.path / "stages"
+    stages.mkdir(exist_ok=True)
+    jobs = [
+        (name, seed, stages / f"{name}-{seed}.json".replace(" ", "_"))
+        for name in possible_methods()
+        for seed in range(settings.searches if name == "RS" else settings.seeds)
+    ]
+    left = [job for job in jobs if not job[2].exists()]
+    if left:
+        task = make_task(corpus, settings, folder)
+        write(stages / "speed.json", methods.measure_speed(task))
+        for name, seed, path in left:
+            write(path, METHODS[name](task, name, seed))
+            print(f"{name}, seed {seed}: {sentence(read_json(path))}", file=sys.stderr, flush=True)
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, method in possible_methods().items():
-        for seed in range(settings.searches if name == "RS" else settings.seeds):
-            path = folder.path / "stages" / f"{name}-{seed}.json".replace(" ", "_")
-            if not path.exists():
-                stage(path, partial(method, task, name, seed))
-            found.setdefault(name, []).append(json.loads(path.read_text()))
+    for name, _, path in jobs:
+        found.setdefault(name, []).append(read_json(path))
+    speed = read_json(stages / "speed.json")
     folder.write("result.json", describe(folder, corpus, settings, found, speed))
     return write_page(folder.path)
 
@@ -147,17 +156,22 @@ def make_task(corpus: Corpus, settings: Settings, folder: RunFolder) -> methods.
     )
 
 
-def stage(path: Path, compute: Callable[[], dict[str, Any]]) -> None:
-    """Compute a stage and write it down, whole or not at all."""
-    path.parent.mkdir(exist_ok=True)
-    found = compute()
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON, whole or not at all."""
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(found) + "\n")
+    new.write_text(json.dumps(content) + "\n")
     new.replace(path)
-    print(
-        f"{path.stem}: validation {100 * found['validation_accuracy']:.2f} %, test "
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what `write` wrote."""
+    return json.loads(path.read_text())
+
+
+def sentence(found: dict[str, Any]) -> str:
+    """Return what a method has reached, in words."""
+    return (
+        f"validation {100 * found['validation_accuracy']:.2f} %, test "
         f"{100 * found['test_accuracy']:.2f} %, {found['seconds']:.0f} s, {found['steps']:,} steps, "
-        f"{found['trials']} trials ({found['stopped']})",
-        file=sys.stderr,
-        flush=True,
+        f"{found['trials']} trials ({found['stopped']})"
     )
