@@ -79,7 +79,7 @@ class AbstractEngine(eqx.Module):
 def check_options(engine: Any) -> None:
     """Raise where a problem was given to the class instead of to an engine."""
     for name, option in vars(engine).items():
-        if not isinstance(option, int | None):
+        if not isinstance(option, int | str | None):
             engine_name = type(engine).__name__
             raise TypeError(
                 f"{engine_name}({name}={describe(option)}): the problem goes to the engine, not to "

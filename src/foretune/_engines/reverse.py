@@ -5,33 +5,46 @@ With A_t = dPhi_t/ds_{t-1}, B_t = dPhi_t/dlambda and row vectors alpha_t,
     alpha_T = grad E(s_T),    alpha_{t-1} = alpha_t A_t,
     grad f  = dE/dlambda + sum_{t=1..T} alpha_t B_t + alpha_0 ds_0/dlambda.
 
-The states s_0 .. s_{T-1} are stored on the way forward; on the way back each step is recomputed
-from its stored state to give alpha_t A_t and alpha_t B_t in one transposed product.
+The states s_0 .. s_{T-1} are stored on the way forward, or some of them; on the way back each step is
+computed again from the state before it to give alpha_t A_t and alpha_t B_t in one transposed product.
 
-Time: that of a few training runs, whatever the number of hyperparameters. Memory: T states.
+Time: that of a few training runs, whatever the number of hyperparameters. Memory: T states, or as
+few as one (`schedules.py`).
 Reference: Franceschi et al., ICML 2017, Algorithm 1, with the term of the first step, the
 dependence of s_0 on lambda and the direct dependence of E on lambda, which it leaves out.
 """
 
 import equinox as eqx
 import jax
-from jax import lax
 from jaxtyping import PyTree
 
 from .._problem import System
 from .._validate import check_count
 from .base import AbstractEngine, Solution, check_options
 from .products import error_gradients, pull_rows
+from .schedules import Adjoint, Binomial, Everything, Schedule, Segments, States
+
+STORES = ("everything", "states", "segments", "host")
 
 
 class Reverse(AbstractEngine):
     """The exact hypergradient by reverse mode: for many hyperparameters.
 
-    Costs the time of a few training runs for any number of hyperparameters, and the memory of T
-    states. When T states do not fit, or hyperparameters are few, use `Forward`. `check_finite`: see
-    `AbstractEngine`; by default a result that is not finite raises `NonFiniteError`, except inside
-    `jax.jit`. `unroll` puts that many steps into one turn of the loops: the same result, longer
-    compilation, and less overhead where a step is so small that starting its kernels takes the time.
+    Costs the time of a few training runs for any number of hyperparameters, and the memory of what it
+    stores. When hyperparameters are few, `Forward` needs neither.
+
+    Args:
+        check_finite: see `AbstractEngine`; by default a result that is not finite raises
+            `NonFiniteError`, except inside `jax.jit`.
+        unroll: puts that many steps into one turn of the loops: the same result, longer compilation,
+            and less overhead where a step is so small that starting its kernels takes the time.
+        store: what is kept on the way forward; the rest is computed again. All give the same result.
+            "states" (default): the T states, each step computed once more.
+            "everything": also what is inside the steps; nothing is computed again. The fastest where
+            it fits.
+            "segments": about 2 sqrt(T) states, each step computed twice more.
+            A number c: at most c states, and as few steps computed again as c allow.
+            "host": the T states in the host's memory, where the device has its own.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -42,45 +55,55 @@ class Reverse(AbstractEngine):
     >>> value, grad, state = ft.Reverse()(problem, {"lr": jnp.array(0.25)})
     >>> float(value), float(grad["lr"]), float(state.params)  # f = (1 - 2 lr)^2
     (0.25, -2.0, 0.5)
+    >>> ft.Reverse(store=3)(problem, {"lr": jnp.array(0.25)}).value
+    Array(0.25, dtype=float32)
     """
 
     check_finite: bool | None = None
     unroll: int = 1
+    store: str | int = "states"
 
     def __check_init__(self):
         check_options(self)
         check_count(self.unroll, f"Reverse(unroll={self.unroll})")
+        if isinstance(self.store, str):
+            if self.store not in STORES:
+                raise ValueError(
+                    f"Reverse(store={self.store!r}): give a number of states, or one of "
+                    f"{', '.join(map(repr, STORES))}."
+                )
+        else:
+            check_count(self.store, f"Reverse(store={self.store})")
+
+    @property
+    def schedule(self) -> Schedule:
+        """What `store` stands for."""
+        if not isinstance(self.store, str):
+            return Binomial(self.store, self.unroll)
+        if self.store == "host":
+            _check_host()
+        return {
+            "everything": Everything(self.unroll),
+            "states": States(self.unroll),
+            "segments": Segments(self.unroll),
+            "host": States(self.unroll, on_host=True),
+        }[self.store]
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T."""
+        schedule = self.schedule
         s_0, pull_initial = eqx.filter_vjp(system.initial, hparams)
-        s_T, states = record(system, hparams, s_0, self.unroll)
+        s_T, memory = schedule.forward(system, hparams, s_0)
         errors, alpha_T, g = error_gradients(system, s_T, hparams)
-        alpha_0, g = sweep(system, hparams, states, alpha_T, g, self.unroll)
+        alpha_0, g = schedule.backward(system, hparams, memory, Adjoint(alpha_T, g))
         (g_initial,) = pull_rows(pull_initial, alpha_0)
         return Solution(errors, jax.tree.map(lambda a, b: a + b, g, g_initial), s_T)
 
 
-def record(system: System, hparams: PyTree, s_0: PyTree, unroll: int = 1) -> tuple[PyTree, PyTree]:
-    """Return s_T and the stacked states s_0 .. s_{T-1}."""
-
-    def step(s, x):
-        return system.step(s, hparams, x), s  # s_t <- Phi_t(s_{t-1}, lambda), keep s_{t-1}
-
-    return lax.scan(step, s_0, system.xs, length=system.steps, unroll=unroll)
-
-
-def sweep(
-    system: System, hparams: PyTree, states: PyTree, alpha: PyTree, g: PyTree, unroll: int = 1
-) -> tuple[PyTree, PyTree]:
-    """Return alpha_0 and g after the steps T .. 1, from alpha_T and g = dE/dlambda."""
-
-    def adjoint_step(carry, stored):
-        alpha, g = carry
-        s, x = stored
-        _, pull = eqx.filter_vjp(lambda s, h: system.step(s, h, x), s, hparams)
-        alpha_A, alpha_B = pull_rows(pull, alpha)
-        return (alpha_A, jax.tree.map(lambda a, b: a + b, g, alpha_B)), None
-
-    carry, _ = lax.scan(adjoint_step, (alpha, g), (states, system.xs), reverse=True, unroll=unroll)
-    return carry
+def _check_host() -> None:
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    if not {"device", "pinned_host"} <= kinds:
+        raise ValueError(
+            f"Reverse(store='host'): {jax.devices()[0].device_kind} has no memory of its own beside the "
+            "host's, so there is nothing to gain. Give store='segments' or a number of states."
+        )

@@ -66,9 +66,9 @@ def describe(
         "tables": [
             {
                 "title": "Accuracy",
-                "note": f"Mean ± standard deviation over {settings.seeds} seeds ({settings.searches} "
-                "for RS). Steps are those of all trials. The paper's figures are for the whole of "
-                "TIMIT and another clock: compare differences, not levels.",
+                "note": f"Mean ± standard deviation over seeds ({_counts(found)}). Steps are those of "
+                "all trials. The paper's figures are for the whole of TIMIT and another clock: compare "
+                "differences, not levels.",
                 "columns": [
                     "method",
                     "test accuracy %",
@@ -104,6 +104,12 @@ def describe(
         "figures": draw(folder, found, budget),
         "values": {"stages": found, "ms_per_step": speed},
     }
+
+
+def _counts(found: dict[str, list[dict[str, Any]]]) -> str:
+    usual = max(len(stages) for stages in found.values() if stages)
+    fewer = [f"{len(s)} for {name}" for name, s in found.items() if len(s) < usual]
+    return ", ".join([str(usual), *fewer])
 
 
 def _alike(corpus: Corpus, settings: Any) -> list[str]:

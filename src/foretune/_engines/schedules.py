@@ -1,0 +1,325 @@
+"""What reverse mode keeps on its way forward, and what it computes again on its way back.
+
+The adjoint of step t needs s_{t-1}. A schedule says which states are stored; the others are computed
+again from the nearest one before them. All give the same hypergradient.
+
+| `store`        | states held      | steps computed again             |
+|----------------|------------------|----------------------------------|
+| "everything"   | T, and more      | none: also what is inside a step |
+| "states"       | T                | T                                |
+| "host"         | T, on the host   | T                                |
+| "segments"     | about 2 sqrt(T)  | 2 T                              |
+| c, a number    | c, and one more  | as few as c allow (`Binomial`)   |
+
+A step "computed again" once is the least, but for "everything": the adjoint itself runs the step to
+differentiate it.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple, Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import PyTree
+
+from .._problem import System
+from .products import pull_rows
+
+
+class Adjoint(NamedTuple):
+    """The adjoint on its way back: alpha_t, and the sum of alpha_s B_s for s > t."""
+
+    alpha: PyTree
+    g: PyTree
+
+
+class Schedule(Protocol):
+    """How states are stored and computed again."""
+
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+        """Return s_T, and what `backward` needs."""
+        ...
+
+    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+        """Return alpha_0 and the sum over all steps."""
+        ...
+
+
+class Everything(NamedTuple):
+    """Store all that the adjoint needs, inside each step too: the fastest, and the largest."""
+
+    unroll: int = 1
+
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+        """Run, and keep the whole linear map."""
+
+        def run(s, h):
+            return _advance(system, h, s, 0, system.steps, self.unroll)
+
+        return eqx.filter_vjp(run, s_0, hparams)
+
+    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+        """Transpose it."""
+        alpha_A, alpha_B = pull_rows(memory, adjoint.alpha)
+        return Adjoint(alpha_A, _sum(adjoint.g, alpha_B))
+
+
+class States(NamedTuple):
+    """Store each state, on the device or in the host's memory."""
+
+    unroll: int = 1
+    on_host: bool = False
+
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+        """Run, and keep s_0 .. s_{T-1}."""
+        s_T, states = _recorded(system, hparams, s_0, 0, system.steps, self.unroll, self.on_host)
+        return s_T, states
+
+    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+        """Go back over the states."""
+        return _sweep(system, hparams, memory, adjoint, 0, system.steps, self.unroll, self.on_host)
+
+
+class Segments(NamedTuple):
+    """Store the first state of each of about sqrt(T) segments; go through a segment again for its own."""
+
+    unroll: int = 1
+
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+        """Run, and keep the state at which each segment begins."""
+        length, count = segments_of(system.steps)
+
+        def segment(s, k):
+            return _advance(system, hparams, s, k * length, length, self.unroll), s
+
+        s, firsts = lax.scan(segment, s_0, jnp.arange(count))
+        done = count * length
+        return _advance(system, hparams, s, done, system.steps - done, self.unroll), (firsts, s)
+
+    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+        """Go back segment by segment, the shorter last one first."""
+        length, count = segments_of(system.steps)
+        firsts, last = memory
+
+        def back(adjoint, s, first, steps):
+            _, states = _recorded(system, hparams, s, first, steps, self.unroll)
+            return _sweep(system, hparams, states, adjoint, first, steps, self.unroll)
+
+        done = count * length
+        if done < system.steps:
+            adjoint = back(adjoint, last, done, system.steps - done)
+
+        def segment(adjoint, stored):
+            s, k = stored
+            return back(adjoint, s, k * length, length), None
+
+        return lax.scan(segment, adjoint, (firsts, jnp.arange(count)), reverse=True)[0]
+
+
+def segments_of(steps: int) -> tuple[int, int]:
+    """Return the length of a segment and how many there are, but for a shorter last one.
+
+    >>> segments_of(100), segments_of(7)
+    ((10, 10), (3, 2))
+    """
+    length = max(1, math.isqrt(steps - 1) + 1)
+    return length, steps // length
+
+
+class Binomial(NamedTuple):
+    """Store at most c states at a time, chosen so that the fewest steps are computed again.
+
+    Griewank and Walther, Algorithm 799 (Revolve), 2000. Of the c states one is s_0; the state that is
+    being advanced comes on top.
+    """
+
+    states: int
+    unroll: int = 1
+
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+        """Run, and keep the states that the way back begins with, and s_{T-1}."""
+        plan = binomial_plan(system.steps, self.states)
+        slots = int(plan.top.max(initial=0)) + 1
+        kept = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots, *leaf.shape)), s_0)
+        kept, s = self._reach(system, hparams, plan, kept, jax.tree.map(lambda a: a[-1], plan.rows))
+        return system.step(s, hparams, _entry(system, system.steps - 1)), (kept, s)
+
+    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+        """Go back step by step; before each, compute what is missing."""
+        plan = binomial_plan(system.steps, self.states)
+        kept, s = memory
+        adjoint = _adjoint_step(system, hparams, adjoint, s, system.steps - 1)
+
+        def back(carry, row):
+            adjoint, kept = carry
+            kept, s = self._reach(system, hparams, plan, kept, row)
+            return (_adjoint_step(system, hparams, adjoint, s, row.step), kept), None
+
+        before = jax.tree.map(lambda a: a[:-1], plan.rows)
+        return lax.scan(back, (adjoint, kept), before, reverse=True)[0][0]
+
+    def _reach(self, system: System, hparams: PyTree, plan: "Plan", kept: PyTree, row: "Row") -> Any:
+        """Return the stored states, with new ones on the way, and the state before a step."""
+        lengths = jnp.asarray(plan.lengths)
+
+        def advance(s, first, count):
+            def step(k, s):
+                return system.step(s, hparams, _entry(system, first + k))
+
+            return lax.fori_loop(0, count, step, s)
+
+        def store(k, carry):
+            kept, at = carry
+            slot = row.slot + k
+            s = advance(_take(kept, slot), at, lengths[row.first + k])
+            return _put(kept, slot + 1, s), at + lengths[row.first + k]
+
+        kept, at = lax.fori_loop(0, row.count, store, (kept, jnp.asarray(row.at)))
+        return kept, advance(_take(kept, row.slot + row.count), at, row.step - at)
+
+
+class Row(NamedTuple):
+    """Before the adjoint of a step, counted from 0: where the topmost stored state is, what to store."""
+
+    step: Any
+    slot: Any  # of the topmost state that is stored
+    at: Any  # the step that it is the state before
+    first: Any  # of the lengths of advances whose end is stored
+    count: Any  # how many
+
+
+class Plan(NamedTuple):
+    """The whole way back of `Binomial`: rows for steps 0 .. T-1."""
+
+    rows: Row
+    lengths: np.ndarray
+    top: np.ndarray  # for each step, the highest slot in use
+
+    @property
+    def computed(self) -> int:
+        """How many steps are computed on the way to the states, the first time included."""
+        rows, total = self.rows, 0
+        for k in range(len(rows.step)):
+            total += int(rows.step[k] - rows.at[k])
+        return total
+
+
+@functools.lru_cache(maxsize=32)
+def binomial_plan(steps: int, states: int) -> Plan:
+    """Return which states to store on the way back over so many steps, at most `states` at a time.
+
+    >>> plan = binomial_plan(10, 3)
+    >>> int(plan.top.max()) + 1, plan.computed
+    (3, 15)
+    """
+    stack, rows, lengths, top = [0], [], [], []
+    for step in range(steps - 1, -1, -1):
+        while stack[-1] > step:
+            stack.pop()
+        row = [step, len(stack) - 1, stack[-1], len(lengths), 0]
+        while step - stack[-1] > 0 and len(stack) < states:
+            length = _split(step + 1 - stack[-1], states - len(stack) + 1)
+            if stack[-1] + length >= step:
+                break  # the state itself: used at once, not stored
+            lengths.append(length)
+            stack.append(stack[-1] + length)
+            row[4] += 1
+        rows.append(row)
+        top.append(len(stack) - 1)
+    columns = np.array(rows[::-1], np.int32).T
+    return Plan(Row(*columns), np.array(lengths or [0], np.int32), np.array(top[::-1], np.int32))
+
+
+def _split(steps: int, states: int) -> int:
+    """Where to store next, of so many steps, when so many states may be held with the first.
+
+    With beta(s, r) = C(s + r, s), the steps that s states reverse by computing none more than r times,
+    and r the least with beta(s, r) >= steps, the halves k and steps - k must need r - 1 and r.
+    """
+    r = 0
+    while math.comb(states + r, states) < steps:
+        r += 1
+    most = math.comb(states + r - 1, states) if r >= 1 else 1
+    rest = math.comb(states - 1 + r - 1, states - 1) if r >= 1 else 1
+    return max(1, min(most, steps - rest, steps - 1))
+
+
+def _advance(system: System, hparams: PyTree, s: PyTree, first: Any, count: int, unroll: int) -> PyTree:
+    if count == 0:
+        return s
+
+    def step(s, t):
+        return system.step(s, hparams, _entry(system, t)), None
+
+    return lax.scan(step, s, first + jnp.arange(count), unroll=unroll)[0]
+
+
+def _recorded(
+    system: System,
+    hparams: PyTree,
+    s: PyTree,
+    first: Any,
+    count: int,
+    unroll: int,
+    on_host: bool = False,
+) -> tuple[PyTree, PyTree]:
+    """Return the state after the steps, and the stack of those before each."""
+
+    def step(s, t):
+        return system.step(s, hparams, _entry(system, t)), _moved(s, "host") if on_host else s
+
+    return lax.scan(step, s, first + jnp.arange(count), unroll=unroll)
+
+
+def _sweep(
+    system: System,
+    hparams: PyTree,
+    states: PyTree,
+    adjoint: Adjoint,
+    first: Any,
+    count: int,
+    unroll: int,
+    on_host: bool = False,
+) -> Adjoint:
+    """Return the adjoint before these steps, from the stack of the states before each."""
+
+    def back(adjoint, stored):
+        s, t = stored
+        s = _moved(s, "device") if on_host else s
+        return _adjoint_step(system, hparams, adjoint, s, t), None
+
+    steps = (states, first + jnp.arange(count))
+    return lax.scan(back, adjoint, steps, reverse=True, unroll=unroll)[0]
+
+
+def _adjoint_step(system: System, hparams: PyTree, adjoint: Adjoint, s: PyTree, t: Any) -> Adjoint:
+    """alpha_{t-1} = alpha_t A_t, and alpha_t B_t is added to g."""
+    x = _entry(system, t)
+    _, pull = eqx.filter_vjp(lambda s, h: system.step(s, h, x), s, hparams)
+    alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
+    return Adjoint(alpha_A, _sum(adjoint.g, alpha_B))
+
+
+def _entry(system: System, t: Any) -> PyTree:
+    return _take(system.xs, t)
+
+
+def _take(kept: PyTree, slot: Any) -> PyTree:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot, keepdims=False), kept)
+
+
+def _put(kept: PyTree, slot: Any, s: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, slot, 0), kept, s)
+
+
+def _sum(a: PyTree, b: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: a + b, a, b)
+
+
+def _moved(s: PyTree, where: str) -> PyTree:
+    space = jax.memory.Space.Host if where == "host" else jax.memory.Space.Device
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, space), s)
