@@ -104,6 +104,6 @@ def _check_host() -> None:
     kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
     if not {"device", "pinned_host"} <= kinds:
         raise ValueError(
-            f"Reverse(store='host'): {jax.devices()[0].device_kind} has no memory of its own beside the "
-            "host's, so there is nothing to gain. Give store='segments' or a number of states."
+            f"Reverse(store='host'): {jax.devices()[0].device_kind} has no memory of its own beside "
+            "the host's, so there is nothing to gain. Give store='segments' or a number of states."
         )

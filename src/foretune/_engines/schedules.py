@@ -17,7 +17,7 @@ differentiate it.
 
 import functools
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -37,6 +37,7 @@ class Adjoint(NamedTuple):
     g: PyTree
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """How states are stored and computed again."""
 
@@ -85,7 +86,7 @@ class States(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Store the first state of each of about sqrt(T) segments; go through a segment again for its own."""
+    """Store the first state of each of about sqrt(T) segments, and go through a segment once more."""
 
     unroll: int = 1
 
@@ -162,7 +163,9 @@ class Binomial(NamedTuple):
         before = jax.tree.map(lambda a: a[:-1], plan.rows)
         return lax.scan(back, (adjoint, kept), before, reverse=True)[0][0]
 
-    def _reach(self, system: System, hparams: PyTree, plan: "Plan", kept: PyTree, row: "Row") -> Any:
+    def _reach(
+        self, system: System, hparams: PyTree, plan: "Plan", kept: PyTree, row: "Row"
+    ) -> Any:
         """Return the stored states, with new ones on the way, and the state before a step."""
         lengths = jnp.asarray(plan.lengths)
 
@@ -183,7 +186,7 @@ class Binomial(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Before the adjoint of a step, counted from 0: where the topmost stored state is, what to store."""
+    """Before the adjoint of a step (from 0): where the topmost stored state is, and what to store."""
 
     step: Any
     slot: Any  # of the topmost state that is stored
@@ -248,7 +251,9 @@ def _split(steps: int, states: int) -> int:
     return max(1, min(most, steps - rest, steps - 1))
 
 
-def _advance(system: System, hparams: PyTree, s: PyTree, first: Any, count: int, unroll: int) -> PyTree:
+def _advance(
+    system: System, hparams: PyTree, s: PyTree, first: Any, count: int, unroll: int
+) -> PyTree:
     if count == 0:
         return s
 
@@ -313,7 +318,9 @@ def _take(kept: PyTree, slot: Any) -> PyTree:
 
 
 def _put(kept: PyTree, slot: Any, s: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, slot, 0), kept, s)
+    return jax.tree.map(
+        lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, slot, 0), kept, s
+    )
 
 
 def _sum(a: PyTree, b: PyTree) -> PyTree:
