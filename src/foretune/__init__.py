@@ -32,6 +32,9 @@ from ._engines.base import Hypergradient as Hypergradient
 from ._engines.forward import Forward as Forward
 from ._engines.nonfinite import NonFiniteError as NonFiniteError
 from ._engines.reverse import Reverse as Reverse
+from ._engines.sampled import Estimate as Estimate
+from ._engines.sampled import Sampled as Sampled
+from ._engines.truncated import Truncated as Truncated
 from ._folds import CrossValidated as CrossValidated
 from ._minimize import minimize as minimize
 from ._problem import FullBatch as FullBatch

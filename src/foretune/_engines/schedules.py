@@ -59,7 +59,7 @@ class Everything(NamedTuple):
         """Run, and keep the whole linear map."""
 
         def run(s, h):
-            return _advance(system, h, s, 0, system.steps, self.unroll)
+            return advance(system, h, s, 0, system.steps, self.unroll)
 
         return eqx.filter_vjp(run, s_0, hparams)
 
@@ -95,11 +95,11 @@ class Segments(NamedTuple):
         length, count = segments_of(system.steps)
 
         def segment(s, k):
-            return _advance(system, hparams, s, k * length, length, self.unroll), s
+            return advance(system, hparams, s, k * length, length, self.unroll), s
 
         s, firsts = lax.scan(segment, s_0, jnp.arange(count))
         done = count * length
-        return _advance(system, hparams, s, done, system.steps - done, self.unroll), (firsts, s)
+        return advance(system, hparams, s, done, system.steps - done, self.unroll), (firsts, s)
 
     def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
         """Go back segment by segment, the shorter last one first."""
@@ -169,7 +169,7 @@ class Binomial(NamedTuple):
         """Return the stored states, with new ones on the way, and the state before a step."""
         lengths = jnp.asarray(plan.lengths)
 
-        def advance(s, first, count):
+        def reach(s, first, count):
             def step(k, s):
                 return system.step(s, hparams, _entry(system, first + k))
 
@@ -178,11 +178,11 @@ class Binomial(NamedTuple):
         def store(k, carry):
             kept, at = carry
             slot = row.slot + k
-            s = advance(_take(kept, slot), at, lengths[row.first + k])
+            s = reach(_take(kept, slot), at, lengths[row.first + k])
             return _put(kept, slot + 1, s), at + lengths[row.first + k]
 
         kept, at = lax.fori_loop(0, row.count, store, (kept, jnp.asarray(row.at)))
-        return kept, advance(_take(kept, row.slot + row.count), at, row.step - at)
+        return kept, reach(_take(kept, row.slot + row.count), at, row.step - at)
 
 
 class Row(NamedTuple):
@@ -251,9 +251,10 @@ def _split(steps: int, states: int) -> int:
     return max(1, min(most, steps - rest, steps - 1))
 
 
-def _advance(
+def advance(
     system: System, hparams: PyTree, s: PyTree, first: Any, count: int, unroll: int
 ) -> PyTree:
+    """Return the state after so many steps."""
     if count == 0:
         return s
 
