@@ -122,3 +122,136 @@ class TestSampled:
             ft.Sampled(0)
         with pytest.raises(ValueError, match="two directions"):
             ft.Sampled(1).estimate(problem, hparams)
+
+
+@pytest.mark.usefixtures("x64")
+class TestImplicit:
+    def ridge(self, steps=3000, optimizer=None, **options):
+        optimizer = optimizer or optax.sgd(0.1, 0.5)
+        problem, hparams = regression(steps=steps, dtype=np.float64, optimizer=optimizer, **options)
+        return problem, {"decay": hparams["decay"]}
+
+    def exact(self, problem, decay):
+        """The derivative of the error at the minimum itself, by solving for it."""
+        (x, y), (u, v) = problem.batches.data, problem.validation
+        n, d = x.shape
+        ones = jnp.column_stack([x, jnp.ones(n)])
+
+        def error(decay):
+            ridge = decay * n * jnp.diag(jnp.append(jnp.ones(d), 0.0))
+            w = jnp.linalg.solve(ones.T @ ones + ridge, ones.T @ y)
+            return jnp.mean((u @ w[:d] + w[d] - v) ** 2)
+
+        return jax.grad(error)(decay)
+
+    @pytest.mark.parametrize("solver", ["cg", "neumann"])
+    def test_the_derivative_of_the_minimum(self, solver):
+        problem, hparams = self.ridge()
+        engine = ft.Implicit(solver, iterations=3000, tolerance=1e-10)
+        found = engine(problem, hparams).grad["decay"]
+        np.testing.assert_allclose(found, self.exact(problem, hparams["decay"]), rtol=1e-6)
+        reverse = ft.Reverse(store=10)(problem, hparams).grad["decay"]
+        np.testing.assert_allclose(found, reverse, rtol=1e-6)
+
+    def test_minibatches_end_at_the_loss_of_all_data(self):
+        x, y = regression(dtype=np.float64)[0].batches.data
+        indices = np.tile(np.arange(len(y)), (3000, 1))
+        problem, hparams = self.ridge(batches=ft.Minibatches((x, y), indices))
+        whole, _ = self.ridge()
+        found = ft.Implicit(tolerance=1e-10)(problem, hparams).grad["decay"]
+        np.testing.assert_allclose(found, self.exact(whole, hparams["decay"]), rtol=1e-6)
+
+    def test_several_objectives_and_many_hyperparameters(self):
+        def loss(params, hparams, batch):
+            residual = batch[0] @ params["w"] + params["b"] - batch[1]
+            return jnp.mean(hparams["weight"] * residual**2) + hparams["decay"] * jnp.sum(
+                params["w"] ** 2
+            )
+
+        problem, _ = regression(
+            steps=4000, dtype=np.float64, dynamics=ft.Training(loss, optax.sgd(0.1, 0.5))
+        )
+        squared = problem.objective
+        problem = problem.replace(
+            objective={
+                "weight": squared,
+                "decay": lambda s, h, b: squared(s, h, b) ** 2 + h["decay"],
+            }
+        )
+        hparams = {"weight": jnp.linspace(0.5, 1.5, 20), "decay": jnp.array(0.05)}
+        found = ft.Implicit(tolerance=1e-11)(problem, hparams).grad
+        assert_trees_close(found, ft.Reverse(store=20)(problem, hparams).grad, 1e-6, 1e-9)
+
+    def test_a_fixed_point_that_is_no_training(self):
+        class Average:
+            """s = 0.5 s + 0.5 cos(lambda s)."""
+
+            def init(self, params, hparams):
+                return params
+
+            def step(self, state, hparams, batch):
+                return 0.5 * state + 0.5 * jnp.cos(hparams["a"] * state)
+
+        problem = ft.Problem(
+            Average(),
+            lambda s, h, v: jnp.sum(s**2),
+            jnp.ones(3),
+            ft.FullBatch(jnp.zeros(1), steps=100),
+            jnp.zeros(1),
+        )
+        hparams = {"a": jnp.array(0.8)}
+        found = ft.Implicit("neumann", tolerance=1e-12)(problem, hparams).grad
+        assert_trees_close(found, ft.Forward()(problem, hparams).grad, 1e-9)
+        with pytest.raises(TypeError, match="Average has none"):
+            ft.Implicit()(problem, hparams)
+
+    def test_a_training_that_has_not_converged_is_said(self):
+        problem, hparams = self.ridge(steps=5)
+        with pytest.warns(UserWarning, match=r"has not converged.*% of the length of the first"):
+            ft.Implicit()(problem, hparams)
+
+    def test_a_system_that_is_not_solved_is_said(self):
+        problem, hparams = self.ridge()
+        with pytest.warns(UserWarning, match=r"relative residual of .* after 1 iterations"):
+            ft.Implicit(iterations=1, tolerance=1e-8)(problem, hparams)
+
+    def test_negative_curvature_is_an_error(self):
+        def saddle(params, hparams, batch):
+            return hparams["a"] * params[0] ** 2 - 0.01 * params[1] ** 2
+
+        problem = ft.Problem(
+            ft.Training(saddle, optax.sgd(0.1)),
+            lambda state, h, v: jnp.sum(state.params) + h["a"],
+            jnp.array([1.0, 0.0]),
+            ft.FullBatch(jnp.zeros(1), steps=200),
+            jnp.zeros(1),
+        )
+        with pytest.raises(ValueError, match="negative curvature"):
+            ft.Implicit()(problem, {"a": jnp.array(0.5)})
+
+    def test_what_it_cannot_see_is_refused(self):
+        problem, hparams = regression(steps=3000, dtype=np.float64)  # lr is the optimizer's
+        with pytest.raises(ValueError, match=r"hparams\['lr'\] has no influence on the minimum"):
+            ft.Implicit()(problem, hparams)
+        problem, hparams = self.ridge(steps=3, trajectory=True)
+        with pytest.raises(ValueError, match="trajectory"):
+            ft.Implicit()(problem, hparams)
+        x, y = self.ridge()[0].batches.data
+        stacked = (jnp.stack([x] * 3), jnp.stack([y] * 3))
+        problem, hparams = self.ridge(batches=stacked)
+        with pytest.raises(TypeError, match="all the data as one batch"):
+            ft.Implicit()(problem, hparams)
+        with pytest.raises(ValueError, match="solver='newton'"):
+            ft.Implicit("newton")
+
+    def test_in_minimize(self):
+        problem, hparams = self.ridge(steps=500)
+        result = ft.minimize(
+            problem,
+            hparams,
+            engine=ft.Implicit(),
+            optimizer=optax.adam(0.01),
+            constraints={"decay": ft.NonNegative()},
+            steps=3,
+        )
+        assert result.history[-1]["value"] < result.history[0]["value"]

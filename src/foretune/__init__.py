@@ -30,6 +30,7 @@ from ._dynamics import Training as Training
 from ._dynamics import TrainState as TrainState
 from ._engines.base import Hypergradient as Hypergradient
 from ._engines.forward import Forward as Forward
+from ._engines.implicit import Implicit as Implicit
 from ._engines.nonfinite import NonFiniteError as NonFiniteError
 from ._engines.reverse import Reverse as Reverse
 from ._engines.sampled import Estimate as Estimate

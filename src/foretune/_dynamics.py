@@ -166,6 +166,18 @@ class Training(eqx.Module):
         state = TrainState(eqx.combine(weights, fixed), opt_state, model_state, state.step + 1)
         return state, value
 
+    def gradient(self, state: TrainState, hparams: PyTree, batch: PyTree) -> PyTree:
+        """Return the gradient of the loss in the weights, with which a step begins."""
+        weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
+        key = {} if self.key is None else {"key": jax.random.fold_in(self.key, state.step)}
+        rest = (state.model_state,) if self.has_state else ()
+
+        def value(weights):
+            result = self.loss(eqx.combine(weights, fixed), hparams, batch, *rest, **key)
+            return result[0] if self.has_state else result
+
+        return jax.grad(value)(weights)
+
     def in_precision(self, dtype: Any) -> "Training":
         """Return the same training with its loss computed in another floating-point type.
 

@@ -37,6 +37,7 @@ class Solution(NamedTuple):
     errors: tuple[Float[Array, ""], ...]
     rows: PyTree[Float[Array, "K ..."]]  # the K gradients, stacked
     s_T: PyTree
+    report: Any = None  # what `review` gets to see
 
 
 class AbstractEngine(eqx.Module):
@@ -54,13 +55,20 @@ class AbstractEngine(eqx.Module):
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T: a pure function, to be traced."""
 
+    def solve_problem(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
+        """Do the same where an engine needs more of the problem than its system."""
+        return self.solve(system, hparams)
+
+    def review(self, report: Any) -> None:
+        """Warn or raise, outside of a trace, where the engine's report asks for it."""
+
     def __call__(self, problem: Problem, hparams: PyTree) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
         arrays, structure = validated(problem, hparams)
         traced = any(isinstance(array, Tracer) for array in arrays)
         flagged = self.check_finite is not False and not traced
         try:
-            value, grad, state, finite = _compute(self, structure, flagged, arrays)
+            value, grad, state, report, finite = _compute(self, structure, flagged, arrays)
         except (ValueError, RuntimeError) as error:
             _advise(error)
             raise
@@ -68,6 +76,8 @@ class AbstractEngine(eqx.Module):
         if flagged and not finite:
             problem, hparams = unflatten(structure, arrays)
             raise NonFiniteError(explain(problem, hparams, result))
+        if not traced:
+            self.review(report)
         return guard_finite(result) if traced and self.check_finite else result
 
     def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:
@@ -79,7 +89,7 @@ class AbstractEngine(eqx.Module):
 def check_options(engine: Any) -> None:
     """Raise where a problem was given to the class instead of to an engine."""
     for name, option in vars(engine).items():
-        if not isinstance(option, int | str | None):
+        if not isinstance(option, int | float | str | None):
             engine_name = type(engine).__name__
             raise TypeError(
                 f"{engine_name}({name}={describe(option)}): the problem goes to the engine, not to "
@@ -103,11 +113,11 @@ def _advise(error: Exception) -> None:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _compute(
     engine: AbstractEngine, structure: Structure, flagged: bool, arrays: list[Array]
-) -> tuple[PyTree, PyTree, Output, Bool[Array, ""] | None]:
+) -> tuple[PyTree, PyTree, Output, Any, Bool[Array, ""] | None]:
     """Return value, gradient and s_T, and where `flagged` whether the first two are finite."""
     problem, hparams = unflatten(structure, arrays)
     system = problem.system(hparams)
-    errors, rows, s_T = engine.solve(system, hparams)
+    errors, rows, s_T, report = engine.solve_problem(problem, system, hparams)
     value, grad = problem.value(errors), problem.gradient(rows)
     finite = is_finite((value, grad)) if flagged else None
-    return value, grad, Output(system.restore(s_T)), finite
+    return value, grad, Output(system.restore(s_T)), report, finite

@@ -1,0 +1,91 @@
+"""What reverse mode stores, and what that costs: time and memory of `Reverse(store=...)`.
+
+    python benchmarks/schedules.py [--steps 400] [--rounds 3] [--out FILE.json]
+
+A network 784-200-200-10 (199,210 weights), batches of 100, SGD with momentum; the hypergradient of
+learning rate and momentum. Memory is the compiler's own figure for temporary arrays, in states (weights
+and momentum); time is in plain training runs, measured in turns.
+"""
+
+import argparse
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from harness import record, time_in_turns
+
+import foretune as ft
+
+SIZES = (784, 200, 200, 10)
+
+
+def make(steps: int) -> tuple[ft.Problem, dict[str, jax.Array]]:
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    x = jax.random.normal(next(keys), (2000, SIZES[0]))
+    y = jax.random.randint(next(keys), (2000,), 0, SIZES[-1])
+    params = [
+        {"w": jax.random.normal(next(keys), (a, b)) * (2 / a) ** 0.5, "b": jnp.zeros(b)}
+        for a, b in itertools.pairwise(SIZES)
+    ]
+
+    def loss(params, hparams, batch):
+        z, labels = batch
+        for layer in params[:-1]:
+            z = jax.nn.relu(z @ layer["w"] + layer["b"])
+        logits = z @ params[-1]["w"] + params[-1]["b"]
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+    indices = np.random.default_rng(0).integers(0, 2000, (steps, 100))
+    problem = ft.Problem(
+        ft.Training(loss, lambda h: optax.sgd(h["lr"], h["momentum"])),
+        lambda state, h, batch: loss(state.params, h, batch),
+        params,
+        ft.Minibatches((x, y), indices),
+        (x[:500], y[:500]),
+    )
+    return problem, {"lr": jnp.array(0.05), "momentum": jnp.array(0.8)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", help="write the results to this JSON file")
+    arguments = parser.parse_args()
+
+    problem, hparams = make(arguments.steps)
+    state = 2 * 4 * sum(leaf.size for leaf in jax.tree.leaves(problem.init))
+    engines = {
+        **{
+            f"Reverse(store={store!r})": ft.Reverse(store=store)
+            for store in ("everything", "states", "segments", 50, 20, 10, 5)
+        },
+        "Truncated(50)": ft.Truncated(50),
+        "Forward()": ft.Forward(),
+    }
+    programs = {name: lambda e=engine: e(problem, hparams) for name, engine in engines.items()}
+    programs["plain"] = lambda: problem.response(hparams)
+    seconds, ratio = time_in_turns(programs, arguments.rounds)
+    exact = engines["Reverse(store='everything')"](problem, hparams).grad
+    rows = {}
+    for name, engine in engines.items():
+        analysis = engine.lower(problem, hparams).compile().memory_analysis()
+        grad = engine(problem, hparams).grad
+        rows[name] = {
+            "states": analysis.temp_size_in_bytes / state,
+            "training_runs": ratio(name, "plain"),
+            "seconds": seconds[name],
+            "relative_difference": {n: float(grad[n] / exact[n] - 1) for n in grad},
+        }
+        print(
+            f"{name:<30} {rows[name]['states']:8.1f} states {rows[name]['training_runs']:6.2f} runs"
+            f"   {max(map(abs, rows[name]['relative_difference'].values())):.1e}"
+        )
+    if arguments.out:
+        record(arguments.out, {"steps": arguments.steps, "engines": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Implicit differentiation: the hypergradient at a minimum of the inner problem.
+
+Where the training has reached its end, the way there does not matter. At a minimum of the loss,
+grad_w J(w, lambda) = 0, the implicit function theorem gives
+
+    grad f = dE/dlambda - grad E(w) H^-1 d(grad_w J)/dlambda,    H = d^2 J / dw^2,
+
+with the system H v = grad E(w) solved by conjugate gradients. For any other dynamics at a fixed point,
+s = Phi(s, lambda), with A = dPhi/ds and B = dPhi/dlambda,
+
+    grad f = dE/dlambda + grad E(s) (I - A)^-1 B,    (I - A)^-1 = I + A + A^2 + ...    (Neumann).
+
+Away from the minimum both are biased, and nothing of the way there (a learning rate, the initial
+state, when training stopped) has a derivative.
+
+Time: a training run, and two gradients for each iteration of the solver. Memory: a few states,
+whatever T and m are.
+References: Bengio, Gradient-Based Optimization of Hyperparameters, 2000; Pedregosa, ICML 2016; Lorraine
+et al., AISTATS 2020.
+"""
+
+import warnings
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import optax
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from .._problem import FullBatch, Minibatches, Problem, System
+from .._validate import check_count, named_leaves
+from .base import AbstractEngine, Solution, check_options
+from .products import error_gradients, pull_rows
+
+SOLVERS = ("cg", "neumann")
+
+
+class Report(NamedTuple):
+    """How far the result can be trusted."""
+
+    stationarity: Float[Array, ""]
+    """The inner gradient (or step) at the end, as a share of that at the beginning; 0 at a minimum."""
+    residual: Float[Array, ""]
+    """Of the linear system, relative to its right-hand side."""
+    curvature: Float[Array, ""]
+    """v H v / |v|^2 of its solution v: negative where H is not positive. For "neumann": 0."""
+    idle: PyTree = None
+    """Which hyperparameters have no influence on the minimum."""
+
+
+class Implicit(AbstractEngine):
+    """The hypergradient of inner problems at their minimum, from the minimum alone.
+
+    Use it where the training converges (a strongly convex loss, say), T is large, and the
+    hyperparameters are in the loss: regularisers, example weights. It approximates as far as the
+    training has not converged, and knows nothing of learning rates, initial states or early
+    stopping, whose derivative is then 0. The training may have any batches; the loss at its end is
+    that of all the data.
+
+    Args:
+        solver: "cg", conjugate gradients with the Hessian of the loss, for `Training`; or "neumann",
+            the Neumann series of the dynamics' own step, for any dynamics that contracts.
+        iterations: of the solver, at most.
+        tolerance: of the solver, relative.
+        stationarity: warn where the inner gradient is above this share of what it was at the
+            beginning.
+        check_finite: see `AbstractEngine`.
+
+    A linear system that is not solved to the tolerance, or a training that is not at its end, is a
+    warning with the figure; negative curvature is an error.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> problem = ft.Problem(
+    ...     dynamics=ft.Training(
+    ...         lambda w, h, x: jnp.sum((w - x) ** 2) + h["decay"] * jnp.sum(w ** 2), optax.sgd(0.2)),
+    ...     objective=lambda state, h, x: jnp.sum(state.params), init=jnp.zeros(2),
+    ...     batches=ft.FullBatch(jnp.array([1.0, 3.0]), steps=100), validation=jnp.array(0.0))
+    >>> hparams = {"decay": jnp.array(1.0)}  # w = x / (1 + decay)
+    >>> print(f"{ft.Implicit()(problem, hparams).grad['decay']:.4f}")  # -(1 + 3) / (1 + decay)^2
+    -1.0000
+    """
+
+    solver: str = "cg"
+    iterations: int = 100
+    tolerance: float = 1e-5
+    stationarity: float = 0.01
+    check_finite: bool | None = None
+
+    def __check_init__(self):
+        check_options(self)
+        if self.solver not in SOLVERS:
+            raise ValueError(f"Implicit(solver={self.solver!r}): give one of {', '.join(SOLVERS)}.")
+        check_count(self.iterations, f"Implicit(iterations={self.iterations})")
+
+    def solve(self, system: System, hparams: PyTree) -> Solution:
+        """Not enough is known from the system alone: see `solve_problem`."""
+        raise NotImplementedError
+
+    def solve_problem(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
+        """Return the errors, their gradients, s_T and a `Report`."""
+        if problem.trajectory:
+            raise ValueError(
+                "Implicit sees the end of the training alone: not with trajectory=True."
+            )
+        s = system.run(hparams)
+        errors, alpha, g = error_gradients(system, s, hparams)
+        solve = _by_conjugate_gradients if self.solver == "cg" else _by_series
+        more, report = solve(self, problem, system, hparams, s, alpha)
+        rows = jax.tree.map(lambda a, b: a + b, g, more)
+        idle = jax.tree.map(lambda row: jnp.all(row == 0), rows)
+        return Solution(errors, rows, s, report._replace(idle=idle))
+
+    def review(self, report: Report) -> None:
+        """Warn, or raise, where the result cannot be trusted."""
+        share, residual, curvature = (float(x) for x in report[:3])
+        idle = [path for path, is_idle in named_leaves(report.idle, "hparams").items() if is_idle]
+        if idle:
+            raise ValueError(
+                f"Implicit: {', '.join(idle)} has no influence on the minimum that the training ends "
+                "at: a constant of the optimizer, the initial state, or unused. Its derivative is not "
+                "0 on the way there: use `Reverse()` or `Forward()`, or leave it out."
+            )
+        if self.solver == "cg" and curvature < 0:
+            raise ValueError(
+                f"Implicit: the Hessian of the loss has negative curvature ({curvature:.3g} along the "
+                "solution): the training did not end at a minimum, and conjugate gradients do not "
+                "apply. Train longer, add a regulariser, or use `Reverse()`, which needs no minimum."
+            )
+        if not share <= self.stationarity:
+            what = "gradient" if self.solver == "cg" else "step"
+            warnings.warn(
+                f"Implicit: the training has not converged. Its last {what} over all the data has "
+                f"{100 * share:.3g} % of the length of the first (expected: at most "
+                f"{100 * self.stationarity:g} %); the hypergradient is biased. Train longer, or use "
+                "`Reverse()`.",
+                stacklevel=3,
+            )
+        if not residual <= 10 * self.tolerance:
+            cure = "more iterations" if self.solver == "cg" else "more iterations, or solver='cg'"
+            warnings.warn(
+                f"Implicit: the linear system is solved to a relative residual of {residual:.3g} after "
+                f"{self.iterations} iterations (asked for: {self.tolerance:g}). Give {cure}.",
+                stacklevel=3,
+            )
+
+
+def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
+    """Return -v d(grad J)/dlambda with H v = alpha, for each of K rows, and the report."""
+    gradient = getattr(problem.dynamics, "gradient", None)
+    if gradient is None:
+        raise TypeError(
+            f"Implicit(solver='cg') needs the loss that the dynamics minimises, a method "
+            "`gradient(state, hparams, batch)` as `Training` has; "
+            f"{type(problem.dynamics).__name__} has none. Use Implicit(solver='neumann')."
+        )
+    batch, state = whole_batch(problem), system.restore(s)
+    weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
+
+    def G(weights, hparams):
+        return gradient(state._replace(params=eqx.combine(weights, fixed)), hparams, batch)
+
+    def H(v):
+        return jax.jvp(lambda w: G(w, hparams), (weights,), (v,))[1]
+
+    operator = lx.FunctionLinearOperator(
+        H, jax.eval_shape(lambda: weights), tags=lx.positive_semidefinite_tag
+    )
+    solver = lx.CG(rtol=engine.tolerance, atol=0.0, max_steps=engine.iterations)
+
+    def row(alpha):
+        v = lx.linear_solve(operator, alpha, solver, throw=False).value
+        Hv = H(v)
+        residual = _norm(optax.tree.sub(Hv, alpha)) / _safe(_norm(alpha))
+        return v, residual, optax.tree.vdot(v, Hv) / _safe(_norm(v) ** 2)
+
+    v, residual, curvature = jax.vmap(row)(eqx.filter(alpha.params, eqx.is_inexact_array))
+    at_end, pull = jax.vjp(lambda h: G(weights, h), hparams)
+    (more,) = pull_rows(pull, v)
+    start = eqx.filter(system.restore(system.initial(hparams)).params, eqx.is_inexact_array)
+    share = _norm(at_end) / _safe(_norm(G(start, hparams)))
+    report = Report(share, jnp.max(residual), jnp.min(curvature))
+    return jax.tree.map(jnp.negative, more), report
+
+
+def _by_series(engine, problem, system, hparams, s, alpha):
+    """Return alpha (I + A + A^2 + ...) B for each of K rows, and the report."""
+    whole = problem.replace(batches=FullBatch(whole_batch(problem), steps=1)).system(hparams)
+    after, pull = eqx.filter_vjp(lambda s, h: whole.step(s, h, None), s, hparams)
+
+    def term(carry):
+        k, term, total, _ = carry
+        term, _ = pull_rows(pull, term)
+        total = jax.tree.map(lambda a, b: a + b, total, term)
+        return k + 1, term, total, _norm(term) / _safe(_norm(total))
+
+    _, _, v, residual = lax.while_loop(
+        lambda carry: (carry[0] < engine.iterations) & (carry[3] > engine.tolerance),
+        term,
+        (0, alpha, alpha, jnp.ones(())),
+    )
+    _, more = pull_rows(pull, v)
+    s_0 = system.initial(hparams)
+    last, first = (_distance(a, b) for a, b in ((after, s), (whole.step(s_0, hparams, None), s_0)))
+    return more, Report(last / _safe(first), residual, jnp.zeros(()))
+
+
+def whole_batch(problem: Problem) -> PyTree:
+    """Return all the data of a problem as one batch."""
+    batches: Any = problem.batches
+    if isinstance(batches, FullBatch):
+        return batches.data
+    if isinstance(batches, Minibatches) and batches.gather is None:
+        return batches.data
+    raise TypeError(
+        f"Implicit needs all the data as one batch, which {type(batches).__name__} does not tell: give "
+        "`FullBatch(data, steps)` or `Minibatches(data, indices)` as the problem's batches."
+    )
+
+
+def _norm(tree: PyTree) -> Float[Array, ""]:
+    return optax.tree.norm(tree)
+
+
+def _distance(a: PyTree, b: PyTree) -> Float[Array, ""]:
+    a, b = (eqx.filter(tree, eqx.is_inexact_array) for tree in (a, b))
+    return _norm(optax.tree.sub(a, b))
+
+
+def _safe(x: Array) -> Array:
+    return jnp.where(x > 0, x, 1.0)
