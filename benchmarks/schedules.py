@@ -8,7 +8,10 @@ and momentum); time is in plain training runs, measured in turns.
 """
 
 import argparse
+import functools
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +68,9 @@ def main() -> None:
         "Truncated(50)": ft.Truncated(50),
         "Forward()": ft.Forward(),
     }
-    programs = {name: lambda e=engine: e(problem, hparams) for name, engine in engines.items()}
+    programs: dict[str, Callable[[], Any]] = {
+        name: functools.partial(engine, problem, hparams) for name, engine in engines.items()
+    }
     programs["plain"] = lambda: problem.response(hparams)
     seconds, ratio = time_in_turns(programs, arguments.rounds)
     exact = engines["Reverse(store='everything')"](problem, hparams).grad

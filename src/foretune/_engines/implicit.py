@@ -83,13 +83,23 @@ class Implicit(AbstractEngine):
     -1.0000
     """
 
-    solver: str = "cg"
-    iterations: int = 100
-    tolerance: float = 1e-5
-    stationarity: float = 0.01
-    check_finite: bool | None = None
+    solver: str
+    iterations: int
+    tolerance: float
+    stationarity: float
+    check_finite: bool | None
 
-    def __check_init__(self):
+    def __init__(
+        self,
+        solver: str = "cg",
+        *,
+        iterations: int = 100,
+        tolerance: float = 1e-5,
+        stationarity: float = 0.01,
+        check_finite: bool | None = None,
+    ):
+        self.solver, self.iterations, self.tolerance = solver, iterations, tolerance
+        self.stationarity, self.check_finite = stationarity, check_finite
         check_options(self)
         if self.solver not in SOLVERS:
             raise ValueError(f"Implicit(solver={self.solver!r}): give one of {', '.join(SOLVERS)}.")

@@ -69,11 +69,12 @@ class Sampled(AbstractEngine):
     True
     """
 
-    directions: int = 8
-    seed: int = 0
-    check_finite: bool | None = None
+    directions: int
+    seed: int
+    check_finite: bool | None
 
-    def __check_init__(self):
+    def __init__(self, directions: int = 8, *, seed: int = 0, check_finite: bool | None = None):
+        self.directions, self.seed, self.check_finite = directions, seed, check_finite
         check_options(self)
         check_count(self.directions, f"Sampled(directions={self.directions})")
 

@@ -55,11 +55,19 @@ class Truncated(AbstractEngine):
     """
 
     steps: int
-    check_finite: bool | None = None
-    unroll: int = 1
-    store: str | int = "states"
+    check_finite: bool | None
+    unroll: int
+    store: str | int
 
-    def __check_init__(self):
+    def __init__(
+        self,
+        steps: int,
+        *,
+        check_finite: bool | None = None,
+        unroll: int = 1,
+        store: str | int = "states",
+    ):
+        self.steps, self.check_finite, self.unroll, self.store = steps, check_finite, unroll, store
         check_options(self)
         check_count(self.steps, f"Truncated(steps={self.steps})")
         Reverse(unroll=self.unroll, store=self.store)  # the same checks
