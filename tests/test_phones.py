@@ -238,6 +238,18 @@ class TestMethods:
         assert np.all(np.diff([r["seconds"] for r in records]) > 0)
         assert found["steps"] == len(records) * task.window
 
+    def test_what_comes_after_the_budget_does_not_count(self, corpus, tmp_path):
+        task = make_task(corpus, tmp_path / "run", budget=10.0)
+        curve = methods.Curve(task, "x", 0, lambda record: False)
+        for k, (seconds, accuracy) in enumerate([(4.0, 0.2), (9.0, 0.3), (10.5, 0.4)]):
+            found = {"validation_accuracy": accuracy, "test_accuracy": accuracy - 0.1}
+            curve.note(k, seconds=seconds, **found)
+        with methods.Clock(10.0, "x") as clock:
+            assert curve.outcome(clock, 0)["validation_accuracy"] == 0.3
+        late = methods.Curve(task, "y", 0, lambda record: False)
+        late.note(1, seconds=11.0, validation_accuracy=0.5, test_accuracy=0.5)
+        assert late.best["validation_accuracy"] == 0.5  # better than nothing
+
     def test_the_clock_stands_while_it_is_paused(self, monkeypatch):
         now = [100.0]
         monkeypatch.setattr(methods.time, "monotonic", lambda: now[0])
@@ -291,11 +303,16 @@ class TestCommand:
         assert before.keys() == after.keys()
         assert all(before[name] == after[name] for name in before if name != "Vanilla-0.json")
 
+    def test_a_batch_larger_than_the_data(self, run, tmp_path):
+        refused = run("--quick", "--batch", "100000", "--out", str(tmp_path / "run"))
+        assert refused.exit_code == 1
+        assert "--batch 100,000: there are 400 frames to train on" in refused.output
+
     def test_no_timit_and_no_espeak(self, tmp_path, monkeypatch):
         monkeypatch.setenv("FORETUNE_DATA", str(tmp_path))
         missing = CliRunner().invoke(app, ["run", "phones", "--data", "timit", "--quick"])
         assert missing.exit_code == 1
-        assert "TIMIT is not in the folder" in missing.output
+        assert "has no folder timit" in missing.output
         missing = CliRunner().invoke(app, ["run", "phones", "--data", str(tmp_path / "x")])
         assert missing.exit_code == 1
         assert "no folder" in missing.output

@@ -197,6 +197,18 @@ class TestTimit:
         assert len(corpus.frames) == 10 * frame_count(16_000)
         assert not corpus.skipped
 
+    def test_test_without_core_speakers_is_dealt_in_halves(self, copy):
+        (copy / "TEST" / "DR1" / CORE_TEST[0].upper()).rename(copy / "TEST" / "DR1" / "MXXX0")
+        corpus = timit(copy, cache=None)
+        assert "TEST dealt in halves" in corpus.summary()
+        train = {s for s, p in zip(corpus.speakers, corpus.part, strict=True) if p == 0}
+        assert train == {"fcjf0", "mdac0"}
+        assert set(corpus.part) == {0, 1, 2}
+
+    def test_one_speakers_folder_is_one_speaker(self, copy):
+        with pytest.raises(DataError, match=r"there are 1 speakers \(fcjf0\)"):
+            timit(copy / "TRAIN" / "DR1" / "FCJF0", cache=None)
+
     def test_states_are_those_of_the_labels(self, copy):
         corpus = timit(copy, cache=None)
         one = corpus.states[: frame_count(16_000)]
@@ -279,8 +291,9 @@ class TestTimit:
             timit(tmp_path / "empty")
         for path in copy.rglob("*.PHN"):
             path.unlink()
-        with pytest.raises(DataError, match=r"none of the 10 audio files.*no \.phn"):
-            timit(copy, cache=None)
+        for cache in (None, tmp_path / "cache"):
+            with pytest.raises(DataError, match=r"none of the 10 audio files.*no \.phn"):
+                timit(copy, cache=cache)
 
     def test_two_versions_of_a_sound_count_once(self, copy):
         for path in list(copy.rglob("*.WAV")):
@@ -392,3 +405,11 @@ class TestSynthetic:
             synthetic_speech(0)
         with pytest.raises(ValueError, match="reverberation=2"):
             synthetic_speech(1000, reverberation=2)
+        for snr in (10, (20, 10), (1, 2, 3)):
+            with pytest.raises(ValueError, match="the range"):
+                synthetic_speech(1000, snr=snr)
+        for seed in (-1, 1.5):
+            with pytest.raises(ValueError, match="seed="):
+                synthetic_speech(1000, seed=seed)
+        with pytest.raises(ValueError, match="frames='a'"):
+            synthetic_speech("a")

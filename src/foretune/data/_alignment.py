@@ -33,6 +33,8 @@ def alignment(
             rows, moved = (r[corpus.states[moved] >= 0] for r in (rows, moved))
             return corpus.frames[rows][:, : corpus.frames.shape[1] // 3], corpus.states[moved] // 3
 
+        if not len(labelled(train)[1]) or not len(labelled(held)[1]):
+            raise ValueError(f"alignment: no utterance is as long as a shift of {shift} frames.")
         model = LinearDiscriminantAnalysis().fit(*labelled(train))
         accuracy[int(shift)] = float(model.score(*labelled(held)))
     return accuracy

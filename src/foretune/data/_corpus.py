@@ -89,10 +89,7 @@ class Corpus(NamedTuple):
         return np.repeat(ends, np.diff(self.first_frame), axis=0).astype(np.int32)
 
     def summary(self) -> str:
-        """Return a line about the corpus.
-
-        Hours are of labelled frames, of which there are 100 in a second.
-        """
+        """Return a line about the corpus, with the labelled frames of each part."""
         counts = ", ".join(f"{len(self.rows(part)):,} {part}" for part in PARTS)
         return (
             f"{self.name}: {len(self.part):,} utterances of {len(set(self.speakers))} speakers, "
@@ -221,6 +218,8 @@ def stored(
         except (OSError, ValueError, KeyError, zipfile.BadZipFile):
             path.unlink()  # cut off, or of another version: made again
     utterances, skipped = make()
+    if not utterances:
+        return utterances, skipped
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, utterances, skipped, text)
     return utterances, skipped

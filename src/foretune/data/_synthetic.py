@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .._validate import check_count
 from ._corpus import (
     Corpus,
     Segments,
@@ -45,20 +46,21 @@ VERSION = 1
 
 
 def synthetic_speech(
-    frames: int = 1_500_000,
+    frames: Any = 1_500_000,
     *,
     snr: Any = (-5.0, 15.0),
     reverberation: float | int = 0.7,
     normalise: str = "speaker",
     cepstral: bool = False,
-    seed: int = 0,
+    seed: Any = 0,
     cache: Any = "default",
     workers: int | None = None,
 ) -> Corpus:
     """Make a corpus of about so many frames (100 a second), or read it from the cache.
 
     Args:
-        frames: how many, about; 1.5 million are TIMIT's size, and four hours of speech.
+        frames: how many, about, and 30 utterances at least; 1.5 million are TIMIT's size, and four
+            hours of speech.
         snr: the range of the signal-to-noise ratio in dB; None: no noise.
         reverberation: the share of utterances in a room with echoes.
         normalise: as in `timit`.
@@ -67,8 +69,13 @@ def synthetic_speech(
         cache: the folder in which features are kept; None keeps none.
         workers: processes that speak; by default all cores for many utterances.
     """
-    if frames < 1:
-        raise ValueError(f"synthetic_speech(frames={frames}): one frame or more.")
+    check_count(frames, f"synthetic_speech(frames={frames!r})")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"synthetic_speech(seed={seed!r}): an integer, 0 or more.")
+    if snr is not None and (np.shape(snr) != (2,) or snr[0] > snr[1]):
+        raise ValueError(
+            f"synthetic_speech(snr={snr!r}): the range (lowest, highest) of the ratio in dB, or None."
+        )
     if not 0 <= reverberation <= 1:
         raise ValueError(f"synthetic_speech(reverberation={reverberation}): a share, from 0 to 1.")
     count = max(3 * EACH, round(frames / FRAMES_EACH))

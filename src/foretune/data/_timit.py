@@ -1,9 +1,9 @@
 """TIMIT: hand-labelled American English (Garofolo et al., 1993), from the reader's own copy.
 
 A copy in LDC's layout (TRAIN/DR1/FCJF0/SI1027.WAV and .PHN) keeps its parts: TRAIN trains, the 24
-speakers of the core test set test, the rest of TEST validates. In any other layout a folder is a
-speaker, and speakers are dealt to the parts. The two `sa` sentences, which every speaker reads, are
-left out as is usual.
+speakers of the core test set test, the rest of TEST validates (where none of the 24 is there, TEST is
+dealt in halves). In any other layout a folder is a speaker, and speakers are dealt to the parts. The
+two `sa` sentences, which every speaker reads, are left out as is usual.
 """
 
 from pathlib import Path
@@ -82,7 +82,8 @@ def timit(
     wanted = [path for path in sounds if sa or not path.stem.lower().startswith("sa")]
     if not wanted:
         raise DataError(f"{folder} holds only `sa` sentences: read them with sa=True.")
-    jobs = [(str(path), str(path.relative_to(folder)), cepstral) for path in wanted]
+    own = Path(folder.resolve().name)  # the speaker, where the folder is one speaker's
+    jobs = [(str(path), str(own / path.relative_to(folder)), cepstral) for path in wanted]
 
     def make():
         found, skipped = [], {}
@@ -105,13 +106,25 @@ def timit(
     if not utterances:
         shown = "; ".join(list(skipped.values())[:3])
         raise DataError(f"none of the {len(skipped)} audio files in {folder} can be used: {shown}")
-    if all(u.part is not None for u in utterances):
-        parts = [{"train": 0, "validation": 1, "test": 2}[str(u.part)] for u in utterances]
-        if set(parts) != {0, 1, 2}:
-            parts = speaker_parts([u.speaker for u in utterances], SHARES, seed)
-    else:
-        parts = speaker_parts([u.speaker for u in utterances], SHARES, seed)
-    return assemble("TIMIT", utterances, parts, normalise=normalise, phones=PHONES, skipped=skipped)
+    parts, how = _parts(utterances, seed)
+    return assemble(
+        f"TIMIT ({how})", utterances, parts, normalise=normalise, phones=PHONES, skipped=skipped
+    )
+
+
+def _parts(utterances: list[Utterance], seed: int) -> tuple[list[int], str]:
+    """Return the part of each utterance, and in words by what rule."""
+    speakers, given = [u.speaker for u in utterances], {u.part for u in utterances}
+    if given == {"train", "validation", "test"}:
+        number = {"train": 0, "validation": 1, "test": 2}
+        return [number[str(u.part)] for u in utterances], "TRAIN, TEST and the core test set"
+    held = sorted({u.speaker for u in utterances if u.part in ("validation", "test")})
+    if given <= {"train", "validation", "test"} and "train" in given and len(held) > 1:
+        order = np.random.default_rng(seed).permutation(len(held))
+        tests = {held[k] for k in order[: len(held) // 2]}
+        parts = [0 if u.part == "train" else 2 if u.speaker in tests else 1 for u in utterances]
+        return parts, "TRAIN, and TEST dealt in halves"
+    return speaker_parts(speakers, SHARES, seed), "speakers dealt to the parts"
 
 
 def _sounds(folder: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from ._folder import RunFolder
 from ._phones_model import AROUND, on_device
 from ._phones_page import describe
 
-GP, TPE = "SMBO, Gaussian process", "SMBO, TPE"
+GP, TPE = "SMBO (GP)", "SMBO (TPE)"
 _ours = partial(methods.realtime, tuner=methods.our_tuner, pace=methods.PACE)
 METHODS: dict[str, Callable[..., dict[str, Any]]] = {
     "Vanilla": methods.vanilla,
@@ -85,14 +85,12 @@ def read(settings: Settings) -> Corpus:
         return synthetic_speech(settings.frames)
     if settings.data != "timit":
         return timit(settings.data)
-    folder = Path(os.environ.get("FORETUNE_DATA", ""))
+    where = os.environ.get("FORETUNE_DATA")
     for name in ("timit", "timit-sample"):
-        if "FORETUNE_DATA" in os.environ and (folder / name).is_dir():
-            return timit(folder / name)
-    raise DataError(
-        "TIMIT is not in the folder that FORETUNE_DATA names, as timit or timit-sample: give your "
-        "copy's folder as --data."
-    )
+        if where is not None and (Path(where) / name).is_dir():
+            return timit(Path(where) / name)
+    looked = "FORETUNE_DATA is not set" if where is None else f"{where} has no folder timit"
+    raise DataError(f"{looked}: give the folder of your copy of TIMIT, --data FOLDER.")
 
 
 def run(out: str | Path, settings: Settings) -> Path:
@@ -105,19 +103,21 @@ def run(out: str | Path, settings: Settings) -> Path:
     folder = RunFolder(out, kind="phones", title=title, settings=asked)
     if folder.result is not None:
         return write_page(folder.path)
-    for name, why in list(corpus.skipped.items())[:3]:
-        print(f"left out {name}: {why}", file=sys.stderr)
+    for why in list(corpus.skipped.values())[:3]:
+        print(f"left out: {why}", file=sys.stderr)
     if len(corpus.skipped) > 3:
         print(f"left out: {len(corpus.skipped)} files in all", file=sys.stderr)
     print(corpus.summary(), file=sys.stderr)
     stages = folder.path / "stages"
     stages.mkdir(exist_ok=True)
     jobs = [
-        (name, seed, stages / f"{name}-{seed}.json".replace(" ", "_"))
+        (name, seed, stages / f"{name.replace(' ', '_')}-{seed}.json")
         for name in possible_methods()
         for seed in range(settings.searches if name == "RS" else settings.seeds)
     ]
     left = [job for job in jobs if not job[2].exists()]
+    if 0 < len(left) < len(jobs):
+        print(f"resumed: {len(jobs) - len(left)} of {len(jobs)} runs are there", file=sys.stderr)
     if left:
         task = make_task(corpus, settings, folder)
         speed = methods.measure_speed(task)  # and compile, before the clocks run
@@ -136,6 +136,9 @@ def run(out: str | Path, settings: Settings) -> Path:
 
 def make_task(corpus: Corpus, settings: Settings, folder: RunFolder) -> methods.Task:
     """Return what the methods share, with the corpus on the device."""
+    count = len(corpus.rows("train"))
+    if settings.batch > count:
+        raise DataError(f"--batch {settings.batch:,}: there are {count:,} frames to train on.")
     speech = on_device(corpus)
     return methods.Task(
         speech=speech,
@@ -175,5 +178,5 @@ def sentence(found: dict[str, Any]) -> str:
     return (
         f"validation {100 * found['validation_accuracy']:.2f} %, test "
         f"{100 * found['test_accuracy']:.2f} %, {found['seconds']:.0f} s, {found['steps']:,} steps, "
-        f"{found['trials']} trials ({found['stopped']})"
+        f"{found['trials']} {'trial' if found['trials'] == 1 else 'trials'} ({found['stopped']})"
     )
