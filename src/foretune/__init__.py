@@ -28,6 +28,8 @@ from ._driver import Run as Run
 from ._dynamics import Dynamics as Dynamics
 from ._dynamics import Training as Training
 from ._dynamics import TrainState as TrainState
+from ._engines.auto import Auto as Auto
+from ._engines.auto import Choice as Choice
 from ._engines.base import Hypergradient as Hypergradient
 from ._engines.forward import Forward as Forward
 from ._engines.implicit import Implicit as Implicit
