@@ -12,7 +12,7 @@ demo: $(VENV)/.apps
 	$(BIN)/foretune run cleaning --data digits --out runs/demo
 
 test: lint types
-	$(BIN)/pytest -n $(WORKERS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/.all
 	$(BIN)/ruff check .

@@ -232,7 +232,9 @@ def test_an_interrupted_experiment_goes_on(tmp_path, monkeypatch):
     assert files[0] == files[1]
 
 
-def test_your_own_data_in_the_experiment(tmp_path):
+def test_your_own_data_in_the_experiment(tmp_path, monkeypatch):
+    cleaner = functools.partial(LabelCleaner, "softmax", hyper_steps=2, steps=5)
+    monkeypatch.setattr(cleaning, "LabelCleaner", cleaner)
     data = load_iris(as_frame=True).frame
     pd.concat([data] * 2).to_csv(tmp_path / "iris.csv", index=False)
     result = foretune(

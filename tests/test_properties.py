@@ -52,7 +52,7 @@ def error(state, hparams, batch):
     return total(state["float"], jnp.square) + 0.1 * total(hparams, jnp.square) * state["count"]
 
 
-@settings(deadline=None, max_examples=25, derandomize=True, database=None)
+@settings(deadline=None, max_examples=14, derandomize=True, database=None)
 @given(
     params=trees, hparams=trees, T=st.integers(1, 12), B=st.integers(1, 5), m=st.integers(1, 9),
     from_start=st.booleans(), trajectory=st.booleans(), indexed=st.booleans(),
@@ -94,7 +94,7 @@ def test_any_dynamics(params, hparams, T, B, m, from_start, trajectory, indexed)
     np.testing.assert_allclose(slope, (high - low) / (2 * h), rtol=1e-5, atol=1e-7)
 
 
-@settings(deadline=None, max_examples=15, derandomize=True, database=None)
+@settings(deadline=None, max_examples=8, derandomize=True, database=None)
 @given(
     T=st.integers(1, 15), n=st.integers(1, 12), d=st.integers(1, 4), B=st.integers(1, 6),
     optimizer=st.sampled_from(["sgd", "adam", "rmsprop"]),

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from ..data import Corpus, DataError, synthetic_speech, timit
 from ..report import write_page
 from . import _phones_methods as methods
@@ -119,6 +121,8 @@ def run(out: str | Path, settings: Settings) -> Path:
     if 0 < len(left) < len(jobs):
         print(f"resumed: {len(jobs) - len(left)} of {len(jobs)} runs are there", file=sys.stderr)
     if left:
+        if jax.default_backend() == "cpu" and settings.width >= 1000:
+            print("note: no GPU is used; a network of this size is slow (--quick)", file=sys.stderr)
         task = make_task(corpus, settings, folder)
         speed = methods.measure_speed(task)  # and compile, before the clocks run
         if not (stages / "speed.json").exists():
