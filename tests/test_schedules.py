@@ -16,7 +16,7 @@ from foretune._engines.schedules import binomial_plan, segments_of
 
 from .problems import assert_trees_close, regression
 
-STORES = ["everything", "segments", "host", 1, 2, 3, 7, 50]
+STORES = ["everything", "segments", "host", 1, 3]
 
 
 def by_everything(problem, hparams):
@@ -25,7 +25,7 @@ def by_everything(problem, hparams):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("steps", [1, 2, 7, 64])
-@pytest.mark.parametrize("store", ["states", *STORES[1:]])
+@pytest.mark.parametrize("store", ["states", *STORES[1:], 7])
 def test_all_schedules_give_the_same(store, steps):
     problem, hparams = regression(steps=steps, dtype=np.float64)
     found, expected = ft.Reverse(store=store)(problem, hparams), by_everything(problem, hparams)
