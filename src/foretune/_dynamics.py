@@ -137,20 +137,7 @@ class Training(eqx.Module):
         self, state: TrainState, hparams: PyTree, batch: PyTree
     ) -> tuple[TrainState, Float[Array, ""]]:
         """Return s_t, and the loss at s_{t-1} that the gradient was taken of."""
-        weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
-
-        def objective(weights):
-            params = eqx.combine(weights, fixed)
-            key = {} if self.key is None else {"key": jax.random.fold_in(self.key, state.step)}
-            if self.has_state:
-                # Rebuilt here: Flax's variables may only change in the trace that made them.
-                model_state = jax.tree.map(lambda leaf: leaf, state.model_state)
-                result = self.loss(params, hparams, batch, model_state, **key)
-            else:
-                result = self.loss(params, hparams, batch, **key), None
-            _check_loss(result, self.has_state)
-            return result
-
+        weights, fixed, objective = self._objective(state, hparams, batch)
         (value, model_state), grads = jax.value_and_grad(objective, has_aux=True)(weights)
         updates, opt_state = self._optimizer(hparams).update(
             grads,
@@ -168,15 +155,26 @@ class Training(eqx.Module):
 
     def gradient(self, state: TrainState, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return the gradient of the loss in the weights, with which a step begins."""
+        weights, _, objective = self._objective(state, hparams, batch)
+        return jax.grad(objective, has_aux=True)(weights)[0]
+
+    def _objective(self, state: TrainState, hparams: PyTree, batch: PyTree) -> tuple:
+        """Return the weights, the rest of the parameters, and weights -> (loss, model state)."""
         weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
-        key = {} if self.key is None else {"key": jax.random.fold_in(self.key, state.step)}
-        rest = (state.model_state,) if self.has_state else ()
 
-        def value(weights):
-            result = self.loss(eqx.combine(weights, fixed), hparams, batch, *rest, **key)
-            return result[0] if self.has_state else result
+        def objective(weights):
+            params = eqx.combine(weights, fixed)
+            key = {} if self.key is None else {"key": jax.random.fold_in(self.key, state.step)}
+            if self.has_state:
+                # Rebuilt here: Flax's variables may only change in the trace that made them.
+                model_state = jax.tree.map(lambda leaf: leaf, state.model_state)
+                result = self.loss(params, hparams, batch, model_state, **key)
+            else:
+                result = self.loss(params, hparams, batch, **key), None
+            _check_loss(result, self.has_state)
+            return result
 
-        return jax.grad(value)(weights)
+        return weights, fixed, objective
 
     def in_precision(self, dtype: Any) -> "Training":
         """Return the same training with its loss computed in another floating-point type.

@@ -37,7 +37,7 @@ from .base import AbstractEngine, Hypergradient, Solution, check_options
 from .forward import Forward
 from .products import pull_rows, pushforward
 from .reverse import Reverse
-from .schedules import binomial_plan, segments_of
+from .schedules import binomial_steps, segments_of
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{prefix}i": 1024**k for k, prefix in enumerate("kmgt", start=1)}
@@ -213,7 +213,7 @@ def candidates(
     reverse("segments", 2 * T, back, (length + count) * state)
     for c in _halved(T):
         if c < T:
-            reverse(c, binomial_plan(T, c).computed + 1, back, c * state)
+            reverse(c, binomial_steps(T, c) + 1, back, c * state)
     return found
 
 

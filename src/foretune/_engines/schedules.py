@@ -205,10 +205,7 @@ class Plan(NamedTuple):
     @property
     def computed(self) -> int:
         """How many steps are computed on the way to the states, the first time included."""
-        rows, total = self.rows, 0
-        for k in range(len(rows.step)):
-            total += int(rows.step[k] - rows.at[k])
-        return total
+        return int(np.sum(self.rows.step - self.rows.at, dtype=np.int64))
 
 
 @functools.lru_cache(maxsize=32)
@@ -237,15 +234,31 @@ def binomial_plan(steps: int, states: int) -> Plan:
     return Plan(Row(*columns), np.array(lengths or [0], np.int32), np.array(top[::-1], np.int32))
 
 
+def binomial_steps(steps: int, states: int) -> int:
+    """Return `binomial_plan(steps, states).computed` without the plan: r T - beta(c + 1, r - 1).
+
+    >>> binomial_steps(10, 3)
+    15
+    """
+    r = _repetitions(steps, states)
+    return r * steps - (math.comb(states + r, states + 1) if r else 0)
+
+
+def _repetitions(steps: int, states: int) -> int:
+    """The least r with beta(states, r) = C(states + r, states) >= steps."""
+    r = 0
+    while math.comb(states + r, states) < steps:
+        r += 1
+    return r
+
+
 def _split(steps: int, states: int) -> int:
     """Where to store next, of so many steps, when so many states may be held with the first.
 
     With beta(s, r) = C(s + r, s), the steps that s states reverse by computing none more than r times,
     and r the least with beta(s, r) >= steps, the halves k and steps - k must need r - 1 and r.
     """
-    r = 0
-    while math.comb(states + r, states) < steps:
-        r += 1
+    r = _repetitions(steps, states)
     most = math.comb(states + r - 1, states) if r >= 1 else 1
     rest = math.comb(states - 1 + r - 1, states - 1) if r >= 1 else 1
     return max(1, min(most, steps - rest, steps - 1))

@@ -43,7 +43,7 @@ class RunFolder:
             "versions": versions(),
             "settings": json.loads(json.dumps(settings)),
         }
-        old = self._read("config.json")
+        old = self.read("config.json")
         if old is None and self.path.is_dir():
             foreign = [p.name for p in self.path.iterdir()]
             if foreign:
@@ -84,7 +84,7 @@ class RunFolder:
     @property
     def result(self) -> dict[str, Any] | None:
         """The result of a finished run, or None."""
-        return self._read("result.json")
+        return self.read("result.json")
 
     def keep_metrics(self, stays: Callable[[dict[str, Any]], bool]) -> None:
         """Keep the measurements that stay; a line cut off by an interrupt goes."""
@@ -100,11 +100,14 @@ class RunFolder:
 
     def write(self, name: str, content: Any) -> None:
         """Write JSON, whole or not at all."""
-        temporary = self.path / f".{name}.new"
+        path = self.path / name
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f".{path.name}.new")
         temporary.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(temporary, self.path / name)
+        os.replace(temporary, path)
 
-    def _read(self, name: str) -> Any:
+    def read(self, name: str) -> Any:
+        """Return what `write` wrote, or None."""
         path = self.path / name
         if not path.is_file():
             return None

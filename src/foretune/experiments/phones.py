@@ -6,7 +6,6 @@ in one run, beside searches that have the same time (`_phones_methods` says how 
 """
 
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -110,30 +109,31 @@ def run(out: str | Path, settings: Settings) -> Path:
     if len(corpus.skipped) > 3:
         print(f"left out: {len(corpus.skipped)} files in all", file=sys.stderr)
     print(corpus.summary(), file=sys.stderr)
-    stages = folder.path / "stages"
-    stages.mkdir(exist_ok=True)
     jobs = [
-        (name, seed, stages / f"{name.replace(' ', '_')}-{seed}.json")
+        (name, seed, f"stages/{name.replace(' ', '_')}-{seed}.json")
         for name in possible_methods()
         for seed in range(settings.searches if name == "RS" else settings.seeds)
     ]
-    left = [job for job in jobs if not job[2].exists()]
+    left = [job for job in jobs if folder.read(job[2]) is None]
     if 0 < len(left) < len(jobs):
         print(f"resumed: {len(jobs) - len(left)} of {len(jobs)} runs are there", file=sys.stderr)
     if left:
         if jax.default_backend() == "cpu" and settings.width >= 1000:
             print("note: no GPU is used; a network of this size is slow (--quick)", file=sys.stderr)
         task = make_task(corpus, settings, folder)
-        speed = methods.measure_speed(task)  # and compile, before the clocks run
-        if not (stages / "speed.json").exists():
-            write(stages / "speed.json", speed)
-        for name, seed, path in left:
-            write(path, METHODS[name](task, name, seed))
-            print(f"{name}, seed {seed}: {sentence(read_json(path))}", file=sys.stderr, flush=True)
+        print("compiling, and measuring the time of a step", file=sys.stderr, flush=True)
+        speed = methods.measure_speed(task)  # before the clocks run
+        if folder.read("stages/speed.json") is None:
+            folder.write("stages/speed.json", speed)
+        for name, seed, stage in left:
+            folder.write(stage, METHODS[name](task, name, seed))
+            print(
+                f"{name}, seed {seed}: {sentence(folder.read(stage))}", file=sys.stderr, flush=True
+            )
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, _, path in jobs:
-        found.setdefault(name, []).append(read_json(path))
-    speed = read_json(stages / "speed.json")
+    for name, _, stage in jobs:
+        found.setdefault(name, []).append(folder.read(stage))
+    speed = folder.read("stages/speed.json")
     folder.write("result.json", describe(folder, corpus, settings, found, speed))
     return write_page(folder.path)
 
@@ -163,18 +163,6 @@ def make_task(corpus: Corpus, settings: Settings, folder: RunFolder) -> methods.
         budget=settings.budget,
         folder=folder,
     )
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON, whole or not at all."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(content) + "\n")
-    new.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read what `write` wrote."""
-    return json.loads(path.read_text())
 
 
 def sentence(found: dict[str, Any]) -> str:
