@@ -8,6 +8,7 @@ import pytest
 
 import foretune as ft
 from foretune._engines import auto
+from foretune._engines.costs import free_bytes
 
 from .problems import assert_trees_close, regression
 from .test_schedules import network
@@ -87,7 +88,7 @@ def test_units():
     assert auto.parse_bytes("500 MB") == 500_000_000
     assert auto.parse_bytes("10k") == 10_000
     assert auto.parse_bytes("7b") == auto.parse_bytes(7) == 7
-    assert auto.free_bytes() > 0
+    assert free_bytes() > 0
 
 
 def test_in_minimize_and_with_folds():
@@ -98,3 +99,35 @@ def test_in_minimize_and_with_folds():
     assert_trees_close(
         ft.Auto()(folds, hparams).grad, ft.Reverse()(folds, hparams).grad, 1e-4, 1e-6
     )
+
+
+def test_a_step_that_one_mode_cannot_differentiate():
+    def halved(w):  # a loop of unknown length has no reverse mode
+        return jax.lax.while_loop(lambda w: jnp.sum(w**2) > 4.0, lambda w: w / 2, w)
+
+    @jax.custom_vjp
+    def doubled(w):
+        return 2 * w
+
+    doubled.defvjp(lambda w: (2 * w, None), lambda _, g: (2 * g,))  # and this no forward mode
+
+    class Dynamics:
+        def __init__(self, change):
+            self.change = change
+
+        def init(self, params, hparams):
+            return params
+
+        def step(self, state, hparams, batch):
+            return self.change(state) * hparams["factor"]
+
+    hparams = {"factor": jnp.array(0.9)}
+    for change, engine in ((halved, ft.Forward), (doubled, ft.Reverse)):
+        problem = ft.Problem(
+            Dynamics(change),
+            lambda s, h, _: jnp.sum(s**2),
+            jnp.ones(3),
+            ft.FullBatch(None, steps=5),
+        )
+        assert isinstance(ft.Auto("1GiB").explain(problem, hparams).engine, engine)
+        assert np.isfinite(ft.Auto("1GiB")(problem, hparams).grad["factor"])

@@ -10,7 +10,7 @@ import foretune as ft
 ROOT = Path(__file__).parent.parent
 
 
-PAGES = ["README.md", "docs/realtime.md", "docs/cleaning.md", "docs/multitask.md", "docs/phones.md"]
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -270,7 +270,7 @@ class TestCommand:
     @pytest.fixture
     def run(self, corpus, monkeypatch):
         monkeypatch.setattr(phones, "QUICK", TINY)
-        monkeypatch.setattr(phones, "synthetic_speech", lambda frames: corpus)
+        monkeypatch.setattr(phones, "synthetic_speech", lambda frames, cepstral: corpus)
         monkeypatch.setattr(phones.importlib.util, "find_spec", lambda name: None)  # no torch
         return lambda *arguments: CliRunner().invoke(app, ["run", "phones", *arguments])
 
@@ -285,6 +285,7 @@ class TestCommand:
         assert [t["title"] for t in result["tables"]] == [
             "Accuracy",
             "Validation accuracy over time",
+            "Hyperparameters",
             "Time of a step",
         ]
         files = [figure["file"] for figure in result["figures"]]
@@ -313,6 +314,8 @@ class TestCommand:
         missing = CliRunner().invoke(app, ["run", "phones", "--data", "timit", "--quick"])
         assert missing.exit_code == 1
         assert "has no folder timit" in missing.output
+        odd = CliRunner().invoke(app, ["run", "phones", "--data", "timit", "--frames", "5000"])
+        assert odd.exit_code == 2 and "TIMIT is read whole" in " ".join(odd.output.split())
         missing = CliRunner().invoke(app, ["run", "phones", "--data", str(tmp_path / "x")])
         assert missing.exit_code == 1
         assert "no folder" in missing.output

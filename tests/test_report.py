@@ -256,6 +256,18 @@ def test_the_colours_of_figures_follow_the_page(run):
         assert set(re.findall(r'font-family: ([^;"]*)', svg)) == {"sans-serif"}
 
 
+def test_logarithmic_curves_with_labels_of_their_own(tmp_path):
+    line = {"label": "a", "x": [2, 64, 4096], "y": [0.01, 0.02, 0.05]}
+    panels = [
+        {"title": "Time", "ylabel": "s", "xlabel": "hyperparameters", "lines": [line]},
+        {"title": "Memory", "ylabel": "MiB", "lines": [line]},
+    ]
+    svg = report.curves(tmp_path / "c.svg", panels, xlabel="weights", log=True).read_text()
+    for text in ("hyperparameters", "weights", ">1,000<", ">0.02<"):
+        assert text in svg
+    assert "mathdefault" not in svg
+
+
 def test_curves_take_gaps_and_any_label(tmp_path):
     labels = ("_hidden", "$5 & <b>", "字", *map(str, range(6)))
     odd = panel("$x$", labels)

@@ -243,6 +243,9 @@ def phones(
     window: Annotated[
         int | None, typer.Option(min=1, help="Minibatches of a hyper-batch; 200.")
     ] = None,
+    cepstral: Annotated[
+        bool, typer.Option("--cepstral", help="Cepstral coefficients, not log filter outputs.")
+    ] = False,
     quick: Annotated[
         bool,
         typer.Option(
@@ -263,6 +266,8 @@ def phones(
     with _plain_errors(debug, out):
         from .experiments import phones as experiment
 
+        if frames is not None and data != "synthetic":
+            raise typer.BadParameter("--frames is for synthetic speech; TIMIT is read whole.")
         given = {
             "frames": frames,
             "budget": budget,
@@ -276,7 +281,71 @@ def phones(
         asked = {name: value for name, value in given.items() if value is not None}
         usual = experiment.QUICK if quick else experiment.Settings()
         _note_finished(out)
-        page = experiment.run(out, usual._replace(data=data, **asked))
+        page = experiment.run(out, usual._replace(data=data, cepstral=cepstral, **asked))
+        _show_tables(page.parent)
+        print(page)
+
+
+@experiments.command(
+    epilog="Examples:\n\n"
+    "`foretune run complexity --quick` — a first look, a minute or two on two CPU cores\n\n"
+    "`foretune run complexity` — the paper's Appendix A, minutes on a GPU\n\n"
+    "`foretune run complexity --network 1353-2000-2000-2000-2000-183 --steps 50 --batch 500` — "
+    "15 million weights"
+)
+def complexity(
+    network: Annotated[
+        str | None, typer.Option(help="Inputs, hidden layers and classes; 784-200-200-10.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of a training (T); 1000.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a minibatch; 100.")] = None,
+    hyperparameters: Annotated[
+        str | None,
+        typer.Option(help="Numbers of hyperparameters (m); 2,4,8,16,32,64,256,1024,4096."),
+    ] = None,
+    forward: Annotated[
+        int | None, typer.Option(min=2, help="The largest m for forward mode; 64.")
+    ] = None,
+    widths: Annotated[
+        str | None,
+        typer.Option(help="Units of the hidden layers; 50,100,200,400,800,1600,3200."),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Times that each is measured; 5.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="20 steps, fewer and smaller points, 3 rounds.")
+    ] = False,
+    out: Out = None,
+    debug: Debug = False,
+) -> None:
+    """Time and memory of forward and reverse mode, as in Appendix A of the paper.
+
+    Against the number of hyperparameters, of weights and of steps, beside plain training. A program
+    that does not fit the device's memory is skipped. Interrupted, the same command goes on where it
+    was. Ends with the path of a report.
+    """
+    name = f"complexity{f'-{network}' if network else ''}{'-quick' if quick else ''}"
+    out = out or Path("runs") / name
+    with _plain_errors(debug, out):
+        from .experiments import complexity as experiment
+
+        given = {
+            "network": _numbers(network, "-", "784-200-200-10"),
+            "steps": steps,
+            "batch": batch,
+            "hyperparameters": _numbers(hyperparameters, ",", "2,8,64"),
+            "forward": forward,
+            "widths": _numbers(widths, ",", "100,200,400"),
+            "rounds": rounds,
+        }
+        asked = {name: value for name, value in given.items() if value is not None}
+        usual = experiment.QUICK if quick else experiment.Settings()
+        settings = usual._replace(seed=seed, **asked)
+        experiment.check(settings)
+        _note_finished(out)
+        page = experiment.run(out, settings)
         _show_tables(page.parent)
         print(page)
 
@@ -370,6 +439,15 @@ def _shape(image: str | None) -> tuple[int, ...] | None:
     parts = image.lower().split("x")
     if not all(part.isdigit() and int(part) > 0 for part in parts) or len(parts) not in (2, 3):
         raise typer.BadParameter(f"{image!r}: give height x width, as 28x28 or 32x32x3.")
+    return tuple(map(int, parts))
+
+
+def _numbers(text: str | None, separator: str, example: str) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(separator)]
+    if not all(part.isdigit() for part in parts):
+        raise typer.BadParameter(f"{text!r}: give whole numbers, as {example}.")
     return tuple(map(int, parts))
 
 

@@ -170,8 +170,10 @@ def vanilla(task: Task, series: str, seed: int) -> dict[str, Any]:
     curve = Curve(task, series, seed, lambda record: False)
     with Clock(task.budget, f"{series}, seed {seed}") as clock:
         clock.go()
-        found = training(task, KNOWN | {"rho": 0.0}, seed, 0, clock, curve)
-        return curve.outcome(clock, found["steps"], stopped=found["stopped"], trials=1)
+        hparams = KNOWN | {"rho": 0.0}
+        found = training(task, hparams, seed, 0, clock, curve)
+        more = {"stopped": found["stopped"], "trials": 1, "hparams": hparams}
+        return curve.outcome(clock, found["steps"], **more)
 
 
 class Random:

@@ -63,6 +63,8 @@ def describe(
             f"A network of {settings.layers} layers of {settings.width} units, minibatches of "
             f"{settings.batch}, hyper-batches of {settings.window}. Each method had {budget:g} seconds "
             "(the paper: 300 minutes) and answers for the weights of its highest validation accuracy.",
+            "RS is random search, SMBO Bayesian optimization by Optuna, RTHO real-time tuning as in "
+            "the paper, foretune with this package's defaults; NT starts from zeros, knowing nothing.",
             *_alike(corpus, settings),
             *_cautions(corpus, settings, found),
         ],
@@ -94,6 +96,19 @@ def describe(
                     "above RS after",
                 ],
                 "rows": times,
+            },
+            {
+                "title": "Hyperparameters",
+                "note": "The lowest and the highest over seeds. Searches: those of the best trial. "
+                "Real-time tuning: those at its end, after a course that the figures show.",
+                "columns": ["method", "eta", "mu", "rho"],
+                "rows": [
+                    [
+                        name,
+                        *(_range([s["hparams"][h] for s in stages]) for h in ("eta", "mu", "rho")),
+                    ]
+                    for name, stages in found.items()
+                ],
             },
             {
                 "title": "Time of a step",
@@ -147,6 +162,11 @@ def _cautions(corpus: Corpus, settings: Any, found: dict[str, list[dict[str, Any
 def _spread(values: list[float]) -> str:
     mean = f"{np.mean(values):.2f}"
     return f"{mean} ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else mean
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _value(curve: list[list[float]], seconds: float) -> float:

@@ -51,6 +51,7 @@ class Settings(NamedTuple):
     sample: int = 20_000
     check: int = 5
     patience: int = 5
+    cepstral: bool = False
     quick: bool = False
 
 
@@ -83,13 +84,13 @@ def possible_methods() -> dict[str, Callable[..., dict[str, Any]]]:
 def read(settings: Settings) -> Corpus:
     """Return the corpus that is asked for."""
     if settings.data == "synthetic":
-        return synthetic_speech(settings.frames)
+        return synthetic_speech(settings.frames, cepstral=settings.cepstral)
     if settings.data != "timit":
-        return timit(settings.data)
+        return timit(settings.data, cepstral=settings.cepstral)
     where = os.environ.get("FORETUNE_DATA")
     for name in ("timit", "timit-sample"):
         if where is not None and (Path(where) / name).is_dir():
-            return timit(Path(where) / name)
+            return timit(Path(where) / name, cepstral=settings.cepstral)
     looked = "FORETUNE_DATA is not set" if where is None else f"{where} has no folder timit"
     raise DataError(f"{looked}: give the folder of your copy of TIMIT, --data FOLDER.")
 

@@ -32,14 +32,17 @@ _STYLE = {
 }
 
 
-def curves(path: str | Path, panels: Sequence[Mapping[str, Any]], *, xlabel: str) -> Path:
+def curves(
+    path: str | Path, panels: Sequence[Mapping[str, Any]], *, xlabel: str, log: bool = False
+) -> Path:
     """Draw panels of lines, two to a row, into an SVG file, and return its path.
 
     Args:
         path: the file to write; its folder is made if need be.
         panels: each with a "title", a "ylabel" and "lines"; a line has a "label", its "x" and "y",
             and may have a "band", a pair (low, high) to be shaded. Where y is NaN, there is a gap.
-        xlabel: what is along the horizontal axis of all panels.
+        xlabel: what is along the horizontal axis of panels that have no "xlabel" of their own.
+        log: both axes are logarithmic, and points are marked.
 
     >>> import tempfile
     >>> from foretune import report
@@ -60,16 +63,19 @@ def curves(path: str | Path, panels: Sequence[Mapping[str, Any]], *, xlabel: str
     def draw(figure: Any) -> None:
         for i, (panel, lines) in enumerate(zip(panels, checked, strict=True)):
             axes = figure.add_subplot(rows, columns, i + 1)
-            axes.set(title=panel["title"], ylabel=panel["ylabel"], xlabel=xlabel)
+            along = panel.get("xlabel", xlabel)
+            axes.set(title=panel["title"], ylabel=panel["ylabel"], xlabel=along)
             handles = []
             for k, (x, y, band) in enumerate(lines):
                 colour = _COLOURS[k % len(_COLOURS)]
                 dash = ("-", "--", ":", "-.")[k // len(_COLOURS) % 4]
-                dot = "o" if np.isfinite(y).sum() == 1 else None
+                dot = "o" if log or np.isfinite(y).sum() == 1 else None
                 handles += axes.plot(x, y, dash, color=colour, lw=1.6, marker=dot, ms=4)
                 if band is not None:
                     axes.fill_between(x, *band, color=colour, alpha=0.18, lw=0)
-            if all(np.array_equal(x, np.round(x)) for x, _, _ in lines):
+            if log:
+                _logarithmic(axes)
+            elif all(np.array_equal(x, np.round(x)) for x, _, _ in lines):
                 axes.xaxis.get_major_locator().set_params(integer=True)
             # Beside the lines a legend would hide some of them sooner or later: it goes below.
             if not shared:
@@ -196,6 +202,17 @@ def _line(title: str, line: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, 
     if not np.any(np.isfinite(x) & np.isfinite(y)):
         raise ValueError(f"{where} has no finite point among {y.size}. Leave the line out.")
     return x, np.where(np.isfinite(y), y, np.nan), band
+
+
+def _logarithmic(axes: Any) -> None:
+    ticker = _matplotlib("ticker")
+    axes.set(xscale="log", yscale="log")
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        subs = (1, 2, 5) if high < 100 * low else (1,)
+        axis.set_major_locator(ticker.LogLocator(subs=subs))
+        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
+        axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _label(text: Any) -> str:

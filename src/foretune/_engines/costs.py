@@ -1,0 +1,182 @@
+"""What the parts of a hypergradient take on this device: a few steps of the problem itself, timed.
+
+The first n of the T steps are compiled and run as plain training, with the adjoint from stored states,
+with all that the adjoint needs stored, and with one, four and more tangents; n is so large that plain
+training takes some hundredths of a second. The compiler says how much memory each takes.
+"""
+
+import functools
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.flatten_util import ravel_pytree
+from jaxtyping import PyTree
+
+from .._arguments import Structure, unflatten
+from .._problem import System
+from .forward import directional
+from .reverse import Reverse
+
+_SHORT = 4
+_SECONDS = 0.02
+_PROMISING = 3.0
+
+
+class Costs(NamedTuple):
+    """Seconds and bytes of one step, in each of the ways an engine goes through it."""
+
+    steps: int
+    hyperparameters: int
+    state: float
+    """Bytes of a state."""
+    step: float
+    adjoint: float
+    """Seconds of a step's adjoint from the state before it: the step is computed once more."""
+    whole: float
+    """Seconds of a step and its adjoint, where all that the adjoint needs was stored."""
+    kept: float
+    """Bytes that are stored for a step then."""
+    tangents: dict[int, float]
+    """Seconds of a step with so many tangents."""
+
+    def with_tangents(self, count: int) -> float:
+        """Return the seconds of a step with so many tangents, between or beyond those measured."""
+        known = sorted(self.tangents)
+        if not known:
+            return math.inf
+        if len(known) == 1:
+            return self.step + count * (self.tangents[1] - self.step)
+        upper = next((k for k in known[1:] if k >= count), known[-1])
+        lower = known[known.index(upper) - 1]
+        slope = (self.tangents[upper] - self.tangents[lower]) / (upper - lower)
+        return self.tangents[lower] + max(slope, 0.0) * (count - lower)
+
+
+def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Costs:
+    """Return the costs, infinite where a mode cannot differentiate the step.
+
+    Nothing is run that needs more than `limit` bytes.
+    """
+    arrays = [_concrete(array) for array in arrays]
+    sizes = {}
+
+    def count(arrays):
+        problem, hparams = unflatten(structure, arrays)
+        system = problem.system(hparams)
+        sizes["T"], sizes["m"] = system.steps, ravel_pytree(hparams)[0].size
+        sizes["K"] = len(jax.eval_shape(system.errors, system.initial(hparams), hparams))
+        return system.initial(hparams)
+
+    state = sum(math.prod(a.shape) * a.dtype.itemsize for a in _leaves(count, arrays))
+    T, m = sizes["T"], sizes["m"]
+
+    def timed(solve: Callable[..., Any], steps: int) -> tuple[float, float]:
+        def program(arrays):
+            problem, hparams = unflatten(structure, arrays)
+            return solve(_shortened(problem.system(hparams), steps, sizes["K"]), hparams)
+
+        try:
+            seconds, size = run_time(program, arrays, limit)
+        except (ValueError, TypeError) as error:
+            if "-mode" not in str(
+                error
+            ):  # JAX: reverse-mode or forward-mode differentiation of ...
+                raise
+            return math.inf, 0.0
+        return seconds / steps, size
+
+    def tangents(c):
+        def solve(system, hparams):
+            flat, unravel = ravel_pytree(hparams)
+            directions = jax.nn.one_hot(jnp.arange(c) % m, m, dtype=flat.dtype)
+            return directional(system, hparams, jax.vmap(unravel)(directions))[1:]
+
+        return timed(solve, n)[0]
+
+    def plain(system, hparams):
+        return system.run(hparams)
+
+    most = max(1, min(T, int(limit / (4 * max(state, 1)))))
+    n = min(most, _SHORT)
+    step, _ = timed(plain, n)
+    if (longer := min(most, math.ceil(_SECONDS / step))) > n:
+        n = longer
+        step, _ = timed(plain, n)
+    states, held = timed(Reverse().solve, n)
+    whole, more = timed(Reverse(store="everything").solve, n)
+    kept = state + max(more - held, 0.0) / n
+    adjoint = max(states - step, step)
+    found: dict[int, float] = {}
+    costs = Costs(T, m, state, step, adjoint, whole, kept, found)
+    largest = int(max(1, min(m, limit // max(state, 1) - 2)))
+    for c in dict.fromkeys((1, min(4, largest), largest)):
+        # Many tangents only where a few of them promise something.
+        passes = -(-m // c) * costs.with_tangents(c) if c > 1 else 0.0
+        if passes < _PROMISING * min(step + adjoint, whole):
+            seconds = tangents(c)
+            if math.isfinite(seconds):
+                found[c] = seconds
+    return costs
+
+
+def _shortened(system: System, steps: int, K: int) -> System:
+    """Return the first steps of a system, with errors that cost nothing."""
+
+    def errors(s, hparams):
+        moving = [leaf for leaf in jax.tree.leaves(s) if eqx.is_inexact_array(leaf)]
+        total = sum(jnp.sum(leaf) for leaf in moving)
+        return tuple((k + 1) * total for k in range(K))
+
+    xs = jax.tree.map(lambda leaf: leaf[:steps], system.xs)
+    return system._replace(xs=xs, steps=steps, errors=errors)
+
+
+def _concrete(array: Any) -> Any:
+    """Return the array, or one of its shape where it is being traced."""
+    if isinstance(array, Tracer | jax.ShapeDtypeStruct):
+        return np.zeros(array.shape, array.dtype)
+    return array
+
+
+def _leaves(f: Callable[..., PyTree], arrays: list[Any]) -> list[Any]:
+    return jax.tree.leaves(jax.eval_shape(f, arrays))
+
+
+def run_time(f: Callable[..., Any], arrays: list[Any], limit: float | int) -> tuple[float, float]:
+    """Return the seconds of a program, compiled, and the bytes of its temporary arrays."""
+    compiled = jax.jit(f).lower(arrays).compile()
+    memory: Any = compiled.memory_analysis()
+    if memory.temp_size_in_bytes + memory.output_size_in_bytes > limit:
+        return math.inf, float(memory.temp_size_in_bytes)
+    times, began = [], time.perf_counter()
+    while len(times) < 5 and time.perf_counter() - began < 10 * _SECONDS:
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(arrays))
+        times.append(time.perf_counter() - start)
+    return min(times), float(memory.temp_size_in_bytes)
+
+
+@functools.cache
+def byte_seconds() -> float:
+    """Return the seconds to write a byte to new memory and to read it again."""
+    big = np.ones(2**24, np.float32)
+    return run_time(lambda arrays: arrays[0] + 1.0, [jax.device_put(big)], math.inf)[0] / big.nbytes
+
+
+def free_bytes() -> float:
+    """Return what is free on the device; without a limit where it does not tell."""
+    stats: Any = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (ValueError, OSError, AttributeError):
+        return math.inf
