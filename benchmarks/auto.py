@@ -4,13 +4,15 @@
 
 For each problem, without a budget and with one of about twelve states: all candidates that fit are
 timed, and the chosen one is held against the fastest of them. Programs take turns; candidates that a
-first call shows to be three times as slow as the fastest so far are not timed further.
+first call shows to be three times as slow as the fastest so far are not timed further, and those
+predicted to be ten times as slow as the fastest are left out.
 """
 
 import argparse
 import functools
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -248,14 +250,12 @@ def measure(case: Case, memory: int | None, rounds: int) -> dict[str, Any]:
     chosen = next(c.name for c in choice.candidates if c.engine == choice.engine)
     took = time.perf_counter() - began
     arrays, _ = validated(problem, hparams)
+    fit = [c for c in choice.candidates if c.bytes <= choice.limit]
+    fit = [c for c in fit if c.name == chosen or c.seconds < 10 * fit[0].seconds]
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda c: c.engine.lower(problem, hparams).compile(), fit)
     programs, sizes, best = {}, {}, float("inf")
-    for candidate in choice.candidates:
-        if candidate.bytes > choice.limit:
-            continue
-        name, engine = candidate.name, candidate.engine
-        if name != chosen and candidate.seconds > 20 * choice.candidates[0].seconds:
-            continue
-        program = engine.lower(problem, hparams).compile()
+    for name, program in zip((c.name for c in fit), compiled, strict=True):
         analysis: Any = program.memory_analysis()
         sizes[name] = (
             analysis.argument_size_in_bytes

@@ -315,7 +315,8 @@ class TestCommand:
         assert missing.exit_code == 1
         assert "has no folder timit" in missing.output
         odd = CliRunner().invoke(app, ["run", "phones", "--data", "timit", "--frames", "5000"])
-        assert odd.exit_code == 2 and "TIMIT is read whole" in " ".join(odd.output.split())
+        assert odd.exit_code == 2
+        assert "TIMIT is read whole" in " ".join(odd.output.split())
         missing = CliRunner().invoke(app, ["run", "phones", "--data", str(tmp_path / "x")])
         assert missing.exit_code == 1
         assert "no folder" in missing.output

@@ -179,7 +179,7 @@ def candidates(costs: Costs, check_finite: bool | None) -> list[Candidate]:
     reverse("segments", 2 * T * costs.step + back, (length + count) * state)
     for c in _halved(T):
         if c < T:
-            reverse(c, (binomial_steps(T, c) + 1) * costs.step + back, c * state)
+            reverse(c, (binomial_steps(T, c) + 1) * costs.again + back, c * state)
     possible = [c for c in found if math.isfinite(c.seconds)]
     return possible or found  # where none is, the error is that of an engine
 

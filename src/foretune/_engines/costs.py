@@ -1,8 +1,9 @@
 """What the parts of a hypergradient take on this device: a few steps of the problem itself, timed.
 
 The first n of the T steps are compiled and run as plain training, with the adjoint from stored states,
-with all that the adjoint needs stored, and with one, four and more tangents; n is so large that plain
-training takes some hundredths of a second. The compiler says how much memory each takes.
+with some of them stored, with all that the adjoint needs stored, and with one, four and more tangents;
+n is so large that plain training takes some hundredths of a second. The compiler says how much memory
+each takes.
 """
 
 import functools
@@ -24,6 +25,7 @@ from .._arguments import Structure, unflatten
 from .._problem import System
 from .forward import directional
 from .reverse import Reverse
+from .schedules import binomial_steps
 
 _SHORT = 4
 _SECONDS = 0.02
@@ -38,6 +40,8 @@ class Costs(NamedTuple):
     state: float
     """Bytes of a state."""
     step: float
+    again: float
+    """Seconds of a step that is computed again in a loop whose length the compiler does not know."""
     adjoint: float
     """Seconds of a step's adjoint from the state before it: the step is computed once more."""
     whole: float
@@ -114,8 +118,13 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
     whole, more = timed(Reverse(store="everything").solve, n)
     kept = state + max(more - held, 0.0) / n
     adjoint = max(states - step, step)
+    few = max(1, n // 4)
+    again = math.inf
+    if math.isfinite(adjoint):
+        some = timed(Reverse(store=few).solve, n)[0]
+        again = max((some - adjoint) * n / (binomial_steps(n, few) + 1), step)
     found: dict[int, float] = {}
-    costs = Costs(T, m, state, step, adjoint, whole, kept, found)
+    costs = Costs(T, m, state, step, again, adjoint, whole, kept, found)
     largest = int(max(1, min(m, limit // max(state, 1) - 2)))
     for c in dict.fromkeys((1, min(4, largest), largest)):
         # Many tangents only where a few of them promise something.
