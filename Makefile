@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test lint types bench format clean
+.PHONY: demo test docs lint types bench format clean
 
 demo: $(VENV)/.apps
 	$(BIN)/foretune run cleaning --data digits --out runs/demo
@@ -20,6 +20,9 @@ lint: $(VENV)/.all
 
 types: $(VENV)/.all
 	$(BIN)/pyright
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
 format: $(VENV)/.all
 	$(BIN)/ruff check --fix .
@@ -38,4 +41,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist site .pytest_cache .ruff_cache .hypothesis
