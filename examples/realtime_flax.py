@@ -1,9 +1,10 @@
-"""A Flax NNX model with batch normalisation, tuned over a stream with `RealTime.run`.
+"""A Flax NNX model with batch normalisation and dropout, tuned over a stream with `RealTime.run`.
 
     python examples/realtime_flax.py [--steps 1000]
 
-The model is split into its parameters and the rest (its batch statistics), which the training carries
-as model state. The stream is any Python iterable of minibatches; here it is a generator.
+The model is split into its parameters and the rest (its batch statistics and the state of its random
+numbers), which the training carries as model state. The stream is any Python iterable of minibatches;
+here it is a generator.
 """
 
 import argparse
@@ -33,6 +34,7 @@ def main() -> None:
         nnx.Linear(64, 64, rngs=rngs),
         nnx.BatchNorm(64, rngs=rngs),
         nnx.relu,
+        nnx.Dropout(0.1, rngs=rngs),
         nnx.Linear(64, 10, rngs=rngs),
     )
     graph, params, rest = nnx.split(model, nnx.Param, ...)

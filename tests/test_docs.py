@@ -109,3 +109,37 @@ def test_the_task_graph_example_learns(capsys, monkeypatch, tmp_path):
     assert len(accuracies) == 3
     assert min(map(float, accuracies)) > 75
     assert plot.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "pattern", "holds"),
+    [
+        ("custom_dynamics", [], r"off by at most ([\d.]+)", lambda off: off < 0.05),
+        (
+            "drifting_stream",
+            ["--steps", "2000"],
+            r"quarters: \[([\d.]+), ([\d.]+)",
+            lambda quiet, noisy: quiet > noisy,
+        ),
+        (
+            "noisy_text",
+            ["--iterations", "20", "--steps", "50"],
+            r"alike: ([\d.]+) %[^:]*: ([\d.]+) %",
+            lambda alike, tuned: tuned > alike,
+        ),
+        (
+            "transformer_schedule",
+            ["--iterations", "3", "--steps", "20"],
+            r"constant rate: ([\d.]+)[^:]*: ([\d.]+)",
+            lambda constant, learnt: learnt < constant + 0.01,
+        ),
+    ],
+)
+def test_the_other_examples(name, options, pattern, holds, capsys, monkeypatch):
+    pytest.importorskip("sklearn")
+    path = ROOT / "examples" / f"{name}.py"
+    monkeypatch.setattr("sys.argv", [str(path), *options])
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
+    found = re.search(pattern, capsys.readouterr().out)
+    assert found
+    assert holds(*map(float, found.groups()))
