@@ -8,7 +8,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,13 @@ def time_in_turns(
     return {name: statistics.median(values) for name, values in seconds.items()}, ratio
 
 
-def record(path: str, results: dict[str, Any]) -> None:
-    """Write the results with the machine, the versions, the date and the command."""
+def record(path: str, results: dict[str, Any], packages: Sequence[str] = ()) -> None:
+    """Write the results with the machine, the versions, the date and the command.
+
+    `packages` are those whose versions count beside the usual ones.
+    """
     device = jax.devices()[0]
-    names = ("foretune", "jax", "jaxlib", "optax", "equinox")
+    names = ("foretune", "jax", "jaxlib", "optax", "equinox", *packages)
     document = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),

@@ -64,7 +64,7 @@ def peak_bytes() -> int:
 def long_run(steps: int) -> dict[str, float]:
     problem, hparams = make(steps)
     engine = ft.Reverse(store="segments")
-    memory = engine.lower(problem, hparams).compile().memory_analysis()
+    memory: Any = engine.lower(problem, hparams).compile().memory_analysis()
     began = time.perf_counter()
     value, grad, _ = jax.block_until_ready(engine(problem, hparams))
     row = {

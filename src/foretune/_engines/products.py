@@ -59,6 +59,6 @@ def inner_products(rows: PyTree, columns: PyTree) -> Float[Array, "K c"]:
 
     def leaf(row, column):
         row, column = row.reshape(row.shape[0], -1), column.reshape(column.shape[0], -1)
-        return jnp.matmul(row, column.T, precision=lax.Precision.HIGHEST)
+        return jnp.einsum("kn,cn->kc", row, column, precision=lax.Precision.HIGHEST)
 
     return functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(leaf, rows, columns)))
