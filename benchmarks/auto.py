@@ -103,7 +103,8 @@ def rates() -> Case:
 def schedule() -> Case:
     """A learning rate for each of 12 parts of the training."""
     return _network(
-        {"lr": jnp.full(12, 0.05)}, lambda h: optax.sgd(lambda t: h["lr"][t * 12 // 150])
+        {"lr": jnp.full(12, 0.05)},
+        lambda h: optax.sgd(lambda t: h["lr"][jnp.asarray(t) * 12 // 150]),
     )
 
 
@@ -297,7 +298,7 @@ def main() -> None:
     for name in arguments.only or CASES:
         case = CASES[name]()
         state = sum(a.nbytes for a in jax.tree.leaves(case[0].response(case[1])) if a.ndim)
-        smallest = ft.Reverse(store=1).lower(*case).compile().memory_analysis()
+        smallest: Any = ft.Reverse(store=1).lower(*case).compile().memory_analysis()
         given = smallest.argument_size_in_bytes + smallest.output_size_in_bytes
         tight = int(given + smallest.temp_size_in_bytes + 12 * state)
         for memory in (None, tight):
