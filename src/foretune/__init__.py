@@ -23,6 +23,8 @@ from ._constraints import NonNegative as NonNegative
 from ._constraints import Simplex as Simplex
 from ._constraints import Symmetric as Symmetric
 from ._constraints import SymmetricNonNegative as SymmetricNonNegative
+from ._devices import mesh as mesh
+from ._devices import shard as shard
 from ._driver import Result as Result
 from ._driver import Run as Run
 from ._dynamics import Dynamics as Dynamics

@@ -146,7 +146,7 @@ def _writable_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".foretune-write-test"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another process may have
     except OSError as error:
         raise OSError(
             f"cannot write to the folder {folder}: {error.strerror or error}. Give a folder that "

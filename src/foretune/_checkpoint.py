@@ -32,7 +32,8 @@ class Checkpoint(Callback):
     A resumed run repeats the evaluation it was in, and goes on as if it had never stopped: its
     results are the same to the bit on the same machine. The directory of a run with other shapes,
     another start, other constraints or another kind of optimizer is refused with a `ValueError`; the
-    optimizer's constants, the functions and the data are yours to keep.
+    optimizer's constants, the functions and the data are yours to keep. Arrays are saved whole, so a
+    run may go on with another number of devices or processes (then to rounding, not to the bit).
 
     >>> import foretune as ft
     >>> checkpoint = ft.Checkpoint("runs/clean", every=10)
@@ -125,7 +126,7 @@ class Checkpoint(Callback):
         arrays = [np.asarray(restored[str(i)]) for i in range(len(like))]
         if _digest(arrays) != meta["digest"]:
             raise ValueError("its arrays are not those that were saved")
-        return [jnp.asarray(array) for array in arrays], meta
+        return arrays, meta
 
 
 class _AnotherRun(ValueError):
@@ -148,15 +149,17 @@ class _AnotherRun(ValueError):
 
 
 def _with_arrays(carry: Any, arrays: list[Any]) -> Any:
-    """Return the carry with other arrays in the places of its own."""
+    """Return the carry with other arrays in the places of its own, on the same devices."""
     remaining = iter(arrays)
 
     def replaced(leaf):
         if not eqx.is_array(leaf):
             return leaf
+        array = jnp.asarray(next(remaining))
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(next(remaining), impl=jax.random.key_impl(leaf))
-        return next(remaining)
+            array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+        spread = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+        return jax.device_put(array, leaf.sharding) if spread else array
 
     return jax.tree.map(replaced, carry)
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, PyTree
 
 from ._callbacks import Callback
@@ -91,7 +92,7 @@ class Run:
 
     def note(self, record: dict[str, Any]) -> None:
         """Append a record, with its numbers as Python's own."""
-        self.record = jax.tree.map(_plain, jax.device_get(record))
+        self.record = jax.tree.map(_plain, on_host(record))
         self.history.append(self.record)
 
     def rank(self, score: Callable[[dict[str, Any]], Any] | None, hparams: PyTree) -> None:
@@ -106,7 +107,11 @@ class Run:
         reasons = [reason for rule in rules if (reason := rule(self))]
         if self.steps is not None and self.step >= self.steps:
             reasons.append(f"{self.steps} steps done")
-        return reasons + (["interrupted"] if interrupt.asked else [])
+        reasons += ["interrupted"] if interrupt.asked else []
+        if jax.process_count() > 1:  # all end at the same step, else some would wait for ever
+            stops = multihost_utils.process_allgather(np.array(bool(reasons)))
+            reasons = reasons or ["another process stopped"] * bool(stops.any())
+        return reasons
 
 
 def nowhere(hparams: PyTree, shape: tuple[int, ...] = ()) -> Best:
@@ -233,7 +238,18 @@ def numbers(tree: PyTree) -> list[np.ndarray]:
         return jax.random.key_data(leaf) if is_key else leaf
 
     arrays = [data(leaf) for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
-    return [np.asarray(array) for array in jax.device_get(arrays)]
+    return [np.asarray(array) for array in on_host(arrays)]
+
+
+def on_host(tree: PyTree) -> PyTree:
+    """Return the tree with its arrays on the host, whole where other processes hold parts of them."""
+
+    def whole(leaf):
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        return multihost_utils.process_allgather(leaf, tiled=True)
+
+    return jax.device_get(jax.tree.map(whole, tree))
 
 
 def _total_value(record: dict[str, Any]) -> Any:

@@ -31,6 +31,7 @@ from jaxtyping import Array, PyTree
 
 from ._arguments import Structure, copied, flatten, unflatten
 from ._constraints import check_constraints
+from ._devices import place_state
 from ._driver import Outer, Result, check_optimizer, feasible
 from ._engines.nonfinite import NonFiniteError, explain_window
 from ._engines.products import pushforward
@@ -42,6 +43,7 @@ from ._validate import (
     check_count,
     check_hparams,
     check_leading_axis,
+    check_mesh,
     describe,
     named_leaves,
     validated,
@@ -77,6 +79,8 @@ class RealTime:
         tangents: a floating-point type, `jnp.bfloat16` say, in which the loss is computed for Z
             only (with `Training`); the training stays as it is.
         donate: reuse the memory of the state given to `update`, which is then deleted.
+        mesh: `foretune.mesh(data=..., tangents=...)`: `init` places the state on it, the columns of Z
+            split over `tangents`, all else on every device. Place batches by `foretune.shard`.
 
     The defaults were chosen over the tasks of `benchmarks/realtime_quality.py`;
     `RealTime.paper(...)` has the paper's setting. Where updates can be trusted is what
@@ -109,6 +113,7 @@ class RealTime:
         chunk: int | None = None,
         tangents: Any = None,
         donate: bool = True,
+        mesh: Any = None,
     ):
         check_optimizer(optimizer)
         # The same checks and wrapping as for a problem that is never run.
@@ -128,6 +133,8 @@ class RealTime:
                 f"RealTime(tangents={tangents}) needs a dynamics with the method `in_precision`, as "
                 f"`foretune.Training` has; the dynamics is {describe(dynamics)}."
             )
+        if mesh is not None:
+            check_mesh(mesh, "RealTime(mesh=...)")
         optimizer = DEFAULT_OPTIMIZER if optimizer is None else optimizer
         if clip is not None:
             optimizer = optax.chain(optax.clip_by_global_norm(clip), optimizer)
@@ -143,6 +150,7 @@ class RealTime:
             chunk,
             None if tangents is None else np.dtype(tangents),
         )
+        self.mesh = mesh
         self._arrays, self._structure = flatten(self.settings)
         self._program = _donating if donate else _keeping
 
@@ -177,7 +185,8 @@ class RealTime:
         opt_state = Outer(settings.optimizer, constraints).init(hparams)
         window = jnp.zeros((), jnp.int32)
         state = RealTimeState(system.restore(s_0), hparams, Z, opt_state, window, nothing, nothing)
-        return copied(as_arrays(state))  # a weak type would compile a second time
+        state = copied(as_arrays(state))  # a weak type would compile a second time
+        return state if self.mesh is None else place_state(state, self.mesh)
 
     def update(
         self, state: RealTimeState, window: PyTree, validation: PyTree
@@ -381,6 +390,8 @@ def _pad(capacity: int, x: Any) -> Any:
     more = (capacity - len(x), *x.shape[1:])
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jnp.concatenate([x, jnp.broadcast_to(x[:1], more)])
+    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:  # it stays where it is
+        return jax.device_put(jnp.concatenate([x, jnp.zeros(more, x.dtype)]), x.sharding)
     x = np.asarray(x)  # by NumPy, which compiles nothing
     return np.concatenate([x, np.zeros(more, x.dtype)])
 

@@ -23,6 +23,7 @@ from ._driver import (
     digest_of,
     measure,
     nowhere,
+    on_host,
     start_callbacks,
 )
 from ._problem import Minibatches
@@ -220,7 +221,7 @@ _RECORD = {"step", "value", "gradient_norm", "loss", "hparams", "z_norm", "undon
 def _note(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -> None:
     run.step, run.log = run.step + 1, log
     run.value, run.grad = log["value"], log["hypergradient"]
-    numbers = jax.device_get(log)
+    numbers = on_host(log)
     wide = jax.tree.map(lambda g: np.asarray(g, np.float64), numbers["hypergradient"])
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(wide)))
     record = {"step": run.step, "value": numbers["value"], "gradient_norm": norm}
@@ -252,7 +253,13 @@ def _fail(tuner: Any, run: RealTimeRun, state: Any) -> None:
 def _next(iterator: Iterator[Any]) -> Any:
     """Return what comes next, on the device, or END."""
     batch = next(iterator, END)
-    return END if batch is END else jax.device_put(batch)
+    if batch is END:
+        return END
+
+    def put(leaf):  # what is on devices stays there: other processes may have parts of it
+        return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
+
+    return jax.tree.map(put, batch)
 
 
 def _repeated(stream: Any) -> Iterator[Any]:

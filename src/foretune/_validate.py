@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
+from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float, PyTree
 
 from ._arguments import Structure, flatten, unflatten
@@ -134,6 +135,23 @@ def check_count(count: Any, given: str) -> None:
     """Raise unless `count` is a positive integer."""
     if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 1:
         raise ValueError(f"{given}: it must be a whole number, 1 or more.")
+
+
+def check_mesh(mesh: Any, given: str, axis: str | None = None) -> None:
+    """Raise unless `mesh` is a mesh that leaves placement to the compiler, with the axis `axis`."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"{given}: a mesh is `foretune.mesh(data=...)`, got {describe(mesh)}.")
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(
+            f"{given}: the mesh's axes {mesh.axis_names} are of the types {mesh.axis_types}; engines "
+            "need `Auto`. Make it by `foretune.mesh(...)`, or give `jax.make_mesh` "
+            "`axis_types=(jax.sharding.AxisType.Auto, ...)`."
+        )
+    if axis is not None and axis not in mesh.axis_names:
+        raise ValueError(
+            f"{given}: the mesh has the axes {mesh.axis_names}, but none of the name {axis!r}. Give "
+            f"`foretune.mesh({axis}=...)`, the number of devices to split over."
+        )
 
 
 def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:

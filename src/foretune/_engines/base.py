@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 from jax.core import Tracer
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._arguments import Output, Structure, unflatten
@@ -89,7 +90,7 @@ class AbstractEngine(eqx.Module):
 def check_options(engine: Any) -> None:
     """Raise where a problem was given to the class instead of to an engine."""
     for name, option in vars(engine).items():
-        if not isinstance(option, int | float | str | None):
+        if not isinstance(option, int | float | str | Mesh | None):
             engine_name = type(engine).__name__
             raise TypeError(
                 f"{engine_name}({name}={describe(option)}): the problem goes to the engine, not to "

@@ -13,14 +13,17 @@ is; with `chunk=c`, c + 1 states and ceil(m / c) passes over the training.
 Reference: Franceschi et al., ICML 2017, Algorithm 2.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from .._problem import System
-from .._validate import check_count
+from .._validate import check_count, check_mesh
 from .base import AbstractEngine, Solution, check_options
 from .products import error_gradients, inner_products, pushforward
 
@@ -30,8 +33,10 @@ class Forward(AbstractEngine):
 
     Costs about 1 + 2m training runs for m hyperparameters, and memory that does not grow with the
     number of steps. `chunk` bounds the columns of Z that are held at once (default: all m);
-    each chunk is one pass over the training. `check_finite`: see `AbstractEngine`; by default a
-    result that is not finite raises `NonFiniteError`, except inside `jax.jit`.
+    each chunk is one pass over the training. With `mesh`, as of `foretune.mesh(tangents=8)`, each
+    device on that axis carries its share of the columns, and nothing is exchanged until the end;
+    `chunk` then counts the columns of all devices together. `check_finite`: see `AbstractEngine`; by
+    default a result that is not finite raises `NonFiniteError`, except inside `jax.jit`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -46,23 +51,29 @@ class Forward(AbstractEngine):
 
     chunk: int | None = None
     check_finite: bool | None = None
+    mesh: Any = None
 
     def __check_init__(self):
         check_options(self)
         if self.chunk is not None:
             check_count(self.chunk, f"Forward(chunk={self.chunk})")
+        if self.mesh is not None:
+            check_mesh(self.mesh, "Forward(mesh=...)", "tangents")
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T."""
         flat, unravel = ravel_pytree(hparams)
         m = flat.size
         c = min(self.chunk or m, m)
+        devices = 1 if self.mesh is None else self.mesh.shape["tangents"]
+        c = -(-c // devices) * devices  # beyond m, one_hot gives columns of zeros
 
         def columns(start):
             """Return the errors and s_T, and columns start .. start + c of grad E Z."""
             directions = jax.nn.one_hot(start + jnp.arange(c), m, dtype=flat.dtype)
+            directions = self._placed(directions, "tangents")
             errors, rows, s_T = directional(system, hparams, jax.vmap(unravel)(directions))
-            return (errors, s_T), rows
+            return (errors, s_T), self._placed(rows)
 
         (errors, s_T), rows = columns(0)
         if c < m:  # the same errors and s_T again, more columns
@@ -74,6 +85,12 @@ class Forward(AbstractEngine):
             )
         rows = jax.vmap(unravel)(rows[:, :m].astype(flat.dtype))
         return Solution(errors, rows, s_T)
+
+    def _placed(self, array: Array, *spec: str) -> Array:
+        """Split the array over axes of the mesh, or gather it."""
+        if self.mesh is None:
+            return array
+        return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
 
 def directional(
