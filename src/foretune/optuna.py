@@ -1,0 +1,268 @@
+"""Discrete hyperparameters around gradient-tuned ones, with Optuna.
+
+Depth, width, activation and batch size have no gradient: Optuna proposes them, one choice d per trial.
+Learning rates, momenta and decays lambda do: each trial tunes its own by hypergradients, so that Optuna
+searches over
+
+    min over d of  f_d(lambda_d),    lambda_d tuned by `RealTime` or `minimize` from lambda_*,
+
+with lambda_* the tuned values of the best trial so far. What is tuned is kept in the study's storage,
+where all workers of the study find it, and trials that fall behind on the validation curve are pruned.
+
+Four names: `warm_start`, `Pruning`, `prune_nonfinite` and `keep`. Everything else is Optuna's own:
+studies, samplers, pruners, storages, several workers.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ._callbacks import Callback
+from ._driver import Result
+from ._engines.nonfinite import NonFiniteError
+from ._validate import check_count, check_hparams, named_leaves
+
+try:
+    import optuna
+except ImportError as error:
+    raise ImportError(
+        "foretune.optuna needs the package optuna: pip install 'foretune[optuna]'."
+    ) from error
+
+HPARAMS = "foretune:hparams"
+"""The user attribute of a trial that holds its tuned hyperparameters, by path."""
+SOURCE = "foretune:warm_start"
+"""The number of the trial that a trial was started from."""
+NONFINITE = "foretune:not_finite"
+"""Where and why a trial was not finite."""
+
+
+def warm_start(trial: Any, default: PyTree) -> PyTree:
+    """Return the hyperparameters to start from: those of the study's best trial so far, or `default`.
+
+    Args:
+        trial: the trial (or a study), whose finished trials are looked through, other workers' too.
+        default: where to start when there are none. Its structure, shapes and types are kept: a leaf
+            that the best trial lacks, or has in another shape (one rate per layer, at another depth),
+            is taken from here.
+
+    >>> import foretune.optuna as fo, jax.numpy as jnp, optuna
+    >>> study = optuna.create_study()
+    >>> trial = study.ask()
+    >>> study.tell(trial, fo.keep(trial, {"lr": jnp.array(0.25)}, value=0.5)).value
+    0.5
+    >>> start = fo.warm_start(study.ask(), {"lr": jnp.array(0.1), "layers": jnp.ones(2)})
+    >>> print(start["lr"], start["layers"])
+    0.25 [1. 1.]
+    """
+    _check_trial(trial, "warm_start")
+    default = check_hparams(default)
+    study = trial if isinstance(trial, optuna.Study) else getattr(trial, "study", None)
+    if study is None:  # a FixedTrial, which stands alone
+        return default
+    sign = -1 if _direction(study, "warm_start") == optuna.study.StudyDirection.MAXIMIZE else 1
+    complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+    kept = [other for other in complete if HPARAMS in other.user_attrs]
+    if not kept:
+        return default
+    best = min(kept, key=lambda other: sign * other.values[0])
+    if not isinstance(trial, optuna.Study):
+        trial.set_user_attr(SOURCE, best.number)
+
+    def leaf(path: str, ours: Any) -> Any:
+        theirs = np.asarray(best.user_attrs[HPARAMS].get(path, []))
+        return jnp.asarray(theirs, ours.dtype) if theirs.shape == ours.shape else ours
+
+    leaves = [leaf(path, ours) for path, ours in named_leaves(default, "").items()]
+    return jax.tree.unflatten(jax.tree.structure(default), leaves)
+
+
+class Pruning(Callback):
+    """Reports the validation curve of a run to Optuna, and ends the trial when its pruner says so.
+
+    Args:
+        trial: the trial.
+        metric: the entry of the run's records to report; its `value`, the validation error, by
+            default, or one of the metrics of `evaluate`.
+        every: the steps (in real time: windows) between two reports.
+
+    It is a callback of `minimize` and of `RealTime.run`; the other callbacks end as usual. A window
+    that was undone counts with the value before it. Pruners compare trials at the same step, so give
+    all trials the same number of windows.
+
+    >>> import foretune as ft, foretune.optuna as fo, jax.numpy as jnp, optax, optuna
+    >>> problem = ft.Problem(
+    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     objective=lambda state, h, x: (state.params - 1.0) ** 2,
+    ...     init=jnp.array(0.0), batches=ft.FullBatch(jnp.array(1.0), steps=5))
+    >>> trial = optuna.create_study().ask()
+    >>> result = ft.minimize(problem, {"lr": jnp.array(0.1)}, steps=3,
+    ...                      callbacks=[fo.Pruning(trial)])
+    >>> sorted(trial.study.trials[0].intermediate_values)
+    [0, 1, 2, 3]
+    """
+
+    def __init__(self, trial: Any, metric: str = "value", every: int = 1):
+        _check_trial(trial, "Pruning")
+        check_count(every, f"Pruning(every={every!r})")
+        self.trial, self.metric, self.every = trial, metric, every
+        self._reported = False
+
+    def start(self, run: Any) -> None:
+        """Refuse a study that would maximize an error."""
+        if self.metric == "value":
+            _check_minimizes(self.trial, "Pruning", "name another `metric`, of `evaluate`")
+
+    def step(self, run: Any) -> None:
+        """Report, and prune."""
+        if run.step % self.every:
+            return
+        value = next((r[self.metric] for r in reversed(_sound(run)) if self.metric in r), None)
+        if value is None:
+            return
+        value = _number(value, f"the records' {self.metric!r}", "name another `metric`")
+        self._reported = True
+        self.trial.report(value, run.step)
+        if self.trial.should_prune():
+            raise optuna.TrialPruned(f"{self.metric} {value:.6g} at step {run.step}")
+
+    def end(self, run: Any) -> None:
+        """Warn where there was nothing to report."""
+        if run.history and not self._reported and self.metric not in run.history[-1]:
+            warnings.warn(
+                f"Pruning(metric={self.metric!r}) had nothing to report: the records of the run have "
+                f"{sorted(run.record)}.",
+                stacklevel=2,
+            )
+
+
+@contextlib.contextmanager
+def prune_nonfinite(trial: Any) -> Iterator[None]:
+    """Turn a `NonFiniteError` into a pruned trial, with the reason among its user attributes.
+
+    The study goes on, and its sampler learns to stay away (of a failed trial it would learn nothing).
+
+    >>> import foretune as ft, foretune.optuna as fo, optuna
+    >>> def objective(trial):
+    ...     with fo.prune_nonfinite(trial):
+    ...         raise ft.NonFiniteError("not finite: the value")
+    >>> study = optuna.create_study()
+    >>> study.optimize(objective, n_trials=1)
+    >>> study.trials[0].state.name, study.trials[0].user_attrs["foretune:not_finite"]
+    ('PRUNED', 'not finite: the value')
+    """
+    _check_trial(trial, "prune_nonfinite")
+    try:
+        yield
+    except NonFiniteError as error:
+        trial.set_user_attr(NONFINITE, str(error))
+        raise optuna.TrialPruned(str(error)) from error
+
+
+def keep(trial: Any, result: Any, value: Any = None) -> float:
+    """Keep what a trial has tuned for `warm_start`, and return the number for Optuna.
+
+    Args:
+        trial: the trial.
+        result: what `RealTime.run` or `minimize` returned; or, from a loop of your own, the tuned
+            hyperparameters.
+        value: the number that the study compares, an accuracy say. By default the error: after
+            `RealTime.run` that of the trained weights, after `minimize` the lowest score.
+
+    Kept are, after `minimize`, the hyperparameters of the lowest score. After `RealTime.run` it is
+    their mean over the windows up to the one with the lowest error (less those that were undone): at
+    its end a learning rate has often gone to 0, which is no place to start from, and a mean lies
+    within the same constraints. They are stored as JSON, meant for some thousands of numbers at most.
+
+    >>> import foretune.optuna as fo, jax.numpy as jnp, optuna
+    >>> trial = optuna.create_study().ask()
+    >>> fo.keep(trial, {"lr": jnp.array(0.25)}, value=0.5)
+    0.5
+    >>> trial.user_attrs
+    {'foretune:hparams': {"['lr']": 0.25}}
+    """
+    _check_trial(trial, "keep")
+    if value is None:
+        _check_minimizes(trial, "keep", "give `value=`")
+        if not isinstance(result, Result):
+            raise ValueError(
+                "keep(trial, hparams) needs `value=`, the number that the study compares."
+            )
+        real_time = "hparams" in result.history[-1]
+        sound = _sound(result) if real_time else []
+        value = sound[-1]["value"] if sound else result.value if real_time else result.best.score
+    value = _number(value, "keep's value", "give `value=`")
+    hparams = _tuned(result) if isinstance(result, Result) else check_hparams(result)
+    numbers = named_leaves(jax.device_get(hparams), "")
+    trial.set_user_attr(HPARAMS, {path: leaf.tolist() for path, leaf in numbers.items()})
+    return value
+
+
+def _tuned(result: Result) -> PyTree:
+    """Return the hyperparameters that another trial should start from."""
+    if "hparams" not in result.history[-1]:
+        return result.best.hparams
+    best = int(result.best.step)
+    leaves, structure = jax.tree.flatten(result.hparams)
+    rows = [_leaves_of(r["hparams"], structure) for r in _sound(result) if r["step"] <= best]
+    if not rows:
+        return result.hparams
+    means = [np.mean(np.asarray(column), axis=0) for column in zip(*rows, strict=True)]
+    means = [mean.astype(leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
+    return jax.tree.unflatten(structure, means)
+
+
+def _leaves_of(hparams: Any, structure: Any) -> list[Any]:
+    """Return the leaves of a record's hyperparameters, which have arrays as lists of numbers."""
+    try:
+        return structure.flatten_up_to(hparams)
+    except ValueError:
+        return list(hparams.values())  # by path, where JSON cannot hold the structure
+
+
+def _sound(run: Any) -> list[dict[str, Any]]:
+    """Return the records of a run or result, less those of windows that were undone."""
+    return [record for record in run.history if not record.get("undone")]
+
+
+def _number(value: Any, what: str, remedy: str) -> float:
+    if not hasattr(value, "__float__") or np.ndim(value):
+        several = "several errors" if isinstance(value, dict) else "not one number"
+        raise ValueError(f"{what} is {several}, {value!r:.100}: Optuna compares one. {remedy}.")
+    return float(value)
+
+
+def _check_trial(trial: Any, name: str) -> None:
+    if isinstance(trial, optuna.trial.BaseTrial) and not isinstance(
+        trial, optuna.trial.FrozenTrial
+    ):
+        return
+    if name == "warm_start" and isinstance(trial, optuna.Study):
+        return
+    raise TypeError(
+        f"{name} takes the trial that Optuna gives to the objective; got {trial!r:.100}."
+    )
+
+
+def _check_minimizes(trial: Any, name: str, remedy: str) -> None:
+    study = getattr(trial, "study", None)
+    if study and _direction(study, name) == optuna.study.StudyDirection.MAXIMIZE:
+        raise ValueError(
+            f"{name}: the study maximizes, but the value is an error; create the study with "
+            f'`direction="minimize"`, or {remedy}.'
+        )
+
+
+def _direction(study: Any, name: str) -> Any:
+    if len(study.directions) > 1:
+        raise ValueError(
+            f"{name}: the study has {len(study.directions)} objectives, and no trial of it is the "
+            "best. Give one direction."
+        )
+    return study.directions[0]
