@@ -6,13 +6,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test docs lint types bench format clean
+.PHONY: demo test test-torch docs lint types bench format clean
 
 demo: $(VENV)/.apps
 	$(BIN)/foretune run cleaning --data digits --out runs/demo
 
 test: lint types
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+
+# PyTorch is large and no part of `all`: it has an environment of its own.
+test-torch:
+	$(MAKE) VENV=$(VENV)/torch $(VENV)/torch/.data $(VENV)/torch/.test $(VENV)/torch/.torch
+	$(VENV)/torch/bin/pytest tests/test_torch.py src/foretune/torch
 
 lint: $(VENV)/.all
 	$(BIN)/ruff check .
