@@ -1,0 +1,224 @@
+# pyright: reportMissingImports=false
+"""A `torch.nn.Module` as a pure JAX function of its parameters and buffers.
+
+    y, b_t = apply(w, x, b_{t-1})        w: trained, b: running statistics and the like
+
+The module's own `forward` is traced by JAX, each operation translated by torchax, so whatever JAX
+does with a function (gradients, forward mode, jit) it does with the module. PyTorch takes no part
+in the computation; it sees the result when `Bridge.load` writes the weights back.
+"""
+
+import copy
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jaxtyping import Array
+from torch.utils import _pytree as pytree
+from torchax.tensor import OperatorNotFound
+
+from .._validate import describe
+from ._environment import environment, is_jax, to_jax, to_torch
+
+
+def bridge(module: Any) -> "Bridge":
+    """Return `module`, a `torch.nn.Module` on the CPU, as a JAX function: a `Bridge`.
+
+    >>> import foretune as ft, foretune.torch as ftt, jax.numpy as jnp, optax, torch
+    >>> module = torch.nn.Linear(2, 1)
+    >>> model = ftt.bridge(module)
+    >>> def loss(params, hparams, batch):
+    ...     return jnp.mean((model.apply(params, batch[0]) - batch[1]) ** 2)
+    >>> data = jnp.eye(2), jnp.ones((2, 1))
+    >>> problem = ft.Problem(
+    ...     ft.Training(loss, lambda h: optax.sgd(h["lr"])),
+    ...     objective=lambda state, hparams, batch: loss(state.params, hparams, batch),
+    ...     init=model.params, batches=ft.FullBatch(data, steps=50), validation=data)
+    >>> value, grad, state = ft.Forward()(problem, {"lr": jnp.array(0.5)})
+    >>> module = model.load(state.params)
+    >>> bool(abs(module(torch.eye(2)) - 1).max() < 1e-3)
+    True
+    """
+    return Bridge(module)
+
+
+class Bridge:
+    """A PyTorch module as a pure function; made by `bridge(module)`.
+
+    Attributes:
+        module: the module, which only `load` changes.
+        params: its trainable parameters as JAX arrays, by the names of `module.named_parameters()`.
+            A parameter used in two places is one entry. Those with `requires_grad=False` are not
+            here: they are constants, with the values they have now.
+        buffers: its buffers (batch statistics, masks) as JAX arrays by name: the model state.
+    """
+
+    module: Any
+    params: dict[str, Array]
+    buffers: dict[str, Array]
+
+    def __init__(self, module: Any):
+        _check_module(module)
+        self.module = module
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name, x in tensors.items():
+            _check_tensor(name, x)
+        self.params = {n: to_jax(p) for n, p in module.named_parameters() if p.requires_grad}
+        self.buffers = {name: to_jax(b) for name, b in module.named_buffers()}
+        rest = tensors.keys() - self.params.keys() - self.buffers.keys()
+        self._frozen = {name: to_jax(tensors[name]) for name in rest}
+        # A copy of the structure, not of the tensors: calls leave the module's mode and state alone.
+        self._copy = copy.deepcopy(module, {id(x): x for x in tensors.values()})
+
+    def __repr__(self) -> str:
+        size = sum(p.size for p in self.params.values())
+        return f"Bridge({type(self.module).__name__}, {size:,} trainable weights)"
+
+    def apply(
+        self,
+        params: Any,
+        *args: Any,
+        buffers: Any = None,
+        train: bool = False,
+        key: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return `module(*args, **kwargs)` at these parameters and buffers, a pure function in JAX.
+
+        Args:
+            params: as in `Bridge.params`.
+            *args: inputs of the module's `forward`: JAX or NumPy arrays, or whatever else it takes.
+            buffers: as in `Bridge.buffers`; to be given where the module has any.
+            train: whether dropout drops and batch normalisation uses the batch, as after
+                `module.train()`. The result is then the pair (output, new buffers).
+            key: a random key, for dropout and the like.
+            **kwargs: further arguments of `forward`.
+
+        >>> import foretune.torch as ftt, jax.numpy as jnp, torch
+        >>> model = ftt.bridge(torch.nn.BatchNorm1d(2, affine=False))
+        >>> x = jnp.array([[0.0, 2.0], [4.0, 2.0]])
+        >>> y, buffers = model.apply({}, x, buffers=model.buffers, train=True)
+        >>> print(y[:, 0], buffers["running_mean"])
+        [-0.99999875  0.99999875] [0.2 0.2]
+        """
+        self._check("params", params, self.params)
+        buffers = self._check("buffers", buffers, self.buffers)
+        env = environment()
+        tensors = env.j2t_iso({**self._frozen, **params, **buffers})
+        self._copy.train(train)
+        try:
+            with env.running(key):
+                args, kwargs = pytree.tree_map(_input, (args, kwargs))
+                args, kwargs = env.j2t_iso((args, kwargs))
+                # Changed buffers, in place or replaced, are found in `tensors` afterwards.
+                output = torch.func.functional_call(self._copy, tensors, args, kwargs)
+                output = pytree.tree_map_only(torch.Tensor, _output, output)
+                buffers = {n: _output(tensors[n]).astype(b.dtype) for n, b in buffers.items()}
+        except Exception as error:
+            where = self._where(error)
+            if not isinstance(error, OperatorNotFound):
+                error.add_note(f"foretune: this happened in {where}, called by `Bridge.apply`.")
+                raise
+            raise NotImplementedError(
+                f"torchax does not carry {where} over to JAX: {error}. Write it with other operations "
+                "of PyTorch, or look for a newer torchax."
+            ) from error
+        return (output, buffers) if train else output
+
+    def load(self, params: Any, buffers: Any = None) -> Any:
+        """Write parameters, and buffers where there are any, into the module, and return it.
+
+        >>> import foretune.torch as ftt, jax, torch
+        >>> model = ftt.bridge(torch.nn.Linear(2, 1))
+        >>> model.load(jax.tree.map(lambda w: 0 * w + 3, model.params)).bias.item()
+        3.0
+        """
+        self._check("params", params, self.params)
+        buffers = self._check("buffers", buffers, self.buffers)
+        new = {**params, **buffers}
+        with torch.no_grad():
+            for name, x in (*self.module.named_parameters(), *self.module.named_buffers()):
+                if name in new:
+                    x.copy_(to_torch(new[name]))
+        return self.module
+
+    def _check(self, what: str, given: Any, expected: dict[str, Array]) -> dict[str, Any]:
+        """Return what was given, or raise where names or shapes are not those of the module."""
+        if given is None and not expected:
+            return {}
+        if given is None:
+            raise ValueError(
+                f"the module has buffers ({', '.join(expected)}), and none were given. In a training "
+                "with `has_state=True` they are the model state, `state.model_state` in the objective; "
+                "where they never change, give `Bridge.buffers`."
+            )
+        if not isinstance(given, Mapping) or given.keys() != expected.keys():
+            names = sorted(given) if isinstance(given, Mapping) else describe(given)
+            raise ValueError(
+                f"{what} must be a dict with the names of `Bridge.{what}`, {sorted(expected)}, got "
+                f"{names}."
+            )
+        for name, x in expected.items():
+            if np.shape(given[name]) != x.shape:
+                raise ValueError(
+                    f"{what}[{name!r}] is {describe(given[name])}, but the module's is {describe(x)}."
+                )
+        return dict(given)
+
+    def _where(self, error: Exception) -> str:
+        """Return the innermost submodule in whose `forward` an error came up, by its path."""
+        paths = {id(m): (path, m) for path, m in self._copy.named_modules()}
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        owners = [id(frame.f_locals.get("self")) for frame in frames]
+        inside = [paths[owner] for owner in owners if owner in paths]
+        path, module = inside[-1] if inside else ("", self._copy)
+        return f"the module {path!r} ({type(module).__name__})" if path else type(module).__name__
+
+
+def _input(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"the input is a PyTorch tensor, {x.dtype} of shape {tuple(x.shape)}; give a JAX or NumPy "
+            "array, `x.numpy()`. (PyTorch's own gradients would end here.)"
+        )
+    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+
+
+def _output(x: Any) -> jax.Array:
+    return x.jax() if is_jax(x) else to_jax(x)
+
+
+def _check_module(module: Any) -> None:
+    if isinstance(module, type) and issubclass(module, torch.nn.Module):
+        raise TypeError(f"the module is a class; give an instance, `{module.__name__}(...)`.")
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"the module must be a torch.nn.Module, got {describe(module)}.")
+    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        raise TypeError(
+            f"the module is compiled ({type(module).__name__}), which JAX cannot look into. Give the "
+            "one it was made of."
+        )
+
+
+def _check_tensor(name: str, x: Any) -> None:
+    if torch.nn.parameter.is_lazy(x):
+        raise ValueError(
+            f"{name} has no shape yet: the module is lazy. Call it once on a batch, `module(x)`, first."
+        )
+    if x.device.type != "cpu":
+        remedy = (
+            "It holds no values; load them first (`module.to_empty(device='cpu')`, `load_state_dict`)"
+            if x.device.type == "meta"
+            else "Call `module.cpu()` first; JAX puts its copy on its own default device"
+        )
+        raise ValueError(f"{name} is on the device {x.device}. {remedy}.")
+    wide = x.dtype in (torch.float64, torch.complex128)
+    if wide and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(
+            f"{name} is {x.dtype}, and JAX computes in 32 bits. Call `module.float()`, or switch JAX "
+            "to 64 bits with `jax.config.update('jax_enable_x64', True)`."
+        )

@@ -1,0 +1,158 @@
+# pyright: reportMissingImports=false
+"""torchax's environment, in which PyTorch's operations run on JAX arrays, mended in five places.
+
+- Batch normalisation moves its running statistics, which torchax leaves where they are.
+- Random numbers come from the key of the call, and without one there are none.
+- What is computed under `torch.no_grad` is a constant, as it is in PyTorch.
+- A tensor that the module merely holds (in a list, say) is a constant where it meets a JAX array.
+- A custom `torch.autograd.Function` is refused: JAX would differentiate its forward pass, whatever its
+  backward pass says.
+"""
+
+import contextlib
+import functools
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+from torchax import tensor
+from torchax.ops.mappings import t2j
+from torchax.view import NarrowInfo, View
+
+IN_PLACE = re.compile(r"(\w*[^_]_|__(i\w+|setitem)__)")  # add_, copy_, __iadd__
+
+
+class Environment(tensor.Environment):
+    """Runs a module's operations in JAX; `with environment.running(key): ...`."""
+
+    def __init__(self):
+        super().__init__()
+        for operation in (
+            torch.ops.aten.native_batch_norm,
+            torch.ops.aten._native_batch_norm_legit.default,
+        ):
+            self.override_op_definition(operation, _batch_norm)
+        # Instance normalisation writes its running statistics through an alias.
+        self.override_op_definition(torch.ops.aten.alias, _alias, is_view_op=True)
+
+    @contextlib.contextmanager
+    def running(self, key: Any):
+        """Turn PyTorch's operations into JAX's, with random numbers from `key` (or None)."""
+        with (
+            warnings.catch_warnings(),
+            self.override_property(prng=key),
+            torch.enable_grad(),  # a `no_grad` around the call would make all of it constant
+            self,
+            torch.device("jax"),
+        ):
+            # PyTorch's integers have 64 bits, JAX's have 32 unless asked for more.
+            warnings.filterwarnings("ignore", message="Explicitly requested dtype")
+            yield
+
+    def get_and_rotate_prng_key(self, generator: Any = None):
+        """Return the next random key of this call."""
+        if self.param.prng is None:
+            raise ValueError(
+                "the module draws random numbers (dropout and the like) but there is no key. Give "
+                "`apply(..., key=key)`, the key that `Training(..., key=jax.random.key(0))` passes "
+                "to the loss, or evaluate with `train=False`."
+            )
+        return super().get_and_rotate_prng_key()
+
+    def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any):
+        """Run one operation."""
+        if not torch._C._is_fwd_grad_enabled():
+            raise NotImplementedError(
+                f"{name_of(func)} is called in a custom torch.autograd.Function (or in inference_mode)"
+                ", whose backward pass JAX cannot use. Write it with PyTorch's operations; "
+                "`y + (x - y).detach()` has the value of x and the gradient of y."
+            )
+        args, kwargs = self._prepared(func, args, kwargs or {})
+        return super().dispatch(func, types, args, kwargs)
+
+    def _prepared(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments, constants among them as such."""
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if not any(map(is_jax, tensors)):
+            return args, kwargs
+        target = args[0] if args and IN_PLACE.fullmatch(name_of(func)) else kwargs.get("out")
+        if isinstance(target, torch.Tensor) and not is_jax(target):
+            raise NotImplementedError(
+                f"{name_of(func)} changes a tensor that the module holds and that is not a buffer. "
+                "Register it, `self.register_buffer(name, tensor)`, and it is part of the state."
+            )
+
+        # A view must stay one, for changes in place; what is then computed from it is constant.
+        view = target is None and getattr(self._ops.get(func), "is_view_op", False)
+
+        def prepared(x):
+            if not is_jax(x):
+                return tensor.Tensor(to_jax(x), self)
+            if x is target or view or torch.is_grad_enabled():
+                return x
+            return tensor.Tensor(jax.lax.stop_gradient(x.jax()), self)
+
+        return pytree.tree_map_only(torch.Tensor, prepared, (args, kwargs))
+
+
+@functools.cache
+def environment() -> Environment:
+    """Return the one environment of this library; torchax's own is left as it is."""
+    return Environment()
+
+
+def is_jax(x: Any) -> bool:
+    """Tell whether a tensor is a JAX array in PyTorch's clothes."""
+    return isinstance(x, tensor.Tensor | View)
+
+
+def to_jax(x: Any) -> jax.Array:
+    """Return a copy of a PyTorch tensor; shared memory would follow the module's changes."""
+    return jnp.array(t2j(x.detach(), use_dlpack=False), copy=True)
+
+
+def to_torch(x: Any) -> torch.Tensor:
+    """Return a copy of a JAX array as a tensor; NumPy knows no bfloat16, so that comes as float32."""
+    return torch.from_numpy(np.array(x, np.float32 if x.dtype == jnp.bfloat16 else x.dtype))
+
+
+def name_of(func: Any) -> str:
+    """Return `add_` for aten::add_.Tensor and for torch.Tensor.add_."""
+    name = func.name() if hasattr(func, "name") else getattr(func, "__name__", str(func))
+    return name.split("::")[-1].split(".")[0]
+
+
+def _alias(x):
+    return View(x, NarrowInfo(...), x._env)
+
+
+def _batch_norm(x, weight, bias, mean, variance, training, momentum, eps):
+    """Normalise by the batch (training) or the running statistics, and move the latter in place.
+
+    The running variance follows the unbiased one, n / (n - 1) times that of the batch.
+    """
+    x_, channels = x.jax(), (1, -1) + (1,) * (x.ndim - 2)
+    if training or mean is None:
+        axes = (0, *range(2, x.ndim))
+        mu, var = jnp.mean(x_, axes), jnp.var(x_, axes)
+        if mean is not None:
+            n = x_.size / x_.shape[1]
+            for running, batch in ((mean, mu), (variance, var * n / (n - 1))):
+                old = running.jax()
+                new = (1 - momentum) * old + momentum * batch
+                running.copy_(tensor.Tensor(new.astype(old.dtype), x._env))
+    else:
+        mu, var = mean.jax(), variance.jax()
+    scale = jax.lax.rsqrt(var + eps)
+    y = (x_ - mu.reshape(channels)) * scale.reshape(channels)
+    if weight is not None:
+        y = y * weight.jax().reshape(channels)
+    if bias is not None:
+        y = y + bias.jax().reshape(channels)
+    wrap = functools.partial(tensor.Tensor, env=x._env)
+    return wrap(y.astype(x_.dtype)), wrap(mu), wrap(scale)
