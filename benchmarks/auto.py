@@ -5,7 +5,7 @@
 For each problem, without a budget and with one of about twelve states: all candidates that fit are
 timed, and the chosen one is held against the fastest of them. Programs take turns; candidates that a
 first call shows to be three times as slow as the fastest so far are not timed further, and those
-predicted to be ten times as slow as the fastest are left out.
+predicted to be four times as slow as the fastest are left out.
 """
 
 import argparse
@@ -252,7 +252,7 @@ def measure(case: Case, memory: int | None, rounds: int) -> dict[str, Any]:
     took = time.perf_counter() - began
     arrays, _ = validated(problem, hparams)
     fit = [c for c in choice.candidates if c.bytes <= choice.limit]
-    fit = [c for c in fit if c.name == chosen or c.seconds < 10 * fit[0].seconds]
+    fit = [c for c in fit if c.name == chosen or c.seconds < 4 * fit[0].seconds]
     with ThreadPoolExecutor() as pool:
         compiled = pool.map(lambda c: c.engine.lower(problem, hparams).compile(), fit)
     programs, sizes, best = {}, {}, float("inf")
@@ -311,13 +311,13 @@ def main() -> None:
                 f" {show_bytes(row['bytes'])}{limit}{'' if row['within'] else ' EXCEEDED'}",
                 flush=True,
             )
+            if arguments.out:
+                record(arguments.out, results)
     for kind in ("free", "tight"):
         rows = [row for name, row in results.items() if name.endswith(kind)]
         good = sum(row["chosen / fastest"] <= 1.1 for row in rows)
         kept = sum(row["within"] for row in rows)
         print(f"{kind}: within 10 % of the fastest on {good} of {len(rows)}, in budget on {kept}")
-    if arguments.out:
-        record(arguments.out, results)
 
 
 if __name__ == "__main__":

@@ -34,15 +34,15 @@ def test_budgets_are_respected_and_smaller_ones_take_longer():
     problem, hparams, state = network(400)
     hparams = hparams | {"shift": jnp.full(32, 0.5)}  # too many for forward mode to be cheap
     given = whole(ft.Reverse(store=1), problem, hparams) - 9 * state
+    exact = ft.Reverse()(problem, hparams).grad
     seconds = []
-    for states in (1000, 60, 20):
+    for states in (1000, 20):
         budget = int(given + states * state)
         choice = ft.Auto(budget).explain(problem, hparams)
         assert choice.bytes <= budget
         assert whole(choice.engine, problem, hparams) <= budget
         (own,) = [c for c in choice.candidates if c.engine == choice.engine]
         seconds.append(own.seconds)
-        exact = ft.Reverse()(problem, hparams).grad
         assert_trees_close(ft.Auto(budget)(problem, hparams).grad, exact, 1e-3, 1e-6)
     assert seconds == sorted(seconds)
     assert seconds[0] < seconds[-1]
