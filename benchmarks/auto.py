@@ -219,7 +219,7 @@ def start() -> Case:
     made = ft.Problem(
         ft.Training(lambda p, h, b: error(p, b), optax.sgd(0.1)),
         lambda state, h, b: error(state.params, b),
-        lambda h: h,
+        lambda h: [h["a"], h["b"], h["c"]],
         batches((x, y), 50, 60),
         (x[:100], y[:100]),
     )
