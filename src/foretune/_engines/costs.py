@@ -9,6 +9,7 @@ each takes.
 import functools
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from .schedules import binomial_steps
 _SHORT = 4
 _SECONDS = 0.02
 _PROMISING = 3.0
+_UNDIFFERENTIABLE = re.compile("(reverse|forward)-mode (autodiff|differentiation)", re.IGNORECASE)
 
 
 class Costs(NamedTuple):
@@ -90,9 +92,7 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
         try:
             seconds, size = run_time(program, arrays, limit)
         except (ValueError, TypeError) as error:
-            if "-mode" not in str(
-                error
-            ):  # JAX: reverse-mode or forward-mode differentiation of ...
+            if not _UNDIFFERENTIABLE.search(str(error)):
                 raise
             return math.inf, 0.0
         return seconds / steps, size
