@@ -1,16 +1,16 @@
 """Model, loss and error in JAX, for foretune and for what is written by hand.
 
 Written as a knowing user of JAX writes it, for both alike. Linear layers are stored out x in, since the
-CPU compiler forms D^T X, their gradient, faster than X^T D. Convolutions have channels last; on a CPU
-they are a matrix product of patches: the compiler brings the gradients of a convolution into a form for
-which it has fast kernels outside of loops only, and a training is a loop (ten times slower).
+CPU compiler forms D^T X, their gradient, faster than X^T D. Convolutions have channels last and are a
+matrix product of patches: on a CPU the compiler brings the gradients of a convolution into a form for
+which it has fast kernels outside of loops only, and a training is a loop (ten times slower); on an H200
+the convolutions of its library are 1.7 times slower on images as small as these.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from .problems import Spec
 
@@ -48,9 +48,6 @@ def model(params, x):
 
 def convolution(x, W):
     """Return the 3 x 3 convolution of an image with zeros around it."""
-    if jax.default_backend() != "cpu":
-        layout = ("NHWC", "HWIO", "NHWC")
-        return lax.conv_general_dilated(x, W, (1, 1), "SAME", dimension_numbers=layout)
     n, height, width, channels = x.shape
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     shifted = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]

@@ -149,8 +149,8 @@ class RealTime:
             z_cap,
             chunk,
             None if tangents is None else np.dtype(tangents),
+            mesh,
         )
-        self.mesh = mesh
         self._arrays, self._structure = flatten(self.settings)
         self._program = _donating if donate else _keeping
 
@@ -186,7 +186,7 @@ class RealTime:
         window = jnp.zeros((), jnp.int32)
         state = RealTimeState(system.restore(s_0), hparams, Z, opt_state, window, nothing, nothing)
         state = copied(as_arrays(state))  # a weak type would compile a second time
-        return state if self.mesh is None else place_state(state, self.mesh)
+        return state if settings.mesh is None else place_state(state, settings.mesh)
 
     def update(
         self, state: RealTimeState, window: PyTree, validation: PyTree

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from ._constraints import check_constraints
 from ._driver import Outer
 from ._engines.nonfinite import is_finite
-from ._engines.products import error_gradients, inner_products, pushforward
+from ._engines.products import apart, error_gradients, inner_products, pushforward, stacked
 from ._problem import Continued, Problem, System
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
@@ -61,6 +61,7 @@ class Settings(eqx.Module):
     z_cap: float | None = eqx.field(static=True)
     chunk: int | None = eqx.field(static=True)
     tangents: Any = eqx.field(static=True)
+    mesh: Any = eqx.field(static=True)
 
     def problem(
         self, train: PyTree, window: PyTree, validation: PyTree, carried: tuple[str, ...] = ()
@@ -75,7 +76,7 @@ class Progressing(NamedTuple):
 
     steps: Int[Array, ""]
     s: PyTree  # the training state, arrays only
-    Z: PyTree
+    Z: PyTree  # its columns stacked, or a list of them
     loss: Any  # of the last step, or None where the dynamics reports none
     slope: PyTree  # its derivative in lambda, the last that is finite
     total: Any  # the sum of the losses
@@ -89,11 +90,15 @@ def run_window(
     """One window, then one step of the hyperparameters: a pure function, to be traced."""
     system = problem.system(state.hparams)
     step = make_step(tuner, problem, system, state.hparams)
+    start = begin(tuner, state)
+    if tuner.chunk is None and tuner.mesh is None:
+        start = start._replace(Z=apart(start.Z))
     end = lax.while_loop(
         lambda window: (window.steps < count) & window.calm,
         lambda window: step(window, window.steps),
-        begin(tuner, state),
+        start,
     )
+    end = end._replace(Z=stacked(end.Z))
     return finish(tuner, state, problem, system, end, end.steps - 1)
 
 
@@ -124,7 +129,10 @@ def make_step(
 
     def advance(s, Z, x):  # s_t = Phi(s_{t-1}, lambda) and Z_t = A_t Z_{t-1} + B_t
         phi = lambda s, h: rough.step_and_loss(s, h, x)  # noqa: E731
-        after, tangents = pushforward(phi, (s, hparams), (Z, directions), tuner.chunk)
+        along = apart(directions) if isinstance(Z, list) else directions
+        after, tangents = pushforward(phi, (s, hparams), (Z, along), tuner.chunk)
+        if isinstance(Z, list):
+            tangents = [z for z, _ in tangents], stacked([d_loss for _, d_loss in tangents])
         return after if rough is system else system.step_and_loss(s, hparams, x), tangents
 
     before = system.initial(hparams)

@@ -25,6 +25,7 @@ from jaxtyping import PyTree
 from .._arguments import Structure, unflatten
 from .._problem import System
 from .forward import directional
+from .products import apart
 from .reverse import Reverse
 from .schedules import binomial_steps
 
@@ -101,7 +102,7 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
         def solve(system, hparams):
             flat, unravel = ravel_pytree(hparams)
             directions = jax.nn.one_hot(jnp.arange(c) % m, m, dtype=flat.dtype)
-            return directional(system, hparams, jax.vmap(unravel)(directions))[1:]
+            return directional(system, hparams, apart(jax.vmap(unravel)(directions)))[1:]
 
         return timed(solve, n)[0]
 

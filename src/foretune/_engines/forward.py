@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, PyTree
 from .._problem import System
 from .._validate import check_count, check_mesh
 from .base import AbstractEngine, Solution, check_options
-from .products import error_gradients, inner_products, pushforward
+from .products import apart, error_gradients, inner_products, pushforward, stacked
 
 
 class Forward(AbstractEngine):
@@ -72,7 +72,9 @@ class Forward(AbstractEngine):
             """Return the errors and s_T, and columns start .. start + c of grad E Z."""
             directions = jax.nn.one_hot(start + jnp.arange(c), m, dtype=flat.dtype)
             directions = self._placed(directions, "tangents")
-            errors, rows, s_T = directional(system, hparams, jax.vmap(unravel)(directions))
+            columns = jax.vmap(unravel)(directions)
+            columns = apart(columns) if self.mesh is None else columns
+            errors, rows, s_T = directional(system, hparams, columns)
             return (errors, s_T), self._placed(rows)
 
         (errors, s_T), rows = columns(0)
@@ -94,9 +96,12 @@ class Forward(AbstractEngine):
 
 
 def directional(
-    system: System, hparams: PyTree, directions: PyTree[Float[Array, "c ..."]]
+    system: System, hparams: PyTree, directions: PyTree
 ) -> tuple[tuple[Float[Array, ""], ...], Float[Array, "K c"], PyTree]:
-    """Return the errors, their derivatives along each of c directions in lambda, and s_T."""
+    """Return the errors, their derivatives along each of c directions in lambda, and s_T.
+
+    The directions, and so the columns of Z, are stacked on a leading axis or `apart`.
+    """
     s, Z = pushforward(system.initial, (hparams,), (directions,))
 
     def step(carry, x):
@@ -106,4 +111,5 @@ def directional(
 
     (s_T, Z_T), _ = lax.scan(step, (s, Z), system.xs, length=system.steps)
     errors, alpha, explicit = error_gradients(system, s_T, hparams)
-    return errors, inner_products((alpha, explicit), (Z_T, directions)), s_T
+    columns = stacked(Z_T), stacked(directions)
+    return errors, inner_products((alpha, explicit), columns), s_T

@@ -1,7 +1,9 @@
 """Products with Jacobians that more than one engine needs."""
 
 import functools
+import operator
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,14 +13,17 @@ from jaxtyping import Array, Float, PyTree
 
 from .._problem import System
 
+_FEW = 4
+
 
 def pushforward(
-    f: Callable[..., PyTree], primals: PyTree, tangents: PyTree, chunk: int | None = None
+    f: Callable[..., PyTree], primals: tuple, tangents: tuple, chunk: int | None = None
 ) -> tuple:
-    """Return f(*primals), computed once, and its derivative along each entry of `tangents`.
+    """Return f(*primals), computed once, and its derivative along each of the tangents.
 
-    Only floating-point leaves have tangents; `tangents` has None for the others. With `chunk`, so
-    many of them are in work at a time.
+    Only floating-point leaves have tangents; `tangents` has None for the others. There is one for
+    each of the primals: stacked on a leading axis, or a list as `apart` makes it, and so is what is
+    returned. With `chunk`, so many stacked ones are in work at a time.
     """
     moving, fixed = eqx.partition(primals, eqx.is_inexact_array)
 
@@ -29,10 +34,32 @@ def pushforward(
         out, d_out, rest = jax.jvp(split, (moving,), (tangent,), has_aux=True)
         return eqx.combine(out, rest), d_out
 
-    if chunk is None:
+    lists = isinstance(tangents[0], list)
+    if chunk is None and not lists:
         return jax.vmap(column, out_axes=(None, 0))(tangents)
     out, linear, rest = jax.linearize(split, moving, has_aux=True)
+    if lists:
+        return eqx.combine(out, rest), [linear(one) for one in zip(*tangents, strict=True)]
     return eqx.combine(out, rest), lax.map(linear, tangents, batch_size=chunk)
+
+
+def apart(columns: PyTree[Float[Array, "c ..."]]) -> Any:
+    """Return a few stacked columns as a list of single ones; many stay as they are.
+
+    To multiply a matrix by a few single columns is faster than by a stack of them, by a fifth or so.
+    The program grows with each.
+    """
+    leaves = jax.tree.leaves(columns)
+    if not leaves or (c := leaves[0].shape[0]) > _FEW:
+        return columns
+    return [jax.tree.map(operator.itemgetter(i), columns) for i in range(c)]
+
+
+def stacked(columns: Any) -> PyTree[Float[Array, "c ..."]]:
+    """Return what `apart` was given."""
+    if not isinstance(columns, list):
+        return columns
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *columns)
 
 
 def pull_rows(pull: Callable[..., PyTree], rows: PyTree[Float[Array, "K ..."]]) -> PyTree:
