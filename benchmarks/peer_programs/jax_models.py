@@ -7,7 +7,6 @@ which it has fast kernels outside of loops only, and a training is a loop (ten t
 the convolutions of its library are 1.7 times slower on images as small as these.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
