@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-torch docs lint types bench format clean
+.PHONY: demo test test-torch docs notebooks lint types bench format dist smoke clean
 
 demo: $(VENV)/.apps
 	$(BIN)/foretune run cleaning --data digits --out runs/demo
@@ -29,12 +29,33 @@ types: $(VENV)/.all
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
+notebooks: $(VENV)/.docs
+	$(BIN)/python examples/notebooks/make.py
+
 format: $(VENV)/.all
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.all
 	$(BIN)/python benchmarks/core.py
+
+# The wheel and the source distribution, with checks of what is in them.
+dist: $(VENV)/.release
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/dist.py dist
+
+# The wheel in a bare environment away from the repository: with a JAX, with extras, or with the
+# oldest versions that it allows: make smoke PYTHON=python3.12 JAX=0.11.2 EXTRAS=apps,data LOWEST=1
+smoke: dist
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	$(PYTHON) -m venv "$$folder/venv" && \
+	"$$folder/venv/bin/pip" install --quiet --disable-pip-version-check \
+	  "$$(ls dist/*.whl)$(if $(EXTRAS),[$(EXTRAS)])" $(if $(JAX),jax==$(JAX)) \
+	  $(if $(LOWEST),$$($(BIN)/python tests/dist.py dist --lowest "$(EXTRAS)")) && \
+	cp tests/smoke.py "$$folder" && cd "$$folder" && \
+	env -u PYTHONPATH venv/bin/python smoke.py
 
 $(VENV)/.%: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$*]'

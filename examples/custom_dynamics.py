@@ -4,7 +4,8 @@ The state is the position and velocity of a planet, a step is one leapfrog step 
 the hyperparameters are what the path depends on: the masses, and where the planet began. The error is
 the distance to positions that were observed, with noise, at every step (`trajectory=True`).
 
-    python examples/custom_dynamics.py [--iterations 300]
+    pip install foretune
+    python examples/custom_dynamics.py [--iterations 500]
 """
 
 import argparse
@@ -15,6 +16,12 @@ import optax
 
 import foretune as ft
 
+# %% Options
+parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+parser.add_argument("--iterations", type=int, default=500)
+arguments = parser.parse_args()
+
+# %% The dynamics
 STARS = jnp.array([[-1.0, 0.0], [1.0, 0.0]])
 STEPS, DT = 150, 0.02
 
@@ -43,47 +50,41 @@ def _cubed(apart):
     return (jnp.sum(apart**2, axis=1, keepdims=True) + 0.05) ** 1.5
 
 
-def problem_of(observed):
-    return ft.Problem(
-        dynamics=Leapfrog(),
-        objective=lambda state, hparams, _: state["error"],
-        init={"x": jnp.array([0.0, 1.5])},
-        batches=observed,
-        trajectory=True,
-    )
+# %% The observations
+truth = {"mass": jnp.array([1.0, 0.6]), "velocity": jnp.array([0.9, 0.1])}
+path = []
+state = Leapfrog().init({"x": jnp.array([0.0, 1.5])}, truth)
+step = jax.jit(Leapfrog().step)
+for _ in range(STEPS):
+    state = step(state, truth, jnp.zeros(2))
+    path.append(state["x"])
+noise = 0.02 * jax.random.normal(jax.random.key(0), (STEPS, 2))
+observed = jnp.stack(path) + noise
 
+# %% The problem
+problem = ft.Problem(
+    dynamics=Leapfrog(),
+    objective=lambda state, hparams, _: state["error"],
+    init={"x": jnp.array([0.0, 1.5])},
+    batches=observed,
+    trajectory=True,
+)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--iterations", type=int, default=500)
-    arguments = parser.parse_args()
+# %% The tuning
+guess = {"mass": jnp.array([0.8, 0.8]), "velocity": jnp.array([0.8, 0.0])}
+ft.check_hypergradient(problem, guess)
+result = ft.minimize(
+    problem,
+    guess,
+    steps=arguments.iterations,
+    engine=ft.Forward(),
+    optimizer=optax.adam(0.05),
+    constraints={"mass": ft.NonNegative(), "velocity": ft.Box(-5.0, 5.0)},
+    callbacks=[ft.Progress()],
+)
 
-    truth = {"mass": jnp.array([1.0, 0.6]), "velocity": jnp.array([0.9, 0.1])}
-    path = []
-    state = Leapfrog().init({"x": jnp.array([0.0, 1.5])}, truth)
-    step = jax.jit(Leapfrog().step)
-    for _ in range(STEPS):
-        state = step(state, truth, jnp.zeros(2))
-        path.append(state["x"])
-    noise = 0.02 * jax.random.normal(jax.random.key(0), (STEPS, 2))
-    problem = problem_of(jnp.stack(path) + noise)
-
-    guess = {"mass": jnp.array([0.8, 0.8]), "velocity": jnp.array([0.8, 0.0])}
-    ft.check_hypergradient(problem, guess)
-    result = ft.minimize(
-        problem,
-        guess,
-        steps=arguments.iterations,
-        engine=ft.Forward(),
-        optimizer=optax.adam(0.05),
-        constraints={"mass": ft.NonNegative(), "velocity": ft.Box(-5.0, 5.0)},
-        callbacks=[ft.Progress()],
-    )
-    print("masses:", result.best.hparams["mass"], "true:", truth["mass"])
-    print("velocity:", result.best.hparams["velocity"], "true:", truth["velocity"])
-    off = jnp.max(jnp.abs(result.best.hparams["mass"] - truth["mass"]))
-    print(f"masses off by at most {off:.3f}")
-
-
-if __name__ == "__main__":
-    main()
+# %% The masses
+print("masses:", result.best.hparams["mass"], "true:", truth["mass"])
+print("velocity:", result.best.hparams["velocity"], "true:", truth["velocity"])
+off = jnp.max(jnp.abs(result.best.hparams["mass"] - truth["mass"]))
+print(f"masses off by at most {off:.3f}")

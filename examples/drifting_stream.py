@@ -4,6 +4,7 @@ A linear filter tracks a slowly turning signal. In quiet times a high learning r
 noisy times a low one, and nobody says when the noise begins. `RealTime` gets the next observations as
 validation and moves the rate; constant rates are good in one half and bad in the other.
 
+    pip install foretune
     python examples/drifting_stream.py [--steps 4000]
 """
 
@@ -17,6 +18,12 @@ import optax
 
 import foretune as ft
 
+# %% Options
+parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+parser.add_argument("--steps", type=int, default=4000)
+arguments = parser.parse_args()
+
+# %% The stream
 SIZE, BATCH, WINDOW = 20, 8, 20
 
 
@@ -32,6 +39,7 @@ def stream(steps: int, seed: int = 0):
         yield {"x": x.astype(np.float32), "y": y.astype(np.float32), "w": w.astype(np.float32)}
 
 
+# %% The training
 def squares(w, batch):
     return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
 
@@ -47,6 +55,7 @@ def error(state, hparams, batch):
 dynamics = ft.Training(loss, lambda h: optax.sgd(h["lr"]))
 
 
+# %% Constant rates and a tuner
 def track(rates, steps: int) -> float:
     """Return the mean squared distance to the true direction, with a constant rate or a tuner."""
     distances = []
@@ -70,16 +79,8 @@ def track(rates, steps: int) -> float:
     return float(np.mean(distances[len(distances) // 20 :]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=4000)
-    arguments = parser.parse_args()
-
-    for rate in (0.003, 0.01, 0.03):
-        print(f"constant rate {rate}: distance {track(rate, arguments.steps):.3f}")
-    tuner = ft.RealTime(dynamics, objective=error, constraints={"lr": ft.Box(0.0, 0.04)})
-    print(f"tuned: distance {track(tuner, arguments.steps):.3f}")
-
-
-if __name__ == "__main__":
-    main()
+# %% The comparison
+for rate in (0.003, 0.01, 0.03):
+    print(f"constant rate {rate}: distance {track(rate, arguments.steps):.3f}")
+tuner = ft.RealTime(dynamics, objective=error, constraints={"lr": ft.Box(0.0, 0.04)})
+print(f"tuned: distance {track(tuner, arguments.steps):.3f}")

@@ -3,6 +3,7 @@
 A fifth of the diagnoses in scikit-learn's breast-cancer table are swapped. `LabelCleaner` ranks the
 labels by how suspicious they are; what is kept trains a better model than all labels together.
 
+    pip install "foretune[apps,data]"
     python examples/label_cleaner.py
 """
 
@@ -15,26 +16,23 @@ from sklearn.preprocessing import StandardScaler
 from foretune.apps import LabelCleaner
 from foretune.data import corrupt
 
+# %% The data
+x, y = map(np.asarray, load_breast_cancer(return_X_y=True))
+rng = np.random.default_rng(0)
+order = rng.permutation(len(y))
+train, checked, test = np.split(order, [330, 377])
+given, wrong = corrupt(y[train], 0.2, rng)
 
-def main() -> None:
-    """Run the example."""
-    x, y = map(np.asarray, load_breast_cancer(return_X_y=True))
-    rng = np.random.default_rng(0)
-    order = rng.permutation(len(y))
-    train, checked, test = np.split(order, [330, 377])
-    given, wrong = corrupt(y[train], 0.2, rng)
+# %% The cleaner
+cleaner = LabelCleaner(random_state=0).fit(x[train], given, x[checked], y[checked])
 
-    cleaner = LabelCleaner(random_state=0).fit(x[train], given, x[checked], y[checked])
+found = cleaner.suspects_
+print(f"{wrong.sum()} of {len(train)} labels are wrong; {len(checked)} others were checked")
+print(f"suspects: {found.sum()}, of which {(found & wrong).sum()} are wrong")
+print(f"the most suspicious rows: {cleaner.ranking_[:5]}")
 
-    found = cleaner.suspects_
-    print(f"{wrong.sum()} of {len(train)} labels are wrong; {len(checked)} others were checked")
-    print(f"suspects: {found.sum()}, of which {(found & wrong).sum()} are wrong")
-    print(f"the most suspicious rows: {cleaner.ranking_[:5]}")
-    everything = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
-    everything.fit(np.concatenate([x[train], x[checked]]), np.concatenate([given, y[checked]]))
-    print(f"test accuracy with all labels: {everything.score(x[test], y[test]):.1%}")
-    print(f"test accuracy without the suspects: {cleaner.score(x[test], y[test]):.1%}")
-
-
-if __name__ == "__main__":
-    main()
+# %% The model without the suspects
+everything = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+everything.fit(np.concatenate([x[train], x[checked]]), np.concatenate([given, y[checked]]))
+print(f"test accuracy with all labels: {everything.score(x[test], y[test]):.1%}")
+print(f"test accuracy without the suspects: {cleaner.score(x[test], y[test]):.1%}")

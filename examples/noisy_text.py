@@ -4,6 +4,7 @@ The texts are sentences from the documentation of four Python packages, which ar
 label is the package. 30 % of 1500 training labels are wrong. A weight for each example is a
 hyperparameter of a softmax regression on word counts, tuned on 300 sentences with right labels.
 
+    pip install "foretune[apps]"
     python examples/noisy_text.py [--steps 100] [--iterations 80]
 """
 
@@ -20,6 +21,13 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 
 import foretune as ft
 
+# %% Options
+parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--iterations", type=int, default=80)
+arguments = parser.parse_args()
+
+# %% The texts
 PACKAGES = ("numpy", "scipy.stats", "matplotlib.axes", "sklearn.ensemble")
 TRAIN, CHECKED, TEST = 1500, 300, 600
 
@@ -53,6 +61,17 @@ def load() -> tuple[np.ndarray, np.ndarray]:
     return x[order], labels[order].astype(np.int32)
 
 
+x, y = load()
+
+# %% Wrong labels
+rng = np.random.default_rng(1)
+wrong = rng.random(TRAIN) < 0.3
+other = (y[:TRAIN] + rng.integers(1, len(PACKAGES), TRAIN)) % len(PACKAGES)
+labels = np.where(wrong, other, y[:TRAIN]).astype(np.int32)
+checked, test = slice(TRAIN, TRAIN + CHECKED), slice(TRAIN + CHECKED, None)
+
+
+# %% The training
 def cross_entropy(w, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(x @ w.T, y)
 
@@ -66,46 +85,34 @@ def error(state, hparams, batch):
     return jnp.mean(cross_entropy(state.params, *batch))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--iterations", type=int, default=80)
-    arguments = parser.parse_args()
+problem = ft.Problem(
+    dynamics=ft.Training(loss, optax.sgd(20.0)),
+    objective=error,
+    init=jnp.zeros((len(PACKAGES), x.shape[1])),
+    batches=ft.FullBatch((x[:TRAIN], labels), steps=arguments.steps),
+    validation=(x[checked], y[checked]),
+)
 
-    x, y = load()
-    rng = np.random.default_rng(1)
-    wrong = rng.random(TRAIN) < 0.3
-    other = (y[:TRAIN] + rng.integers(1, len(PACKAGES), TRAIN)) % len(PACKAGES)
-    labels = np.where(wrong, other, y[:TRAIN]).astype(np.int32)
-    checked, test = slice(TRAIN, TRAIN + CHECKED), slice(TRAIN + CHECKED, None)
-
-    problem = ft.Problem(
-        dynamics=ft.Training(loss, optax.sgd(20.0)),
-        objective=error,
-        init=jnp.zeros((len(PACKAGES), x.shape[1])),
-        batches=ft.FullBatch((x[:TRAIN], labels), steps=arguments.steps),
-        validation=(x[checked], y[checked]),
-    )
-    start = {"weight": jnp.full(TRAIN, 0.5)}
-    result = ft.minimize(
-        problem,
-        start,
-        steps=arguments.iterations,
-        engine=ft.Reverse(),
-        optimizer=optax.adam(0.02),
-        constraints=ft.CappedSimplex(0.7 * TRAIN),
-        callbacks=[ft.Progress()],
-    )
-
-    def accuracy(state):
-        return 100 * np.mean(np.argmax(x[test] @ state.params.T, 1) == y[test])
-
-    weight = np.asarray(result.hparams["weight"])
-    suspicious = np.argsort(weight)[: wrong.sum()]
-    print(f"of the {wrong.sum()} smallest weights, {wrong[suspicious].mean():.0%} are wrong labels")
-    print(f"test accuracy, all labels alike: {accuracy(problem.response(start)[1]):.1f} %")
-    print(f"test accuracy, tuned weights: {accuracy(result.state):.1f} %")
+# %% The tuning
+start = {"weight": jnp.full(TRAIN, 0.5)}
+result = ft.minimize(
+    problem,
+    start,
+    steps=arguments.iterations,
+    engine=ft.Reverse(),
+    optimizer=optax.adam(0.02),
+    constraints=ft.CappedSimplex(0.7 * TRAIN),
+    callbacks=[ft.Progress()],
+)
 
 
-if __name__ == "__main__":
-    main()
+# %% What was found
+def accuracy(state):
+    return 100 * np.mean(np.argmax(x[test] @ state.params.T, 1) == y[test])
+
+
+weight = np.asarray(result.hparams["weight"])
+suspicious = np.argsort(weight)[: wrong.sum()]
+print(f"of the {wrong.sum()} smallest weights, {wrong[suspicious].mean():.0%} are wrong labels")
+print(f"test accuracy, all labels alike: {accuracy(problem.response(start)[1]):.1f} %")
+print(f"test accuracy, tuned weights: {accuracy(result.state):.1f} %")

@@ -1,5 +1,6 @@
 """Optuna chooses depth, width, activation and batch size; gradients tune the rest in each trial.
 
+    pip install "foretune[data,optuna]"
     python examples/optuna_discrete.py [--trials 10] [--storage study.log]
 
 Handwritten digits. Every trial trains once, and tunes learning rate, momentum and weight decay while it
@@ -22,6 +23,13 @@ from sklearn.datasets import load_digits
 import foretune as ft
 import foretune.optuna as fo
 
+# %% Options
+parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+parser.add_argument("--trials", type=int, default=10)
+parser.add_argument("--storage", type=Path, help="a journal file, to share with other workers")
+arguments = parser.parse_args()
+
+# %% The network and its training
 ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "gelu": jax.nn.gelu}
 START = {"lr": jnp.array(0.05), "momentum": jnp.array(0.5), "decay": jnp.array(1e-4)}
 CONSTRAINTS = {"lr": ft.NonNegative(), "momentum": ft.Box(0.0, 0.999), "decay": ft.NonNegative()}
@@ -64,66 +72,58 @@ def make_params(depth, width):
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trials", type=int, default=10)
-    parser.add_argument("--storage", type=Path, help="a journal file, to share with other workers")
-    arguments = parser.parse_args()
+# %% The data
+x, y = map(np.asarray, load_digits(return_X_y=True))
+order = np.random.default_rng(0).permutation(len(y))
+x, y = (x[order] / 16).astype(np.float32), y[order]
+train, validation, test = ((x[s], y[s]) for s in np.split(np.arange(len(y)), [900, 1200]))
+train = jax.device_put(train)
 
-    x, y = map(np.asarray, load_digits(return_X_y=True))
-    order = np.random.default_rng(0).permutation(len(y))
-    x, y = (x[order] / 16).astype(np.float32), y[order]
-    train, validation, test = ((x[s], y[s]) for s in np.split(np.arange(len(y)), [900, 1200]))
-    train = jax.device_put(train)
 
-    def objective(trial):
-        depth = trial.suggest_categorical("depth", [1, 2])
-        width = trial.suggest_categorical("width", [32, 128])
-        batch_size = trial.suggest_categorical("batch_size", [20, 100])
-        chosen = trial.suggest_categorical("activation", list(ACTIVATIONS))
-        activation = jnp.array(list(ACTIVATIONS).index(chosen))
-        steps = EXAMPLES // batch_size
-        tuner = ft.RealTime(
-            ft.Training(jax.tree_util.Partial(loss, activation), optimizer),
-            jax.tree_util.Partial(error, activation),
-            constraints=CONSTRAINTS,
+# %% A trial
+def objective(trial):
+    depth = trial.suggest_categorical("depth", [1, 2])
+    width = trial.suggest_categorical("width", [32, 128])
+    batch_size = trial.suggest_categorical("batch_size", [20, 100])
+    chosen = trial.suggest_categorical("activation", list(ACTIVATIONS))
+    activation = jnp.array(list(ACTIVATIONS).index(chosen))
+    steps = EXAMPLES // batch_size
+    tuner = ft.RealTime(
+        ft.Training(jax.tree_util.Partial(loss, activation), optimizer),
+        jax.tree_util.Partial(error, activation),
+        constraints=CONSTRAINTS,
+    )
+    with fo.prune_nonfinite(trial):
+        result = tuner.run(
+            ft.Minibatches.shuffled(
+                train, batch_size=batch_size, steps=steps, key=jax.random.key(0)
+            ),
+            [validation],
+            params=jax.device_put(make_params(depth, width)),
+            hparams=fo.warm_start(trial, START),
+            window=steps // WINDOWS,
+            callbacks=[fo.Pruning(trial)],
         )
-        with fo.prune_nonfinite(trial):
-            result = tuner.run(
-                ft.Minibatches.shuffled(
-                    train, batch_size=batch_size, steps=steps, key=jax.random.key(0)
-                ),
-                [validation],
-                params=jax.device_put(make_params(depth, width)),
-                hparams=fo.warm_start(trial, START),
-                window=steps // WINDOWS,
-                callbacks=[fo.Pruning(trial)],
-            )
-        logits = network(activation, result.state.train.params, test[0])
-        trial.set_user_attr(
-            "test accuracy", 100 * float(jnp.mean(jnp.argmax(logits, 1) == test[1]))
-        )
-        return fo.keep(trial, result)
-
-    storage = arguments.storage and optuna.storages.JournalStorage(
-        JournalFileBackend(str(arguments.storage))
-    )
-    study = optuna.create_study(
-        study_name="digits",
-        storage=storage,
-        load_if_exists=True,
-        sampler=optuna.samplers.TPESampler(seed=None if storage else 0),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=5),
-    )
-    study.optimize(objective, n_trials=arguments.trials)
-
-    best = study.best_trial
-    tuned = ", ".join(f"{n[2:-2]} {v:.4g}" for n, v in best.user_attrs[fo.HPARAMS].items())
-    print(f"trial {best.number}: {best.params}, tuned to {tuned}")
-    print(
-        f"validation error {best.value:.4f}, test accuracy {best.user_attrs['test accuracy']:.1f} %"
-    )
+    logits = network(activation, result.state.train.params, test[0])
+    trial.set_user_attr("test accuracy", 100 * float(jnp.mean(jnp.argmax(logits, 1) == test[1])))
+    return fo.keep(trial, result)
 
 
-if __name__ == "__main__":
-    main()
+# %% The study
+storage = arguments.storage and optuna.storages.JournalStorage(
+    JournalFileBackend(str(arguments.storage))
+)
+study = optuna.create_study(
+    study_name="digits",
+    storage=storage,
+    load_if_exists=True,
+    sampler=optuna.samplers.TPESampler(seed=None if storage else 0),
+    pruner=optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=5),
+)
+study.optimize(objective, n_trials=arguments.trials)
+
+# %% The best trial
+best = study.best_trial
+tuned = ", ".join(f"{n[2:-2]} {v:.4g}" for n, v in best.user_attrs[fo.HPARAMS].items())
+print(f"trial {best.number}: {best.params}, tuned to {tuned}")
+print(f"validation error {best.value:.4f}, test accuracy {best.user_attrs['test accuracy']:.1f} %")

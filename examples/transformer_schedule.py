@@ -4,7 +4,8 @@ The transformer learns to add numbers of two digits, written as text. Its 100 le
 hyperparameters: reverse mode gives the gradient of the validation error in all of them at the cost of
 a few trainings. Beside it, the best constant rate of a grid.
 
-    python examples/transformer_schedule.py [--steps 100] [--iterations 40]
+    pip install foretune
+    python examples/transformer_schedule.py [--steps 100] [--iterations 30]
 """
 
 import argparse
@@ -16,6 +17,13 @@ import optax
 
 import foretune as ft
 
+# %% Options
+parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--iterations", type=int, default=30)
+arguments = parser.parse_args()
+
+# %% The data
 WIDTH, HEADS, LENGTH, SYMBOLS = 32, 2, 8, 13  # digits, +, =, and padding
 
 
@@ -27,6 +35,10 @@ def sums(count: int, seed: int) -> np.ndarray:
     return np.array([["0123456789+=".index(c) for c in text] for text in texts], np.int32)
 
 
+train, held_out, test = sums(2000, 0), sums(500, 1), sums(500, 2)
+
+
+# %% The transformer
 def make_params(key: jax.Array) -> dict[str, jax.Array]:
     keys = iter(jax.random.split(key, 8))
 
@@ -70,6 +82,7 @@ def cross_entropy(params, text):
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 6:]))
 
 
+# %% The training
 def loss(params, hparams, text):
     return cross_entropy(params, text)
 
@@ -78,45 +91,41 @@ def error(state, hparams, text):
     return cross_entropy(state.params, text)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--iterations", type=int, default=30)
-    arguments = parser.parse_args()
-
-    train, held_out, test = sums(2000, 0), sums(500, 1), sums(500, 2)
-    problem = ft.Problem(
-        dynamics=ft.Training(loss, lambda h: optax.adam(lambda t: h["lr"][t], eps_root=1e-8)),
-        objective=error,
-        init=make_params(jax.random.key(0)),
-        batches=ft.Minibatches.shuffled(
-            train, batch_size=64, steps=arguments.steps, key=jax.random.key(1)
-        ),
-        validation=held_out,
-    )
-
-    def constant(rate):
-        return {"lr": jnp.full(arguments.steps, rate)}
-
-    grid = {rate: float(problem.response(constant(rate))[0]) for rate in (0.001, 0.003, 0.01, 0.03)}
-    best = min(grid, key=lambda rate: grid[rate] if np.isfinite(grid[rate]) else np.inf)
-    result = ft.minimize(
-        problem,
-        constant(best),
-        steps=arguments.iterations,
-        engine=ft.Reverse(),
-        optimizer=optax.adam(0.1),
-        constraints=ft.Log(),
-        callbacks=[ft.Progress()],
-    )
-    constant_state = problem.response(constant(best))[1]
-    print("constant rates:", {rate: round(value, 3) for rate, value in grid.items()})
-    learnt = np.asarray(result.best.hparams["lr"])
-    print("learnt schedule:", learnt[:: max(1, len(learnt) // 10)].round(3))
-    print(f"test loss, best constant rate: {cross_entropy(constant_state.params, test):.3f}")
-    tuned = problem.response(result.best.hparams)[1]
-    print(f"test loss, learnt schedule: {cross_entropy(tuned.params, test):.3f}")
+problem = ft.Problem(
+    dynamics=ft.Training(loss, lambda h: optax.adam(lambda t: h["lr"][t], eps_root=1e-8)),
+    objective=error,
+    init=make_params(jax.random.key(0)),
+    batches=ft.Minibatches.shuffled(
+        train, batch_size=64, steps=arguments.steps, key=jax.random.key(1)
+    ),
+    validation=held_out,
+)
 
 
-if __name__ == "__main__":
-    main()
+# %% Constant rates
+def constant(rate):
+    return {"lr": jnp.full(arguments.steps, rate)}
+
+
+grid = {rate: float(problem.response(constant(rate))[0]) for rate in (0.001, 0.003, 0.01, 0.03)}
+best = min(grid, key=lambda rate: grid[rate] if np.isfinite(grid[rate]) else np.inf)
+
+# %% The schedule
+result = ft.minimize(
+    problem,
+    constant(best),
+    steps=arguments.iterations,
+    engine=ft.Reverse(),
+    optimizer=optax.adam(0.1),
+    constraints=ft.Log(),
+    callbacks=[ft.Progress()],
+)
+
+# %% The test
+constant_state = problem.response(constant(best))[1]
+print("constant rates:", {rate: round(value, 3) for rate, value in grid.items()})
+learnt = np.asarray(result.best.hparams["lr"])
+print("learnt schedule:", learnt[:: max(1, len(learnt) // 10)].round(3))
+print(f"test loss, best constant rate: {cross_entropy(constant_state.params, test):.3f}")
+tuned = problem.response(result.best.hparams)[1]
+print(f"test loss, learnt schedule: {cross_entropy(tuned.params, test):.3f}")

@@ -9,9 +9,13 @@ import pytest
 
 if jax.__version_info__ < (0, 11):
     # Compiles the tests' many small programs three times faster. XLA aborts at a flag that it does
-    # not know, so it is given only to versions that were seen to know it.
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+    # not know, so they are given only to versions that were seen to know them.
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_cpu_use_fusion_emitters=false",
+            "--xla_llvm_disable_expensive_passes=true",
+        ]
     )
 
 _tests_run = itertools.count(1)

@@ -13,7 +13,7 @@ import foretune as ft
 ROOT = Path(__file__).parent.parent
 
 
-WITHOUT_CODE = ["docs/about.md", "docs/api.md", "docs/comparison.md", "docs/theory.md"]
+WITHOUT_CODE = [f"docs/{page}.md" for page in ("about", "api", "comparison", "examples", "theory")]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 
 

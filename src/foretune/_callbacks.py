@@ -54,7 +54,7 @@ class Progress(Callback):
 
     def start(self, run: Any) -> None:
         """Show the bar."""
-        from rich import progress
+        from rich import get_console, progress
 
         columns = (
             progress.TextColumn("{task.description}"),
@@ -63,7 +63,8 @@ class Progress(Callback):
             progress.TimeRemainingColumn(),
             progress.TextColumn("{task.fields[numbers]}"),
         )
-        self._bar = progress.Progress(*columns, disable=not sys.stdout.isatty())
+        shown = sys.stdout.isatty() or get_console().is_jupyter
+        self._bar = progress.Progress(*columns, disable=not shown)
         self._task = self._bar.add_task(
             self.description, total=run.steps, completed=run.step, numbers=""
         )

@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -85,18 +86,28 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
     state = sum(math.prod(a.shape) * a.dtype.itemsize for a in _leaves(count, arrays))
     T, m = sizes["T"], sizes["m"]
 
-    def timed(solve: Callable[..., Any], steps: int) -> tuple[float, float]:
-        def program(arrays):
+    def timed(solves: dict[Any, Callable[..., Any]], steps: int) -> dict[Any, tuple[float, float]]:
+        """Return seconds per step and bytes of each; all are compiled at once, then run in turn."""
+
+        def program(solve, arrays):
             problem, hparams = unflatten(structure, arrays)
             return solve(_shortened(problem.system(hparams), steps, sizes["K"]), hparams)
 
-        try:
-            seconds, size = run_time(program, arrays, limit)
-        except (ValueError, TypeError) as error:
-            if not _UNDIFFERENTIABLE.search(str(error)):
-                raise
-            return math.inf, 0.0
-        return seconds / steps, size
+        with ThreadPoolExecutor() as pool:
+            waiting = {
+                name: pool.submit(_compiled, functools.partial(program, solve), arrays)
+                for name, solve in solves.items()
+            }
+        found = {}
+        for name, program_of in waiting.items():
+            try:
+                seconds, size = run_time(program_of.result(), arrays, limit)
+                found[name] = seconds / steps, size
+            except (ValueError, TypeError) as error:
+                if not _UNDIFFERENTIABLE.search(str(error)):
+                    raise
+                found[name] = math.inf, 0.0
+        return found
 
     def tangents(c):
         def solve(system, hparams):
@@ -104,36 +115,34 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
             directions = jax.nn.one_hot(jnp.arange(c) % m, m, dtype=flat.dtype)
             return directional(system, hparams, apart(jax.vmap(unravel)(directions)))[1:]
 
-        return timed(solve, n)[0]
+        return solve
 
-    def plain(system, hparams):
-        return system.run(hparams)
-
+    plain = {"plain": lambda system, hparams: system.run(hparams)}
     most = max(1, min(T, int(limit / (4 * max(state, 1)))))
     n = min(most, _SHORT)
-    step, _ = timed(plain, n)
-    if (longer := min(most, math.ceil(_SECONDS / step))) > n:
-        n = longer
-        step, _ = timed(plain, n)
-    states, held = timed(Reverse().solve, n)
-    whole, more = timed(Reverse(store="everything").solve, n)
+    step, _ = timed(plain, n)["plain"]
+    n = max(n, min(most, math.ceil(_SECONDS / step)))
+    few = max(1, n // 4)
+    reverse = {"states": Reverse(), "everything": Reverse(store="everything")}
+    reverse["some"] = Reverse(store=few)
+    largest = int(max(1, min(m, limit // max(state, 1) - 2)))
+    counts = dict.fromkeys((1, min(4, largest)))
+    solves = {name: engine.solve for name, engine in reverse.items()}
+    runs = timed({**plain, **solves, **{c: tangents(c) for c in counts}}, n)
+    step, (states, held), (whole, more) = runs["plain"][0], runs["states"], runs["everything"]
     kept = state + max(more - held, 0.0) / n
     adjoint = max(states - step, step)
-    few = max(1, n // 4)
     again = math.inf
     if math.isfinite(adjoint):
-        some = timed(Reverse(store=few).solve, n)[0]
-        again = max((some - adjoint) * n / (binomial_steps(n, few) + 1), step)
-    found: dict[int, float] = {}
+        again = max((runs["some"][0] - adjoint) * n / (binomial_steps(n, few) + 1), step)
+    found = {c: runs[c][0] for c in counts if math.isfinite(runs[c][0])}
     costs = Costs(T, m, state, step, again, adjoint, whole, kept, found)
-    largest = int(max(1, min(m, limit // max(state, 1) - 2)))
-    for c in dict.fromkeys((1, min(4, largest), largest)):
-        # Many tangents only where a few of them promise something.
-        passes = -(-m // c) * costs.with_tangents(c) if c > 1 else 0.0
-        if passes < _PROMISING * min(step + adjoint, whole):
-            seconds = tangents(c)
-            if math.isfinite(seconds):
-                found[c] = seconds
+    # Many tangents only where a few of them promise something.
+    passes = -(-m // largest) * costs.with_tangents(largest)
+    if largest not in counts and passes < _PROMISING * min(step + adjoint, whole):
+        seconds = timed({largest: tangents(largest)}, n)[largest][0]
+        if math.isfinite(seconds):
+            found[largest] = seconds
     return costs
 
 
@@ -160,9 +169,12 @@ def _leaves(f: Callable[..., PyTree], arrays: list[Any]) -> list[Any]:
     return jax.tree.leaves(jax.eval_shape(f, arrays))
 
 
-def run_time(f: Callable[..., Any], arrays: list[Any], limit: float | int) -> tuple[float, float]:
-    """Return the seconds of a program, compiled, and the bytes of its temporary arrays."""
-    compiled = jax.jit(f).lower(arrays).compile()
+def _compiled(f: Callable[..., Any], arrays: list[Any]) -> Any:
+    return jax.jit(f).lower(arrays).compile()
+
+
+def run_time(compiled: Any, arrays: list[Any], limit: float | int) -> tuple[float, float]:
+    """Return the seconds of a compiled program, and the bytes of its temporary arrays."""
     memory: Any = compiled.memory_analysis()
     if memory.temp_size_in_bytes + memory.output_size_in_bytes > limit:
         return math.inf, float(memory.temp_size_in_bytes)
@@ -178,7 +190,9 @@ def run_time(f: Callable[..., Any], arrays: list[Any], limit: float | int) -> tu
 def byte_seconds() -> float:
     """Return the seconds to write a byte to new memory and to read it again."""
     big = np.ones(2**24, np.float32)
-    return run_time(lambda arrays: arrays[0] + 1.0, [jax.device_put(big)], math.inf)[0] / big.nbytes
+    arrays = [jax.device_put(big)]
+    copy = _compiled(lambda arrays: arrays[0] + 1.0, arrays)
+    return run_time(copy, arrays, math.inf)[0] / big.nbytes
 
 
 def free_bytes() -> float:

@@ -1,0 +1,46 @@
+"""Makes a notebook of each script in `examples`: `make notebooks`.
+
+The scripts are in Jupytext's percent format, `# %% Heading` before each part. The docstring becomes the
+first cell, a heading becomes text, and the options, which a notebook has no command line for, a list.
+The same script always gives the same notebook, without outputs.
+"""
+
+import ast
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbformat.v4 import new_markdown_cell, new_notebook
+
+HERE = Path(__file__).parent
+SCRIPTS = sorted(HERE.parent.glob("*.py"))
+OPTIONS = "parse_args()", "parse_args([])  # options go into this list, as strings"
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def notebook(script: Path) -> str:
+    """Return the text of a script's notebook."""
+    text = script.read_text()
+    module = ast.parse(text)
+    title, _, rest = (ast.get_docstring(module) or "").partition("\n")
+    origin = f"This notebook was made from `examples/{script.name}`, with the same code."
+    cells = [new_markdown_cell(f"# {title.rstrip('.')}\n{rest}\n\n{origin}")]
+    code = "\n".join(text.splitlines()[module.body[0].end_lineno :]).strip()
+    for cell in jupytext.reads(code, "py:percent").cells:
+        if heading := cell.metadata.pop("title", ""):
+            cells.append(new_markdown_cell(f"## {heading}"))
+        cell.source = cell.source.replace(*OPTIONS)
+        cells.append(cell)
+    for number, cell in enumerate(cells):
+        cell.id = f"cell-{number}"
+    made = new_notebook(cells=cells, metadata=METADATA)
+    nbformat.validate(made)
+    return nbformat.writes(made) + "\n"
+
+
+if __name__ == "__main__":
+    for script in SCRIPTS:
+        (HERE / script.name).with_suffix(".ipynb").write_text(notebook(script))
