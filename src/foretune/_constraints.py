@@ -430,6 +430,19 @@ def apply_constraints(constraints: PyTree, how: str, x: PyTree, *more: PyTree) -
     )
 
 
+def check_starts(constraints: PyTree, x: PyTree) -> None:
+    """Raise where a part of x starts where its constraint cannot move it."""
+
+    def check(path, constraint, part):
+        try:
+            constraint.check_start(part)
+        except ValueError as error:
+            raise ValueError(f"hparams{jax.tree_util.keystr(path)}: {error}") from None
+
+    is_constraint = lambda node: isinstance(node, AbstractConstraint)  # noqa: E731
+    jax.tree_util.tree_map_with_path(check, constraints, x, is_leaf=is_constraint)
+
+
 def _shift(v: Float[Array, " n"], total: Any, upper: Any, *, at_most: bool) -> Float[Array, " n"]:
     """Return clip(v - tau, 0, upper) with sum = total, or (`at_most`) tau = 0 if that is enough.
 

@@ -24,12 +24,12 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, PyTree
 
 from ._callbacks import Callback
-from ._constraints import apply_constraints
+from ._constraints import apply_constraints, check_starts
 from ._validate import named_leaves
 
 
 class Best(NamedTuple):
-    """The hyperparameters of the lowest score so far, and where it was."""
+    """The lowest score so far: the `hparams` there, the `score` itself, and its `step`."""
 
     hparams: PyTree
     score: Float[Array, "..."]
@@ -37,20 +37,23 @@ class Best(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a driver returns: `hparams`, `value`, `state`, `history`, `best` and `stopped`."""
+    """What a driver returns.
+
+    Attributes:
+        hparams: the last hyperparameters.
+        value: the last error: at these hyperparameters in `minimize`, in the last window in real time.
+        state: the final inner state there; in real time the tuner's state, to go on from.
+        history: one dict per evaluation: `step`, `value`, `gradient_norm` and what `evaluate` adds.
+        best: the lowest score of the run, as `best.hparams`, `best.score` and `best.step`.
+        stopped: why the run ended.
+    """
 
     hparams: PyTree
-    """The last hyperparameters."""
     value: PyTree
-    """The last error: at these hyperparameters in `minimize`, in the last window in real time."""
     state: PyTree
-    """The final inner state there; in real time the tuner's state, to go on from."""
     history: list[dict[str, Any]]
-    """One dict per evaluation: `step`, `value`, `gradient_norm` and what `evaluate` adds."""
     best: Best
-    """The hyperparameters of the lowest score, with the score and its step."""
     stopped: str
-    """Why the run ended."""
 
 
 class Run:
@@ -157,7 +160,7 @@ def _project(constraints: PyTree, hparams: PyTree, batched: bool) -> PyTree:
 
 def feasible(hparams: PyTree, constraints: PyTree, batched: bool = False) -> PyTree:
     """Return the projection of a start onto its constraints, with a warning where it moves."""
-    apply_constraints(constraints, "check_start", hparams)
+    check_starts(constraints, hparams)
     inside = _project(constraints, hparams, batched)
     for (path, given), moved in zip(
         named_leaves(hparams, "hparams").items(), jax.tree.leaves(inside), strict=True
