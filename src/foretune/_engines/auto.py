@@ -33,6 +33,7 @@ from .schedules import binomial_steps, segments_of
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{prefix}i": 1024**k for k, prefix in enumerate("kmgt", start=1)}
 _REMEMBERED = 64
+_PASSES = 1.05  # several passes repeat what is around the steps too; they must promise to be faster
 
 
 class Candidate(NamedTuple):
@@ -168,7 +169,8 @@ def candidates(costs: Costs, check_finite: bool | None) -> list[Candidate]:
     T, m, state = costs.steps, costs.hyperparameters, costs.state
     found = []
     for chunk in _halved(m):
-        seconds = -(-m // chunk) * T * costs.with_tangents(chunk)
+        passes = -(-m // chunk)
+        seconds = passes * T * costs.with_tangents(chunk) * (1.0 if passes == 1 else _PASSES)
         engine = Forward(chunk=None if chunk == m else chunk, check_finite=check_finite)
         found.append(Candidate(engine, seconds, (chunk + 1) * state))
 
