@@ -2,6 +2,8 @@
 
 import sys
 
+from . import __version__
+
 
 def main() -> None:
     """Run the command line, or say what to install."""
@@ -11,6 +13,9 @@ def main() -> None:
         missing = (error.name or "").split(".")[0]
         if missing == "foretune":
             raise
+        if sys.argv[1:] == ["--version"]:
+            print(__version__)
+            return
         sys.exit(
             f"foretune: the command line needs {missing}, which is not installed: "
             'pip install "foretune[apps,data]"'

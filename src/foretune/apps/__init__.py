@@ -1,5 +1,10 @@
 """Ready-made applications, as scikit-learn estimators: `pip install "foretune[apps]"`."""
 
+from .._extras import needs
+
+with needs("apps", "foretune.apps"):
+    import sklearn  # noqa: F401
+
 from ._cleaner import LabelCleaner as LabelCleaner
 from ._plot import plot_task_graph as plot_task_graph
 from ._task_graph import TaskGraphClassifier as TaskGraphClassifier

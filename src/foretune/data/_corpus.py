@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._extras import needs
 from ._features import frame_centres, with_changes
 from ._sets import DataError, cache_folder
 
@@ -271,7 +272,8 @@ def in_parallel(
     function: Callable[[Any], Any], jobs: Sequence[Any], title: str, workers: int | None
 ):
     """Yield `function(job)` for each job in order, over several processes, with a progress bar."""
-    from joblib import Parallel, delayed
+    with needs("speech", "speech"):
+        from joblib import Parallel, delayed
     from rich.console import Console
     from rich.progress import track
 

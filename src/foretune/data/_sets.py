@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .._extras import needs
+
 
 class DataError(Exception):
     """Data that is not there, or cannot be read; the message says what to do."""
@@ -64,7 +66,8 @@ def load(name: str, label: str | None = None) -> Dataset:
     ((1797, 64), (8, 8))
     """
     if name == "digits":
-        from sklearn.datasets import load_digits
+        with needs("data", "the data set digits"):
+            from sklearn.datasets import load_digits
 
         x, y = map(np.asarray, load_digits(return_X_y=True))
         return Dataset((x / 16).astype(np.float32), y.astype(np.int32), (8, 8), "digits")
@@ -103,7 +106,8 @@ def _cifar(name: str) -> Dataset:
 
 def cache_folder() -> Path:
     """Return the folder of what is downloaded or computed once."""
-    import pooch
+    with needs("data", "the cache of data"):
+        import pooch
 
     return Path(pooch.os_cache("foretune"))
 
@@ -123,11 +127,11 @@ def _mnist_file(name: str) -> Path:
     given = Path(os.environ.get("FORETUNE_DATA", "")) / "mnist" / f"{name}.gz"
     if "FORETUNE_DATA" in os.environ and given.is_file():
         return given
-    import pooch
-
     cache = cache_folder() / "mnist"
     if (cache / f"{name}.gz").is_file():
         return cache / f"{name}.gz"
+    import pooch
+
     try:
         path = pooch.retrieve(
             f"{_MNIST_SOURCE}{name}.gz", f"md5:{_MNIST[name][2]}", f"{name}.gz", cache

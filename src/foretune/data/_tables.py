@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._extras import needs
 from ._sets import DataError
 
 ROWS = ("x", "X", "data", "images")
@@ -100,7 +101,8 @@ def _read_npz(path: Path, label: str | None) -> Table:
 
 
 def _read_frame(path: Path, label: str | None, drop: tuple[str, ...]) -> Table:
-    import pandas as pd
+    with needs("data", f"reading {path.suffix} files"):
+        import pandas as pd
 
     try:
         frame = pd.read_csv(path) if path.suffix == ".csv" else pd.read_parquet(path)
