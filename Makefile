@@ -12,7 +12,7 @@ demo: $(VENV)/.apps
 	$(BIN)/foretune run cleaning --data digits --out runs/demo
 
 test: lint types
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # PyTorch is large and no part of `all`: it has an environment of its own.
 test-torch:
