@@ -241,3 +241,47 @@ def test_an_objective_may_be_a_module_that_holds_arrays(engine, compilations):
     np.testing.assert_allclose(engine(problem(weights), hparams).grad["a"], [2.0, 40.0, 600.0])
     engine(problem(2 * weights), hparams)
     assert len(compilations) == 1
+
+
+class HeavyBall:
+    """Gradient descent with momentum whose state, like its hyperparameters, is a list."""
+
+    def init(self, params, hparams):
+        return [params, jnp.zeros_like(params)]
+
+    def step(self, state, hparams, batch):
+        w, v = state
+        v = hparams[1] * v + 2 * (w - batch)
+        return [w - hparams[0] * v, v]
+
+
+@pytest.mark.parametrize("m", [1, 3, 6])
+def test_states_and_hyperparameters_may_be_lists(m):
+    rates = jnp.linspace(0.05, 0.1, m)
+
+    def objective(state, hparams, batch):
+        return jnp.sum((state[0] - batch) ** 2)
+
+    problem = ft.Problem(
+        HeavyBall(), objective, jnp.ones(m), ft.FullBatch(jnp.arange(2.0, 2 + m), 5), jnp.zeros(m)
+    )
+    hparams = [rates, jnp.array(0.3)]
+    assert_trees_close(
+        ft.Forward()(problem, hparams).grad, ft.Reverse()(problem, hparams).grad, 1e-5
+    )
+
+
+def test_real_time_tuning_takes_lists():
+    def loss(params, hparams, batch):
+        return jnp.sum((params[0] - batch) ** 2) + hparams[1] * jnp.sum(params[0] ** 2)
+
+    dynamics = ft.Training(loss, lambda h: optax.sgd(h[0]))
+
+    def objective(state, hparams, batch):
+        return jnp.sum((state.params[0] - batch) ** 2)
+
+    hparams, window, validation = [jnp.array(0.05), jnp.array(0.1)], jnp.ones((4, 3)), jnp.zeros(3)
+    tuner = ft.RealTime(dynamics, objective)
+    _, log = tuner.update(tuner.init([jnp.full(3, 2.0)], hparams), window, validation)
+    problem = ft.Problem(dynamics, objective, [jnp.full(3, 2.0)], window, validation)
+    assert_trees_close(log["hypergradient"], ft.Reverse()(problem, hparams).grad, 1e-5)

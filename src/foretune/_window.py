@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from ._constraints import check_constraints
 from ._driver import Outer
 from ._engines.nonfinite import is_finite
-from ._engines.products import apart, error_gradients, inner_products, pushforward, stacked
+from ._engines.products import Apart, apart, error_gradients, inner_products, pushforward, stacked
 from ._problem import Continued, Problem, System
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
@@ -76,7 +76,7 @@ class Progressing(NamedTuple):
 
     steps: Int[Array, ""]
     s: PyTree  # the training state, arrays only
-    Z: PyTree  # its columns stacked, or a list of them
+    Z: PyTree  # its columns stacked, or `Apart`
     loss: Any  # of the last step, or None where the dynamics reports none
     slope: PyTree  # its derivative in lambda, the last that is finite
     total: Any  # the sum of the losses
@@ -129,10 +129,11 @@ def make_step(
 
     def advance(s, Z, x):  # s_t = Phi(s_{t-1}, lambda) and Z_t = A_t Z_{t-1} + B_t
         phi = lambda s, h: rough.step_and_loss(s, h, x)  # noqa: E731
-        along = apart(directions) if isinstance(Z, list) else directions
+        along = apart(directions) if isinstance(Z, Apart) else directions
         after, tangents = pushforward(phi, (s, hparams), (Z, along), tuner.chunk)
-        if isinstance(Z, list):
-            tangents = [z for z, _ in tangents], stacked([d_loss for _, d_loss in tangents])
+        if isinstance(tangents, Apart):
+            Z, d_losses = map(Apart, zip(*tangents.columns, strict=True))
+            tangents = Z, stacked(d_losses)
         return after if rough is system else system.step_and_loss(s, hparams, x), tangents
 
     before = system.initial(hparams)

@@ -100,7 +100,7 @@ def directional(
 ) -> tuple[tuple[Float[Array, ""], ...], Float[Array, "K c"], PyTree]:
     """Return the errors, their derivatives along each of c directions in lambda, and s_T.
 
-    The directions, and so the columns of Z, are stacked on a leading axis or `apart`.
+    The directions, and so the columns of Z, are stacked on a leading axis or `Apart`.
     """
     s, Z = pushforward(system.initial, (hparams,), (directions,))
 

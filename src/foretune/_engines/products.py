@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,14 +16,20 @@ from .._problem import System
 _FEW = 4
 
 
+class Apart(NamedTuple):
+    """Columns that are not stacked on a leading axis."""
+
+    columns: tuple[PyTree, ...]
+
+
 def pushforward(
     f: Callable[..., PyTree], primals: tuple, tangents: tuple, chunk: int | None = None
 ) -> tuple:
     """Return f(*primals), computed once, and its derivative along each of the tangents.
 
     Only floating-point leaves have tangents; `tangents` has None for the others. There is one for
-    each of the primals: stacked on a leading axis, or a list as `apart` makes it, and so is what is
-    returned. With `chunk`, so many stacked ones are in work at a time.
+    each of the primals: stacked on a leading axis, or `Apart`, and so is what is returned. With
+    `chunk`, so many stacked ones are in work at a time.
     """
     moving, fixed = eqx.partition(primals, eqx.is_inexact_array)
 
@@ -34,17 +40,18 @@ def pushforward(
         out, d_out, rest = jax.jvp(split, (moving,), (tangent,), has_aux=True)
         return eqx.combine(out, rest), d_out
 
-    lists = isinstance(tangents[0], list)
-    if chunk is None and not lists:
+    separate = isinstance(tangents[0], Apart)
+    if chunk is None and not separate:
         return jax.vmap(column, out_axes=(None, 0))(tangents)
     out, linear, rest = jax.linearize(split, moving, has_aux=True)
-    if lists:
-        return eqx.combine(out, rest), [linear(one) for one in zip(*tangents, strict=True)]
+    if separate:
+        columns = zip(*(tangent.columns for tangent in tangents), strict=True)
+        return eqx.combine(out, rest), Apart(tuple(map(linear, columns)))
     return eqx.combine(out, rest), lax.map(linear, tangents, batch_size=chunk)
 
 
 def apart(columns: PyTree[Float[Array, "c ..."]]) -> Any:
-    """Return a few stacked columns as a list of single ones; many stay as they are.
+    """Return a few stacked columns as single ones; many stay as they are.
 
     To multiply a matrix by a few single columns is faster than by a stack of them, by a fifth or so.
     The program grows with each.
@@ -52,14 +59,14 @@ def apart(columns: PyTree[Float[Array, "c ..."]]) -> Any:
     leaves = jax.tree.leaves(columns)
     if not leaves or (c := leaves[0].shape[0]) > _FEW:
         return columns
-    return [jax.tree.map(operator.itemgetter(i), columns) for i in range(c)]
+    return Apart(tuple(jax.tree.map(operator.itemgetter(i), columns) for i in range(c)))
 
 
 def stacked(columns: Any) -> PyTree[Float[Array, "c ..."]]:
     """Return what `apart` was given."""
-    if not isinstance(columns, list):
+    if not isinstance(columns, Apart):
         return columns
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *columns)
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *columns.columns)
 
 
 def pull_rows(pull: Callable[..., PyTree], rows: PyTree[Float[Array, "K ..."]]) -> PyTree:
