@@ -1,10 +1,17 @@
 """Small problems that several tests share."""
 
+import os
+
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import foretune as ft
+
+SLOW = pytest.mark.skipif(
+    not os.environ.get("FORETUNE_SLOW_TESTS"), reason="slow: set FORETUNE_SLOW_TESTS=1 to run it"
+)
 
 
 def regression(steps=10, *, optimizer=None, n=20, d=3, dtype=np.float32, **options):

@@ -16,6 +16,7 @@ import pytest
 import foretune as ft
 from foretune._check import finite_difference
 
+from ..problems import SLOW
 from .optimizers import ALIASES, NOT_DIFFERENTIABLE, OTHERS, Row
 
 T = 5
@@ -135,8 +136,13 @@ def assert_close(actual, expected, rtol, what):
 
 
 VARIANTS = ["plain", "minibatches", "schedule", "has_state", "init", "dict"]
-# The whole table for Optax's own optimizers, its first column for the rest.
-CELLS = [(name, variant) for name in ALIASES for variant in VARIANTS]
+# The whole table for Optax's own optimizers, its first column for the rest. Of each row the first cell
+# and another one in turn are always run; FORETUNE_SLOW_TESTS=1 runs them all.
+CELLS = [
+    pytest.param(name, variant, marks=() if column in (0, 1 + row % 5) else SLOW)
+    for row, name in enumerate(ALIASES)
+    for column, variant in enumerate(VARIANTS)
+]
 CELLS += [(name, "plain") for name in OTHERS]
 
 
