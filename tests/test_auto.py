@@ -131,3 +131,11 @@ def test_a_step_that_one_mode_cannot_differentiate():
         )
         assert isinstance(ft.Auto("1GiB").explain(problem, hparams).engine, engine)
         assert np.isfinite(ft.Auto("1GiB")(problem, hparams).grad["factor"])
+
+
+def test_it_measures_in_the_precision_that_holds_where_it_is_called():
+    with jax.enable_x64(True):
+        problem, hparams = regression(dtype=np.float64)
+        value, grad, _ = ft.Auto()(problem, hparams)
+        assert_trees_close(grad, ft.Reverse()(problem, hparams).grad, 1e-12)
+    assert value.dtype == np.float64

@@ -420,13 +420,12 @@ def check_constraints(constraints: Any, hparams: PyTree, path: str = "hparams") 
 
 def apply_constraints(constraints: PyTree, how: str, x: PyTree, *more: PyTree) -> PyTree:
     """Return `project`, `to_search`, `reach`, ... of each constraint on its part of x."""
-    is_constraint = lambda node: isinstance(node, AbstractConstraint)  # noqa: E731
     return jax.tree.map(
         lambda constraint, *parts: getattr(constraint, how)(*parts),
         constraints,
         x,
         *more,
-        is_leaf=is_constraint,
+        is_leaf=_is_constraint,
     )
 
 
@@ -439,8 +438,11 @@ def check_starts(constraints: PyTree, x: PyTree) -> None:
         except ValueError as error:
             raise ValueError(f"hparams{jax.tree_util.keystr(path)}: {error}") from None
 
-    is_constraint = lambda node: isinstance(node, AbstractConstraint)  # noqa: E731
-    jax.tree_util.tree_map_with_path(check, constraints, x, is_leaf=is_constraint)
+    jax.tree_util.tree_map_with_path(check, constraints, x, is_leaf=_is_constraint)
+
+
+def _is_constraint(node: Any) -> bool:
+    return isinstance(node, AbstractConstraint)
 
 
 def _shift(v: Float[Array, " n"], total: Any, upper: Any, *, at_most: bool) -> Float[Array, " n"]:

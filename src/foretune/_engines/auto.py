@@ -15,11 +15,11 @@ first whose whole program, compiled, needs no more memory than allowed is taken.
 
 import math
 import re
+import sys
 from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import PyTree
-from rich.console import Console
 
 from .._arguments import Structure
 from .._problem import Problem, System
@@ -142,9 +142,8 @@ def choose(
     """Return the fastest exact engine that fits."""
     given = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
     limit = free_bytes() + given if memory is None else float(memory)
-    console = Console(stderr=True)
-    if console.is_terminal:
-        console.print("foretune.Auto: timing a few steps of the training, to choose an engine")
+    if sys.stderr.isatty():
+        print("foretune.Auto: timing a few steps, to choose an engine", file=sys.stderr)
     costs = measure(structure, arrays, limit)
     found = sorted(candidates(costs, check_finite), key=lambda c: c.seconds)
     compiled: dict[str, int] = {}

@@ -93,20 +93,20 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
             problem, hparams = unflatten(structure, arrays)
             return solve(_shortened(problem.system(hparams), steps, sizes["K"]), hparams)
 
+        # Traced here, where contexts like `jax.enable_x64` hold; only compilation goes to threads.
+        found, waiting = dict.fromkeys(solves, (math.inf, 0.0)), {}
         with ThreadPoolExecutor() as pool:
-            waiting = {
-                name: pool.submit(_compiled, functools.partial(program, solve), arrays)
-                for name, solve in solves.items()
-            }
-        found = {}
-        for name, program_of in waiting.items():
-            try:
-                seconds, size = run_time(program_of.result(), arrays, limit)
-                found[name] = seconds / steps, size
-            except (ValueError, TypeError) as error:
-                if not _UNDIFFERENTIABLE.search(str(error)):
-                    raise
-                found[name] = math.inf, 0.0
+            for name, solve in solves.items():
+                try:
+                    lowered = jax.jit(functools.partial(program, solve)).lower(arrays)
+                except (ValueError, TypeError) as error:
+                    if not _UNDIFFERENTIABLE.search(str(error)):
+                        raise
+                else:
+                    waiting[name] = pool.submit(lowered.compile)
+        for name, compiled in waiting.items():
+            seconds, size = run_time(compiled.result(), arrays, limit)
+            found[name] = seconds / steps, size
         return found
 
     def tangents(c):
@@ -123,11 +123,10 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
     step, _ = timed(plain, n)["plain"]
     n = max(n, min(most, math.ceil(_SECONDS / step)))
     few = max(1, n // 4)
-    reverse = {"states": Reverse(), "everything": Reverse(store="everything")}
-    reverse["some"] = Reverse(store=few)
+    stores = {"states": "states", "everything": "everything", "some": few}
+    solves = {name: Reverse(store=store).solve for name, store in stores.items()}
     largest = int(max(1, min(m, limit // max(state, 1) - 2)))
     counts = dict.fromkeys((1, min(4, largest)))
-    solves = {name: engine.solve for name, engine in reverse.items()}
     runs = timed({**plain, **solves, **{c: tangents(c) for c in counts}}, n)
     step, (states, held), (whole, more) = runs["plain"][0], runs["states"], runs["everything"]
     kept = state + max(more - held, 0.0) / n
@@ -169,10 +168,6 @@ def _leaves(f: Callable[..., PyTree], arrays: list[Any]) -> list[Any]:
     return jax.tree.leaves(jax.eval_shape(f, arrays))
 
 
-def _compiled(f: Callable[..., Any], arrays: list[Any]) -> Any:
-    return jax.jit(f).lower(arrays).compile()
-
-
 def run_time(compiled: Any, arrays: list[Any], limit: float | int) -> tuple[float, float]:
     """Return the seconds of a compiled program, and the bytes of its temporary arrays."""
     memory: Any = compiled.memory_analysis()
@@ -191,7 +186,7 @@ def byte_seconds() -> float:
     """Return the seconds to write a byte to new memory and to read it again."""
     big = np.ones(2**24, np.float32)
     arrays = [jax.device_put(big)]
-    copy = _compiled(lambda arrays: arrays[0] + 1.0, arrays)
+    copy = jax.jit(lambda arrays: arrays[0] + 1.0).lower(arrays).compile()
     return run_time(copy, arrays, math.inf)[0] / big.nbytes
 
 

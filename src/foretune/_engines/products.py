@@ -53,8 +53,8 @@ def pushforward(
 def apart(columns: PyTree[Float[Array, "c ..."]]) -> Any:
     """Return a few stacked columns as single ones; many stay as they are.
 
-    To multiply a matrix by a few single columns is faster than by a stack of them, by a fifth or so.
-    The program grows with each.
+    To multiply a matrix by a few single columns is faster than by a stack of them, but the program
+    grows with each.
     """
     leaves = jax.tree.leaves(columns)
     if not leaves or (c := leaves[0].shape[0]) > _FEW:
