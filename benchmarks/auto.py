@@ -12,7 +12,6 @@ import argparse
 import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from harness import record, time_in_turns
 
 import foretune as ft
 from foretune._engines.auto import show_bytes
+from foretune._engines.costs import compile_all
 from foretune._validate import validated
 
 Case = tuple[ft.Problem, dict[str, Any]]
@@ -253,10 +253,10 @@ def measure(case: Case, memory: int | None, rounds: int) -> dict[str, Any]:
     arrays, _ = validated(problem, hparams)
     fit = [c for c in choice.candidates if c.bytes <= choice.limit]
     fit = [c for c in fit if c.name == chosen or c.seconds < 4 * fit[0].seconds]
-    with ThreadPoolExecutor() as pool:
-        compiled = pool.map(lambda c: c.engine.lower(problem, hparams).compile(), fit)
+    compiled = compile_all({c.name: c.engine.lower(problem, hparams) for c in fit})
     programs, sizes, best = {}, {}, float("inf")
-    for name, program in zip((c.name for c in fit), compiled, strict=True):
+    for name, future in compiled.items():
+        program = future.result()
         analysis: Any = program.memory_analysis()
         sizes[name] = (
             analysis.argument_size_in_bytes

@@ -71,6 +71,27 @@ def test_it_says_what_it_chose_and_from_what():
     assert ft.Auto("1GiB").explain(problem, hparams) is choice  # remembered
 
 
+def test_engines_predicted_level_are_measured(monkeypatch):
+    problem, hparams = regression(steps=21)
+    stores = {"everything": 1.6, "states": 1.5, "segments": 1.55, 3: 9.0}
+    measured = iter([0.3, 0.1, 0.2])
+
+    def level(costs, check_finite):
+        return [auto.Candidate(ft.Reverse(store=s), t, 1.0) for s, t in stores.items()]
+
+    monkeypatch.setattr(auto, "candidates", level)
+    monkeypatch.setattr(auto, "run_time", lambda *_: (next(measured), 0.0))
+    choice = ft.Auto("1GiB").explain(problem, hparams)
+    assert choice.engine == ft.Reverse(store="segments")
+    names = ["Reverse()", "Reverse(store='segments')", "Reverse(store='everything')"]
+    assert choice.measured == dict(zip(names, [0.3, 0.1, 0.2], strict=True))
+    assert "0.1s" in str(choice)
+    stores.update(states=2.1, segments=2.2, everything=2.3)  # seconds: too long to try
+    choice = ft.Auto("2GiB").explain(problem, hparams)
+    assert choice.engine == ft.Reverse()
+    assert not choice.measured
+
+
 def test_a_budget_that_nothing_fits():
     problem, hparams, state = network(50)
     with pytest.raises(MemoryError, match=r"no exact engine fits into .* needs .*Truncated"):

@@ -10,7 +10,8 @@ hypergradient over T steps of m hyperparameters then takes
     Forward, chunk c         ceil(m / c) T (step with c tangents)    c + 1 states
 
 and what is stored is written and read once. The candidates are gone through from the fastest on; the
-first whose whole program, compiled, needs no more memory than allowed is taken.
+first whose whole program, compiled, needs no more memory than allowed is taken. Where others are
+predicted to be nearly as fast, and that is fast, whole programs are timed to decide.
 """
 
 import math
@@ -25,7 +26,7 @@ from .._arguments import Structure
 from .._problem import Problem, System
 from .._validate import validated
 from .base import AbstractEngine, Hypergradient, Solution, check_options
-from .costs import Costs, byte_seconds, free_bytes, measure
+from .costs import Costs, byte_seconds, compile_all, concrete, free_bytes, measure, run_time
 from .forward import Forward
 from .reverse import Reverse
 from .schedules import binomial_steps, segments_of
@@ -33,6 +34,9 @@ from .schedules import binomial_steps, segments_of
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{prefix}i": 1024**k for k, prefix in enumerate("kmgt", start=1)}
 _REMEMBERED = 64
+_RIVALS = 3  # whole programs that are timed,
+_NEAR = 1.15  # where they are predicted to be so close to the fastest,
+_BRIEF = 2.0  # and that to take no more than so many seconds
 _PASSES = 1.05  # several passes repeat what is around the steps too; they must promise to be faster
 
 
@@ -63,16 +67,22 @@ class Choice(NamedTuple):
     candidates: list[Candidate]
     compiled: dict[str, int]
     """The memory of each program that was compiled, by the candidate's name."""
+    measured: dict[str, float]
+    """The seconds of each program that was timed: those predicted to be nearly the fastest."""
 
     def __str__(self) -> str:
-        head = f"{'engine':<28} {'predicted time':>14} {'its states':>12} {'memory, compiled':>17}"
-        lines = [head]
+        lines = [
+            f"{'engine':<28} {'predicted time':>14} {'measured':>9} {'its states':>11} "
+            f"{'memory, compiled':>17}"
+        ]
         for c in self.candidates:
+            time = f"{self.measured[c.name]:.3g}s" if c.name in self.measured else ""
             size = show_bytes(self.compiled[c.name]) if c.name in self.compiled else ""
             mark = "  <- chosen" if c.engine == self.engine else ""
             over = "  too large" if self.compiled.get(c.name, c.bytes) > self.limit else ""
             lines.append(
-                f"{c.name:<28} {c.seconds:>13.3g}s {show_bytes(c.bytes):>12} {size:>17}{mark or over}"
+                f"{c.name:<28} {c.seconds:>13.3g}s {time:>9} {show_bytes(c.bytes):>11} {size:>17}"
+                f"{mark or over}"
             )
         limit = "no limit" if math.isinf(self.limit) else f"at most {show_bytes(self.limit)}"
         return "\n".join([*lines, f"The fastest that needs {limit}."])
@@ -87,8 +97,9 @@ class Auto(AbstractEngine):
         check_finite: see `AbstractEngine`.
 
     The choice is made once for given shapes, from the time that a few steps of the training take and
-    the memory that the compiler plans; `explain(problem, hparams)` returns it as a table. Where no
-    exact engine fits, an error says what the smallest needs.
+    the memory that the compiler plans, and for a brief training between engines that are predicted to
+    be level from their own times; `explain(problem, hparams)` returns it as a table. Where no exact
+    engine fits, an error says what the smallest needs.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -144,18 +155,24 @@ def choose(
     limit = free_bytes() + given if memory is None else float(memory)
     if sys.stderr.isatty():
         print("foretune.Auto: timing a few steps, to choose an engine", file=sys.stderr)
+    arrays = [concrete(array) for array in arrays]
     costs = measure(structure, arrays, limit)
     found = sorted(candidates(costs, check_finite), key=lambda c: c.seconds)
-    compiled: dict[str, int] = {}
-    for candidate in found:
-        if candidate.bytes + given > limit:
-            continue
-        compiled[candidate.name] = program_bytes(candidate.engine, structure, arrays)
-        if compiled[candidate.name] <= limit:
-            size = compiled[candidate.name]
-            return Choice(candidate.engine, size, limit, found, compiled)
+    left, sizes = [c for c in found if c.bytes + given <= limit], {}
+    while left:
+        rivals = _RIVALS if left[0].seconds <= _BRIEF else 1
+        group = [c for c in left[:rivals] if c.seconds <= _NEAR * left[0].seconds]
+        programs = compiled(group, structure, arrays)
+        sizes |= {name: program_bytes(program) for name, program in programs.items()}
+        if fit := [c for c in group if sizes[c.name] <= limit]:
+            measured = {}
+            if len(fit) > 1:
+                measured = {c.name: run_time(programs[c.name], arrays)[0] for c in fit}
+            best = min(fit, key=lambda c: measured.get(c.name, 0.0))
+            return Choice(best.engine, sizes[best.name], limit, found, sizes, measured)
+        left = left[len(group) :]
     smallest = min(found, key=lambda c: c.bytes)
-    needed = program_bytes(smallest.engine, structure, arrays)
+    needed = program_bytes(compiled([smallest], structure, arrays)[smallest.name])
     raise MemoryError(
         f"no exact engine fits into {show_bytes(limit)}: the smallest, {smallest.name}, needs "
         f"{show_bytes(needed)}, of which the data and parameters are {show_bytes(given)}. Allow more, "
@@ -197,12 +214,17 @@ def _halved(n: int) -> list[int]:
     return found
 
 
-def program_bytes(engine: AbstractEngine, structure: Structure, arrays: list[Any]) -> int:
-    """Return the memory of an engine's whole program: data, results and temporary arrays."""
+def compiled(group: list[Candidate], structure: Structure, arrays: list[Any]) -> dict[str, Any]:
+    """Return the candidates' whole programs."""
     from .base import _compute
 
-    shapes: Any = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
-    memory: Any = _compute.lower(engine, structure, True, shapes).compile().memory_analysis()
+    lowered = {c.name: _compute.lower(c.engine, structure, True, arrays) for c in group}
+    return {name: program.result() for name, program in compile_all(lowered).items()}
+
+
+def program_bytes(program: Any) -> int:
+    """Return the memory of a compiled program: data, results and temporary arrays."""
+    memory = program.memory_analysis()
     return int(
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -73,7 +73,6 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
 
     Nothing is run that needs more than `limit` bytes.
     """
-    arrays = [_concrete(array) for array in arrays]
     sizes = {}
 
     def count(arrays):
@@ -87,24 +86,20 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
     T, m = sizes["T"], sizes["m"]
 
     def timed(solves: dict[Any, Callable[..., Any]], steps: int) -> dict[Any, tuple[float, float]]:
-        """Return seconds per step and bytes of each; all are compiled at once, then run in turn."""
+        """Return seconds per step and bytes of each; all are compiled, then run in turn."""
 
         def program(solve, arrays):
             problem, hparams = unflatten(structure, arrays)
             return solve(_shortened(problem.system(hparams), steps, sizes["K"]), hparams)
 
-        # Traced here, where contexts like `jax.enable_x64` hold; only compilation goes to threads.
-        found, waiting = dict.fromkeys(solves, (math.inf, 0.0)), {}
-        with ThreadPoolExecutor() as pool:
-            for name, solve in solves.items():
-                try:
-                    lowered = jax.jit(functools.partial(program, solve)).lower(arrays)
-                except (ValueError, TypeError) as error:
-                    if not _UNDIFFERENTIABLE.search(str(error)):
-                        raise
-                else:
-                    waiting[name] = pool.submit(lowered.compile)
-        for name, compiled in waiting.items():
+        found, lowered = dict.fromkeys(solves, (math.inf, 0.0)), {}
+        for name, solve in solves.items():
+            try:
+                lowered[name] = jax.jit(functools.partial(program, solve)).lower(arrays)
+            except (ValueError, TypeError) as error:
+                if not _UNDIFFERENTIABLE.search(str(error)):
+                    raise
+        for name, compiled in compile_all(lowered).items():
             seconds, size = run_time(compiled.result(), arrays, limit)
             found[name] = seconds / steps, size
         return found
@@ -157,7 +152,7 @@ def _shortened(system: System, steps: int, K: int) -> System:
     return system._replace(xs=xs, steps=steps, errors=errors)
 
 
-def _concrete(array: Any) -> Any:
+def concrete(array: Any) -> Any:
     """Return the array, or one of its shape where it is being traced."""
     if isinstance(array, Tracer | jax.ShapeDtypeStruct):
         return np.zeros(array.shape, array.dtype)
@@ -168,7 +163,20 @@ def _leaves(f: Callable[..., PyTree], arrays: list[Any]) -> list[Any]:
     return jax.tree.leaves(jax.eval_shape(f, arrays))
 
 
-def run_time(compiled: Any, arrays: list[Any], limit: float | int) -> tuple[float, float]:
+def compile_all(lowered: dict[Any, jax.stages.Lowered]) -> dict[Any, Future[Any]]:
+    """Compile programs: at once on a CPU, elsewhere one by one.
+
+    Compilers for other devices choose kernels by timing them, which programs at once would disturb.
+    Programs come lowered, since contexts like `jax.enable_x64` do not hold in threads.
+    """
+    workers = None if jax.default_backend() == "cpu" else 1
+    with ThreadPoolExecutor(workers) as pool:
+        return {name: pool.submit(program.compile) for name, program in lowered.items()}
+
+
+def run_time(
+    compiled: Any, arrays: list[Any], limit: float | int = math.inf
+) -> tuple[float, float]:
     """Return the seconds of a compiled program, and the bytes of its temporary arrays."""
     memory: Any = compiled.memory_analysis()
     if memory.temp_size_in_bytes + memory.output_size_in_bytes > limit:
@@ -187,7 +195,7 @@ def byte_seconds() -> float:
     big = np.ones(2**24, np.float32)
     arrays = [jax.device_put(big)]
     copy = jax.jit(lambda arrays: arrays[0] + 1.0).lower(arrays).compile()
-    return run_time(copy, arrays, math.inf)[0] / big.nbytes
+    return run_time(copy, arrays)[0] / big.nbytes
 
 
 def free_bytes() -> float:

@@ -15,7 +15,6 @@ programs that raised it: points go from small to large, and so do the programs o
 import itertools
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +27,7 @@ from jaxtyping import Array, PyTree
 from .._dynamics import Training
 from .._engines.auto import show_bytes
 from .._engines.base import AbstractEngine
-from .._engines.costs import free_bytes
+from .._engines.costs import compile_all, free_bytes
 from .._engines.forward import Forward
 from .._engines.reverse import Reverse
 from .._problem import Minibatches, Problem, _response
@@ -100,10 +99,13 @@ def make_data(network: tuple[int, ...], seed: int) -> tuple[Array, Array, Array]
 
 
 def losses(params: PyTree, x: Array, y: Array) -> Array:
-    """Return the cross-entropy of each row."""
+    """Return the cross-entropy of each row.
+
+    Weights are out x in: their tangents then need no transposition between the products.
+    """
     for layer in params[:-1]:
-        x = jax.nn.relu(x @ layer["w"] + layer["b"])
-    logits = x @ params[-1]["w"] + params[-1]["b"]
+        x = jax.nn.relu(x @ layer["w"].T + layer["b"])
+    logits = x @ params[-1]["w"].T + params[-1]["b"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
 
@@ -129,7 +131,7 @@ def make_problem(point: Point, batch: int, seed: int, data: Any) -> tuple[Proble
     random = np.random.default_rng(seed)
 
     def layer(a: int, b: int) -> dict[str, Array]:
-        w = (2 / a) ** 0.5 * random.standard_normal((a, b))
+        w = (2 / a) ** 0.5 * random.standard_normal((b, a))
         return {"w": jnp.asarray(w, jnp.float32), "b": jnp.zeros(b)}
 
     problem = Problem(
@@ -145,12 +147,12 @@ def make_problem(point: Point, batch: int, seed: int, data: Any) -> tuple[Proble
     return problem, hparams
 
 
-def compiled(engine: AbstractEngine | None, problem: Problem, hparams: PyTree) -> Program:
+def lowered(engine: AbstractEngine | None, problem: Problem, hparams: PyTree) -> Any:
     """Return the program of an engine's call, or of plain training."""
+    if engine is not None:
+        return engine.lower(problem, hparams)
     arrays, structure = validated(problem, hparams)
-    if engine is None:
-        return Program(_response.lower(structure, arrays).compile(), arrays)
-    return Program(engine.lower(problem, hparams).compile(), arrays)
+    return _response.lower(structure, arrays)
 
 
 def measure(point: Point, settings: Any, data: Any) -> list[dict[str, Any]]:
@@ -162,13 +164,11 @@ def measure(point: Point, settings: Any, data: Any) -> list[dict[str, Any]]:
     at |= {"hyperparameters": point.hyperparameters, "steps": point.steps}
     records: Records = {name: {"series": name, **at} for name in (TRAINING, *engines)}
     programs: dict[str, Program] = {}
-    with ThreadPoolExecutor() as pool:
-        futures = {
-            name: pool.submit(compiled, engines.get(name), problem, hparams) for name in records
-        }
+    arrays, _ = validated(problem, hparams)
+    futures = compile_all({name: lowered(engines.get(name), problem, hparams) for name in records})
     for name, future in futures.items():
         try:
-            programs[name] = future.result()
+            programs[name] = Program(future.result(), arrays)
         except RuntimeError as e:
             records[name]["skipped"] = out_of_memory(e)
     first_runs(programs, records)
