@@ -57,8 +57,10 @@ class Library:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
-        return self.process.poll() is None and "failed" not in self.row
+        """Whether it can be asked; a row says where the process has ended by itself."""
+        if (code := self.process.poll()) is not None:
+            self.row.setdefault("failed", f"ended with code {code}{' (killed)' * (code == -9)}")
+        return "failed" not in self.row
 
     @property
     def tired(self) -> bool:
