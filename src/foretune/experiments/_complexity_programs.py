@@ -101,7 +101,7 @@ def make_data(network: tuple[int, ...], seed: int) -> tuple[Array, Array, Array]
 def losses(params: PyTree, x: Array, y: Array) -> Array:
     """Return the cross-entropy of each row.
 
-    Weights are out x in: their tangents then need no transposition between the products.
+    Weights are out x in: fewer of their tangents are then transposed between the products.
     """
     for layer in params[:-1]:
         x = jax.nn.relu(x @ layer["w"].T + layer["b"])
