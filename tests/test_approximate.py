@@ -229,6 +229,25 @@ class TestImplicit:
         with pytest.raises(ValueError, match="negative curvature"):
             ft.Implicit()(problem, {"a": jnp.array(0.5)})
 
+    def test_a_breakdown_is_told_from_an_error_that_is_not_finite(self):
+        def loss(params, hparams, batch):  # a saddle at which both directions matter
+            return hparams["a"] * params[0] ** 2 - 0.5 * params[1] ** 2
+
+        def problem(objective):
+            return ft.Problem(
+                ft.Training(loss, optax.sgd(0.1)),
+                lambda state, h, v: objective(state.params),
+                jnp.array([1.0, 0.0]),
+                ft.FullBatch(jnp.zeros(1), steps=200),
+                jnp.zeros(1),
+            )
+
+        hparams = {"a": jnp.array(0.5)}  # p H p = 0 in the first direction p
+        with pytest.raises(ValueError, match=r"negative curvature.*broke down.*of the first"):
+            ft.Implicit()(problem(jnp.sum), hparams)
+        with pytest.raises(ft.NonFiniteError):
+            ft.Implicit()(problem(lambda w: jnp.sqrt(w[1])), hparams)
+
     def test_what_it_cannot_see_is_refused(self):
         problem, hparams = regression(steps=3000, dtype=np.float64)  # lr is the optimizer's
         with pytest.raises(ValueError, match=r"hparams\['lr'\] has no influence on the minimum"):

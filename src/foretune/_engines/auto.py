@@ -171,12 +171,15 @@ def choose(
             best = min(fit, key=lambda c: measured.get(c.name, 0.0))
             return Choice(best.engine, sizes[best.name], limit, found, sizes, measured)
         left = left[len(group) :]
-    smallest = min(found, key=lambda c: c.bytes)
-    needed = program_bytes(compiled([smallest], structure, arrays)[smallest.name])
+    few = sorted(found, key=lambda c: c.bytes)[:_RIVALS]  # beside its states a program holds more
+    programs = compiled([c for c in few if c.name not in sizes], structure, arrays)
+    sizes |= {name: program_bytes(program) for name, program in programs.items()}
+    smallest = min(sizes, key=lambda name: sizes[name])
     raise MemoryError(
-        f"no exact engine fits into {show_bytes(limit)}: the smallest, {smallest.name}, needs "
-        f"{show_bytes(needed)}, of which the data and parameters are {show_bytes(given)}. Allow more, "
-        "`Auto(memory=...)`, give a smaller batch, or approximate: `Truncated`, `Implicit`, `Sampled`."
+        f"no exact engine fits into {show_bytes(limit)}: of those compiled the smallest, {smallest}, "
+        f"needs {show_bytes(sizes[smallest])}, with the data and parameters ({show_bytes(given)}). "
+        "Allow more, `Auto(memory=...)`, give a smaller batch, or approximate: `Truncated`, "
+        "`Implicit`, `Sampled`."
     )
 
 
@@ -244,7 +247,7 @@ def parse_bytes(memory: Any) -> int:
         match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", memory.lower())
         if match and match[2] in _UNITS and match[1].replace(".", "", 1).isdigit():
             found = int(float(match[1]) * _UNITS[match[2]])
-    if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
         raise ValueError(f'Auto(memory={memory!r}): give bytes, or a text like "4GiB" or "500MB".')
     return int(found)
 

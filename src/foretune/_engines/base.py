@@ -74,11 +74,11 @@ class AbstractEngine(eqx.Module):
             _advise(error)
             raise
         result = Hypergradient(value, grad, state.tree())
+        if not traced:
+            self.review(report)
         if flagged and not finite:
             problem, hparams = unflatten(structure, arrays)
             raise NonFiniteError(explain(problem, hparams, result))
-        if not traced:
-            self.review(report)
         return guard_finite(result) if traced and self.check_finite else result
 
     def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:

@@ -19,6 +19,7 @@ References: Bengio, Gradient-Based Optimization of Hyperparameters, 2000; Pedreg
 et al., AISTATS 2020.
 """
 
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from jaxtyping import Array, Float, PyTree
 from .._problem import FullBatch, Minibatches, Problem, System
 from .._validate import check_count, named_leaves
 from .base import AbstractEngine, Solution, check_options
+from .nonfinite import is_finite
 from .products import error_gradients, pull_rows
 
 SOLVERS = ("cg", "neumann")
@@ -49,6 +51,8 @@ class Report(NamedTuple):
     """v H v / |v|^2 of its solution v: negative where H is not positive. For "neumann": 0."""
     idle: PyTree = None
     """Which hyperparameters have no influence on the minimum."""
+    sound: Any = True
+    """Whether the error's gradient, with which all begins, is finite."""
 
 
 class Implicit(AbstractEngine):
@@ -121,11 +125,14 @@ class Implicit(AbstractEngine):
         more, report = solve(self, problem, system, hparams, s, alpha)
         rows = jax.tree.map(lambda a, b: a + b, g, more)
         idle = jax.tree.map(lambda row: jnp.all(row == 0), rows)
-        return Solution(errors, rows, s, report._replace(idle=idle))
+        report = report._replace(idle=idle, sound=is_finite(alpha))
+        return Solution(errors, rows, s, report)
 
     def review(self, report: Report) -> None:
         """Warn, or raise, where the result cannot be trusted."""
         share, residual, curvature = (float(x) for x in report[:3])
+        if not (report.sound and math.isfinite(share)):
+            return  # what is not finite began before this: `NonFiniteError` says where
         idle = [path for path, is_idle in named_leaves(report.idle, "hparams").items() if is_idle]
         if idle:
             raise ValueError(
@@ -133,11 +140,13 @@ class Implicit(AbstractEngine):
                 "at: a constant of the optimizer, the initial state, or unused. Its derivative is not "
                 "0 on the way there: use `Reverse()` or `Forward()`, or leave it out."
             )
-        if self.solver == "cg" and curvature < 0:
+        if self.solver == "cg" and not curvature >= 0:
+            found = f"{curvature:.3g} along the solution" if curvature < 0 else "they broke down"
             raise ValueError(
-                f"Implicit: the Hessian of the loss has negative curvature ({curvature:.3g} along the "
-                "solution): the training did not end at a minimum, and conjugate gradients do not "
-                "apply. Train longer, add a regulariser, or use `Reverse()`, which needs no minimum."
+                "Implicit: conjugate gradients met negative curvature in the Hessian of the loss "
+                f"({found}): the training did not end at a minimum, and they do not apply. Its last "
+                f"gradient has {100 * share:.3g} % of the length of the first. Train longer, add a "
+                "regulariser, or use `Reverse()`, which needs no minimum."
             )
         if not share <= self.stationarity:
             what = "gradient" if self.solver == "cg" else "step"
