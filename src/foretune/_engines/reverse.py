@@ -14,11 +14,8 @@ Reference: Franceschi et al., ICML 2017, Algorithm 1, with the term of the first
 dependence of s_0 on lambda and the direct dependence of E on lambda, which it leaves out.
 """
 
-from typing import Any
-
 import equinox as eqx
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from .._problem import System
@@ -69,9 +66,7 @@ class Reverse(AbstractEngine):
     def __check_init__(self):
         check_options(self)
         check_count(self.unroll, f"Reverse(unroll={self.unroll})")
-        store: Any = self.store
-        whole = isinstance(store, int | np.integer) and not isinstance(store, bool)
-        if store not in STORES and not (whole and store >= 1):
+        if self.store not in STORES and not (type(self.store) is int and self.store >= 1):
             raise ValueError(
                 f"Reverse(store={self.store!r}): give a number of states, 1 or more, or one of "
                 f"{', '.join(map(repr, STORES))}."
