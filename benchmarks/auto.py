@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import record, time_in_turns
 
 import foretune as ft
+from benchmarks.harness import record, time_in_turns
 from foretune._engines.auto import show_bytes
 from foretune._engines.costs import compile_all
-from foretune._validate import validated
+from foretune._problem.checks import validated
 
 Case = tuple[ft.Problem, dict[str, Any]]
 

@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import record
 from scipy import sparse
 from sklearn.datasets import load_breast_cancer, load_wine
 from sklearn.linear_model import LogisticRegression
@@ -35,13 +34,15 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import foretune as ft
+from benchmarks.harness import record
+from experiments.cleaning import experiment as cleaning
+from experiments.cleaning.noise import corrupt
+from experiments.cleaning.splits import Split, score, split
+from experiments.datasets import load
 from foretune.apps import LabelCleaner
 from foretune.apps._models import make_features, make_model
 from foretune.apps._noise import START_L2, make_folds, train_plain
 from foretune.apps._weights import SUSPECT_BELOW
-from foretune.data import corrupt, load
-from foretune.experiments import cleaning
-from foretune.experiments._splits import Split, score, split
 
 KINDS, RATES, CHECKS = ("symmetric", "pair"), (0.1, 0.3, 0.5), (50, 200, 1000, 5000)
 CLASSES = 10

@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from harness import Timing, record, time_in_turns
 from jax import lax
 
 import foretune as ft
+from benchmarks.harness import Timing, record, time_in_turns
 
 Programs = dict[str, Callable[[], Any]]
 

@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from collectives import collectives
-from harness import record
 
 import foretune as ft
+from benchmarks.collectives import collectives
+from benchmarks.harness import record
 
 SIZES, RATES, BATCH = (1353, 2000, 2000, 2000, 2000, 483), 8, 512
 BANDWIDTH, LATENCY, PROJECTED = 50e9, 5e-6, (8, 64, 256, 1024)

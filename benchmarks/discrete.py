@@ -38,11 +38,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import record
 from jax import lax
-from tasks import digits_arrays, mnist_arrays
 
 import foretune as ft
+from benchmarks.harness import record
+from benchmarks.tasks import digits_arrays, mnist_arrays
 
 try:
     import optuna

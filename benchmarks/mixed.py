@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import record, time_in_turns
 
 import foretune as ft
+from benchmarks.harness import record, time_in_turns
 
 HPARAMS = {"lr": 0.02, "momentum": 0.8, "decay": 1e-4}
 ENGINES = {"states": ft.Reverse(), "everything": ft.Reverse(store="everything")}

@@ -16,12 +16,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import record
 
 import foretune as ft
+from benchmarks.harness import record
+from experiments.datasets import load
+from experiments.multitask.experiment import defaults, make_splits
 from foretune.apps import _graph
-from foretune.data import load
-from foretune.experiments.multitask import defaults, make_splits
 
 STEPS = 100
 

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import record, time_in_turns
-from tasks import digits_cleaning
 
 import foretune as ft
+from benchmarks.harness import record, time_in_turns
+from benchmarks.tasks import digits_cleaning
 
 
 def projection() -> dict[str, Callable[[], Any]]:

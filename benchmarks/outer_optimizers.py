@@ -13,11 +13,11 @@ import warnings
 from typing import Any
 
 import optax
-from harness import record
 from optax import contrib
-from tasks import digits_cleaning, digits_rates
 
 import foretune as ft
+from benchmarks.harness import record
+from benchmarks.tasks import digits_cleaning, digits_rates
 
 OPTIMIZERS = {
     **{f"adam({lr:g})": optax.adam(lr) for lr in (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)},

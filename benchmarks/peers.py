@@ -39,7 +39,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from peer_programs import IN_JAX, LIBRARIES, PACKAGES, problems
+from benchmarks.peer_programs import IN_JAX, LIBRARIES, PACKAGES, problems
 
 HERE = Path(__file__).parent
 BUDGET = 4 * 2**30
@@ -132,8 +132,8 @@ def longest(half: int, full: int, steps: int) -> float:
 def start(module: str, request: Row) -> subprocess.Popen:
     """Start a process of `peer_programs`."""
     known = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *known])}
-    command = [sys.executable, "-m", f"peer_programs.{module}", json.dumps(request)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *known])}
+    command = [sys.executable, "-m", f"benchmarks.peer_programs.{module}", json.dumps(request)]
     return subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -254,7 +254,8 @@ def main() -> None:
     if arguments.device == "cpu":
         os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     import jax
-    from harness import record
+
+    from benchmarks.harness import record
 
     arguments.device = "cpu" if jax.default_backend() == "cpu" else "gpu"
     arguments.limit = arguments.limit or (120.0 if arguments.device == "cpu" else 20.0)

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import record, time_in_turns
 from jax import lax
 
 import foretune as ft
+from benchmarks.harness import record, time_in_turns
 
 HPARAMS = {"lr": 0.075, "momentum": 0.5, "rho": 1.6}
 CONSTRAINTS = {"lr": ft.NonNegative(), "momentum": ft.Box(0.0, 0.999), "rho": ft.NonNegative()}

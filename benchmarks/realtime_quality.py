@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import record
 from jax import lax
-from tasks import digits_arrays, mnist_arrays
 
 import foretune as ft
+from benchmarks.harness import record
+from benchmarks.tasks import digits_arrays, mnist_arrays
 
 STARTS = {
     "null": (0.0, 0.0),

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import record, time_in_turns
 
 import foretune as ft
+from benchmarks.harness import record, time_in_turns
 
 SIZES = (784, 200, 200, 10)
 

@@ -10,7 +10,7 @@ import optax
 from sklearn.datasets import load_digits
 
 import foretune as ft
-from foretune.data import load
+from experiments.datasets import load
 
 Task = tuple[ft.Problem, dict[str, Any], dict[str, Any], Callable[..., dict[str, Any]]]
 

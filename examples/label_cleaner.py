@@ -8,13 +8,13 @@ labels by how suspicious they are; what is kept trains a better model than all l
 """
 
 import numpy as np
+from foretune.data import corrupt
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from foretune.apps import LabelCleaner
-from foretune.data import corrupt
 
 # %% The data
 x, y = map(np.asarray, load_breast_cancer(return_X_y=True))

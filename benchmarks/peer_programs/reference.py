@@ -1,4 +1,4 @@
-"""The hypergradient in float64, for the error of all others: `python -m peer_programs.reference`.
+"""The hypergradient in float64, for the error of all others.
 
 By JAX alone, as `jax_program`, with each step computed again on the way back so that it fits.
 """

@@ -1,6 +1,6 @@
 """The process of one library and one problem: computes, times itself and weighs itself when asked.
 
-    python -m peer_programs.worker '{"library": "higher", "problem": "rates", ...}'
+    python -m benchmarks.peer_programs.worker '{"library": "higher", "problem": "rates", ...}'
 
 A request is a line with a word, an answer a line of JSON; what libraries print goes to standard error.
 
@@ -37,7 +37,7 @@ class Worker:
         self.library, self.device = library, device
         self.spec = problems.make(problem, device, quick)
         set_precision(library, tf32)
-        self.module = importlib.import_module(f"peer_programs.{LIBRARIES[library]}")
+        self.module = importlib.import_module(f"benchmarks.peer_programs.{LIBRARIES[library]}")
         self.program: Any = None
         self.exact = exact
 

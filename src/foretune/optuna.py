@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ._callbacks import Callback
-from ._driver import Result
 from ._engines.nonfinite import NonFiniteError
-from ._validate import check_count, check_hparams, named_leaves
+from ._outer.callbacks import Callback
+from ._outer.run import Result
+from ._problem.checks import check_count, check_hparams, named_leaves
 
 try:
     import optuna

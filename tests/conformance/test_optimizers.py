@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._check import finite_difference
+from foretune._engines.check import finite_difference
 
 from ..problems import SLOW
 from .optimizers import ALIASES, NOT_DIFFERENTIABLE, OTHERS, Row

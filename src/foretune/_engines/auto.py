@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PyTree
 
-from .._arguments import Structure
-from .._problem import Problem, System
-from .._validate import validated
+from .._problem.arguments import Structure
+from .._problem.checks import validated
+from .._problem.problem import Problem, System
 from .base import AbstractEngine, Hypergradient, Solution, check_options
 from .costs import Costs, byte_seconds, compile_all, concrete, free_bytes, measure, run_time
 from .forward import Forward

@@ -15,9 +15,9 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .._arguments import Output, Structure, unflatten
-from .._problem import Problem, System
-from .._validate import describe, validated
+from .._problem.arguments import Output, Structure, unflatten
+from .._problem.checks import describe, validated
+from .._problem.problem import Problem, System
 from .nonfinite import NonFiniteError, explain, guard_finite, is_finite
 
 

@@ -23,8 +23,8 @@ from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import PyTree
 
-from .._arguments import Structure, unflatten
-from .._problem import System
+from .._problem.arguments import Structure, unflatten
+from .._problem.problem import System
 from .forward import directional
 from .products import apart
 from .reverse import Reverse

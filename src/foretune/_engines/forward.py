@@ -22,8 +22,8 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from .._problem import System
-from .._validate import check_count, check_mesh
+from .._problem.checks import check_count, check_mesh
+from .._problem.problem import System
 from .base import AbstractEngine, Solution, check_options
 from .products import apart, error_gradients, inner_products, pushforward, stacked
 

@@ -31,8 +31,8 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from .._problem import FullBatch, Minibatches, Problem, System
-from .._validate import check_count, named_leaves
+from .._problem.checks import check_count, named_leaves
+from .._problem.problem import FullBatch, Minibatches, Problem, System
 from .base import AbstractEngine, Solution, check_options
 from .nonfinite import is_finite
 from .products import error_gradients, pull_rows

@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from .._problem import Problem
-from .._validate import describe, named_leaves
+from .._problem.checks import describe, named_leaves
+from .._problem.problem import Problem
 from .products import error_gradients, pull_rows, pushforward
 
 ZERO_MOMENT = (

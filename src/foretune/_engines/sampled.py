@@ -25,9 +25,9 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
-from .._arguments import Output, Structure, unflatten
-from .._problem import Problem, System
-from .._validate import check_count, validated
+from .._problem.arguments import Output, Structure, unflatten
+from .._problem.checks import check_count, validated
+from .._problem.problem import Problem, System
 from .base import AbstractEngine, Solution, check_options
 from .forward import directional
 from .nonfinite import is_finite

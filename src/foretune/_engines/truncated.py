@@ -20,8 +20,8 @@ Reference: Shaban et al., Truncated Back-propagation for Bilevel Optimization, A
 import jax
 from jaxtyping import PyTree
 
-from .._problem import System
-from .._validate import check_count
+from .._problem.checks import check_count
+from .._problem.problem import System
 from .base import AbstractEngine, Solution, check_options
 from .products import error_gradients
 from .reverse import Reverse

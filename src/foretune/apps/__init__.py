@@ -1,6 +1,6 @@
 """Ready-made applications, as scikit-learn estimators: `pip install "foretune[apps]"`."""
 
-from .._extras import needs
+from ._optional import needs
 
 with needs("apps", "foretune.apps"):
     import sklearn  # noqa: F401

@@ -12,7 +12,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from .._callbacks import Progress
+from .._outer.callbacks import Progress
 from . import _noise, _weights
 from ._labels import FLOATS, listed, plain_labels, second_set
 from ._models import make_features, make_model

@@ -25,13 +25,13 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from .._callbacks import Callback
-from .._checkpoint import Checkpoint
-from .._constraints import AbstractConstraint, Log, SymmetricNonNegative
-from .._dynamics import Training
-from .._folds import CrossValidated
-from .._minimize import minimize
-from .._problem import FullBatch, Problem
+from .._outer.callbacks import Callback
+from .._outer.checkpoint import Checkpoint
+from .._outer.constraints import AbstractConstraint, Log, SymmetricNonNegative
+from .._outer.minimize import minimize
+from .._problem.dynamics import Training
+from .._problem.folds import CrossValidated
+from .._problem.problem import FullBatch, Problem
 from ._noise import make_folds
 
 MOMENTUM = 0.9

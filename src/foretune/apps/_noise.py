@@ -29,11 +29,11 @@ from jaxtyping import Array, Float, PyTree
 from scipy.optimize import brentq
 from scipy.special import expit, logit
 
-from .._constraints import Box
-from .._driver import Result
-from .._dynamics import Training
-from .._minimize import minimize
-from .._problem import FullBatch, Problem
+from .._outer.constraints import Box
+from .._outer.minimize import minimize
+from .._outer.run import Result
+from .._problem.dynamics import Training
+from .._problem.problem import FullBatch, Problem
 
 START_RIGHT = 0.8
 """The start supposes four labels of five to be right."""

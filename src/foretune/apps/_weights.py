@@ -18,11 +18,11 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from .._constraints import CappedSimplex
-from .._driver import Result
-from .._dynamics import Training
-from .._minimize import minimize
-from .._problem import FullBatch, Problem
+from .._outer.constraints import CappedSimplex
+from .._outer.minimize import minimize
+from .._outer.run import Result
+from .._problem.dynamics import Training
+from .._problem.problem import FullBatch, Problem
 
 SUSPECT_BELOW = 1e-3
 OPTIMIZER = optax.adam(0.005)

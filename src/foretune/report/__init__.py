@@ -1,8 +1,15 @@
-"""From a run's folder to one self-contained HTML page, and the figures on it."""
+"""A run's folder, the page made of it, its figures, and what a command says of it."""
 
+from ._console import note_finished as note_finished
+from ._console import plain_errors as plain_errors
+from ._console import say as say
+from ._console import show_tables as show_tables
 from ._figures import curves as curves
 from ._figures import drawing as drawing
 from ._figures import histogram as histogram
 from ._figures import picture as picture
+from ._folder import RunError as RunError
+from ._folder import RunFolder as RunFolder
+from ._folder import digest as digest
 from ._page import ReportError as ReportError
 from ._page import write_page as write_page

@@ -36,7 +36,7 @@ _NUMERIC = re.compile(r"[-+\u2212<>]?\s?\d[\d.,eE+\u2212-]*\s?%?(\s?[±(].*)?")
 _ACTIVE = re.compile(r"<script|<foreignobject|<!entity|\son\w+\s*=\s*[\"']|javascript:", re.I)
 
 
-class ReportError(Exception):
+class ReportError(ValueError):
     """A run's folder cannot be made into a page; the message says which file, and what to do."""
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Array
 from torch.utils import _pytree as pytree
 from torchax.tensor import OperatorNotFound
 
-from .._validate import describe
+from .._problem.checks import describe
 from ._environment import environment, is_jax, to_jax, to_torch
 
 

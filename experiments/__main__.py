@@ -1,0 +1,288 @@
+"""`python -m experiments`: the paper's experiments, from a checkout.
+
+Exit status: 0 when done, 1 when something is wrong with what was given (a message on standard error;
+with `--debug` the traceback), 2 for a wrong use of the command, 130 after an interrupt, which loses
+nothing: the same command continues.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foretune.report import note_finished, plain_errors, show_tables
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Repeat an experiment of the paper.",
+)
+
+Label = Annotated[str | None, typer.Option(help="A file's column (or array) of labels.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", help="The run's folder.", show_default=False)
+]
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "`python -m experiments cleaning` — digits, about a minute on two CPU cores\n\n"
+    "`python -m experiments cleaning --data mnist --seeds 5` — the paper's Table 1, on a GPU\n\n"
+    "`python -m experiments cleaning --data mine.npz --quick` — your data, a first look"
+)
+def cleaning(
+    data: Annotated[
+        str, typer.Option(help="digits, mnist, or a .npz, .csv or .parquet file of right labels.")
+    ] = "digits",
+    label: Label = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Splits to average over.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each training (T).")] = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="Hyper-iterations.")] = None,
+    noise: Annotated[float, typer.Option(min=0, max=0.9, help="Share of wrong labels.")] = 0.5,
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of minutes.")] = False,
+    out: Out = None,
+    debug: Debug = False,
+) -> None:
+    """Data hyper-cleaning: half the training labels are wrong; which ones?
+
+    Oracle, Baseline, and DH-R for four budgets R, as in Table 1 of the paper, beside the default method
+    of `foretune clean`. Interrupted, the same command continues where it was. Ends with the path of a
+    report.
+    """
+    out = out or Path("runs") / f"cleaning-{Path(data).stem}{'-quick' if quick else ''}"
+    with plain_errors(debug, out):
+        from .cleaning import experiment
+
+        usual = experiment.defaults(data, quick)
+        settings = experiment.Settings(
+            data,
+            usual["seeds"] if seeds is None else seeds,
+            usual["steps"] if steps is None else steps,
+            usual["iterations"] if iterations is None else iterations,
+            noise,
+            quick,
+            label,
+        )
+        note_finished(out)
+        page = experiment.run(out, settings)
+        show_tables(page.parent)
+        print(page)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "`python -m experiments multitask --quick` — digits, a first look\n\n"
+    "`python -m experiments multitask --data cifar` — the paper's Tables 2 and 4, minutes on a GPU\n\n"
+    "`python -m experiments multitask --data features.npz --per-class 4` — your data"
+)
+def multitask(
+    data: Annotated[
+        str,
+        typer.Option(
+            help="digits, mnist, cifar10, cifar100, cifar (both), or a .npz, .csv or .parquet file."
+        ),
+    ] = "digits",
+    label: Label = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Splits to average over; 5, for CIFAR 10, by default.")
+    ] = None,
+    per_class: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Labelled rows of a class to train on, and as many to validate; 5, for CIFAR-100 3.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of a training, folds; 100.")
+    ] = None,
+    iterations: Annotated[
+        int | None, typer.Option(min=1, help="Hyper-iterations, folds; 40.")
+    ] = None,
+    paper_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps of a training, single split; 500, for CIFAR 1000."),
+    ] = None,
+    paper_iterations: Annotated[
+        int | None, typer.Option(min=1, help="Hyper-iterations, single split; 60, for CIFAR 100.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A minute instead of many.")] = False,
+    out: Out = None,
+    debug: Debug = False,
+) -> None:
+    """Learning task interactions: which classes help each other, from a few rows of each?
+
+    STL, NMTL, HMTL and HMTL-S as in Table 2 of the paper, and with folds, beside output-kernel
+    learning, a p-norm method and logistic regression. Interrupted, the same command goes on where it
+    was. Ends with the path of a report.
+    """
+    out = out or Path("runs") / f"multitask-{Path(data).stem}{'-quick' if quick else ''}"
+    with plain_errors(debug, out):
+        from .multitask import experiment
+
+        given = {
+            "seeds": seeds,
+            "per_class": per_class,
+            "steps": steps,
+            "iterations": iterations,
+            "paper_steps": paper_steps,
+            "paper_iterations": paper_iterations,
+        }
+        asked = {name: value for name, value in given.items() if value is not None}
+        usual = experiment.defaults(data, quick)
+        settings = experiment.Settings(data=data, quick=quick, label=label, **(usual | asked))
+        note_finished(out)
+        page = experiment.run(out, settings)
+        show_tables(page.parent)
+        print(page)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "`python -m experiments phones --quick` — a small network, three minutes on two CPU cores\n\n"
+    "`python -m experiments phones` — the paper's network and 1.5 million frames, on a GPU\n\n"
+    "`python -m experiments phones --data /path/to/TIMIT` — your copy of TIMIT"
+)
+def phones(
+    data: Annotated[
+        str,
+        typer.Option(help="synthetic, timit (in FORETUNE_DATA), or the folder of a copy of TIMIT."),
+    ] = "synthetic",
+    frames: Annotated[
+        int | None, typer.Option(min=1000, help="Frames of synthetic speech; 1,500,000.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds for each method and seed; 100.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of each method; 3.")] = None,
+    searches: Annotated[
+        int | None, typer.Option(min=1, help="Seeds of the random search; 5.")
+    ] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Units of a layer; 2000.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Hidden layers; 4.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Frames of a minibatch; 500.")] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Minibatches of a hyper-batch; 200.")
+    ] = None,
+    cepstral: Annotated[
+        bool, typer.Option("--cepstral", help="Cepstral coefficients, not log filter outputs.")
+    ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="40,000 frames, 2 layers of 128 units, 15 seconds for each, one seed."
+        ),
+    ] = False,
+    out: Out = None,
+    debug: Debug = False,
+) -> None:
+    """Phone classification: tune a speech network while it trains.
+
+    Its learning rate, momentum and the weight of an auxiliary task, by random search, Bayesian
+    optimization and real-time tuning as in Tables 3 and 5 of the paper, and by this package's
+    defaults, each with the same time. Interrupted, the same command goes on
+    where it was. Ends with the path of a report.
+    """
+    out = out or Path("runs") / f"phones-{Path(data).name}{'-quick' if quick else ''}"
+    with plain_errors(debug, out):
+        from .phones import experiment
+
+        if frames is not None and data != "synthetic":
+            raise typer.BadParameter("--frames is for synthetic speech; TIMIT is read whole.")
+        given = {
+            "frames": frames,
+            "budget": budget,
+            "seeds": seeds,
+            "searches": searches,
+            "width": width,
+            "layers": layers,
+            "batch": batch,
+            "window": window,
+        }
+        asked = {name: value for name, value in given.items() if value is not None}
+        usual = experiment.QUICK if quick else experiment.Settings()
+        note_finished(out)
+        page = experiment.run(out, usual._replace(data=data, cepstral=cepstral, **asked))
+        show_tables(page.parent)
+        print(page)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "`python -m experiments complexity --quick` — a first look, a minute or two on two CPU cores\n\n"
+    "`python -m experiments complexity` — the paper's Appendix A, minutes on a GPU\n\n"
+    "`python -m experiments complexity --network 1353-2000-2000-2000-2000-183 --steps 50 "
+    "--batch 500` — 15 million weights"
+)
+def complexity(
+    network: Annotated[
+        str | None, typer.Option(help="Inputs, hidden layers and classes; 784-200-200-10.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of a training (T); 1000.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a minibatch; 100.")] = None,
+    hyperparameters: Annotated[
+        str | None,
+        typer.Option(help="Numbers of hyperparameters (m); 2,4,8,16,32,64,256,1024,4096."),
+    ] = None,
+    forward: Annotated[
+        int | None, typer.Option(min=2, help="The largest m for forward mode; 64.")
+    ] = None,
+    widths: Annotated[
+        str | None,
+        typer.Option(help="Units of the hidden layers; 50,100,200,400,800,1600,3200."),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Times that each is measured; 5.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="20 steps, fewer and smaller points, 3 rounds.")
+    ] = False,
+    out: Out = None,
+    debug: Debug = False,
+) -> None:
+    """Time and memory of forward and reverse mode, as in Appendix A of the paper.
+
+    Against the number of hyperparameters, of weights and of steps, beside plain training. A program
+    that does not fit the device's memory is skipped. Interrupted, the same command goes on where it
+    was. Ends with the path of a report.
+    """
+    name = f"complexity{f'-{network}' if network else ''}{'-quick' if quick else ''}"
+    out = out or Path("runs") / name
+    with plain_errors(debug, out):
+        from .complexity import experiment
+
+        given = {
+            "network": _numbers(network, "-", "784-200-200-10"),
+            "steps": steps,
+            "batch": batch,
+            "hyperparameters": _numbers(hyperparameters, ",", "2,8,64"),
+            "forward": forward,
+            "widths": _numbers(widths, ",", "100,200,400"),
+            "rounds": rounds,
+        }
+        asked = {name: value for name, value in given.items() if value is not None}
+        usual = experiment.QUICK if quick else experiment.Settings()
+        settings = usual._replace(seed=seed, **asked)
+        experiment.check(settings)
+        note_finished(out)
+        page = experiment.run(out, settings)
+        show_tables(page.parent)
+        print(page)
+
+
+def _numbers(text: str | None, separator: str, example: str) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(separator)]
+    if not all(part.isdigit() for part in parts):
+        raise typer.BadParameter(f"{text!r}: give whole numbers, as {example}.")
+    return tuple(map(int, parts))
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m experiments")

@@ -1,0 +1,1 @@
+"""Data hyper-cleaning: which training labels are wrong?"""

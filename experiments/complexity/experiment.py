@@ -1,0 +1,136 @@
+"""What a hypergradient costs: Appendix A of Franceschi et al., ICML 2017, measured.
+
+A network of rectified layers is trained for T steps of gradient descent with momentum on minibatches
+of random inputs, and the hypergradient of m hyperparameters is computed by each engine. Three sweeps:
+over m, over the number of weights (the width of the hidden layers) and over T.
+`_complexity_programs` says what is measured, and how.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from foretune._engines.auto import show_bytes
+from foretune.report import RunError, RunFolder, write_page
+
+from .page import describe
+from .programs import EXAMPLES, Point, make_data, measure
+
+
+class Settings(NamedTuple):
+    """What a run is asked to do."""
+
+    network: tuple[int, ...] = (784, 200, 200, 10)
+    steps: int = 1000
+    batch: int = 100
+    hyperparameters: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 256, 1024, 4096)
+    forward: int = 64
+    """The most hyperparameters that forward mode is measured with."""
+    widths: tuple[int, ...] = (50, 100, 200, 400, 800, 1600, 3200)
+    rounds: int = 5
+    seed: int = 0
+    quick: bool = False
+
+
+QUICK = Settings(
+    steps=20,
+    hyperparameters=(2, 8, 1024),
+    forward=8,
+    widths=(50, 200),
+    rounds=3,
+    quick=True,
+)
+
+
+def run(out: str | Path, settings: Settings) -> Path:
+    """Run the experiment, or what is left of it, and return the report's path."""
+    check(settings)
+    title = "Time and memory of a hypergradient"
+    folder = RunFolder(out, kind="complexity", title=title, settings=settings._asdict())
+    if folder.result is not None:
+        return write_page(folder.path)
+    points = points_of(settings)
+    left = [point for point in points if folder.read(stage(point)) is None]
+    if 0 < len(left) < len(points):
+        print(
+            f"resumed: {len(points) - len(left)} of {len(points)} points are there", file=sys.stderr
+        )
+    if left and jax.default_backend() == "cpu" and not settings.quick:
+        print("note: no GPU is used; this can take hours (--quick)", file=sys.stderr)
+    data = make_data(settings.network, settings.seed) if left else None
+    for number, point in enumerate(left, start=len(points) - len(left) + 1):
+        print(f"{number} of {len(points)}: {point}", file=sys.stderr, flush=True)
+        records = measure(point, settings, data)
+        folder.write(stage(point), records)
+        print(f"  {sentence(records)}", file=sys.stderr, flush=True)
+        note(folder, points)
+    records = note(folder, points)
+    folder.write("result.json", describe(folder, settings, records))
+    return write_page(folder.path)
+
+
+def check(settings: Settings) -> None:
+    """Raise for settings that cannot be run, before anything is compiled."""
+    wrong = [
+        f"{name} {value:,}: it must be 1 or more."
+        for name in ("steps", "batch", "rounds")
+        if (value := getattr(settings, name)) < 1
+    ]
+    if len(settings.network) < 3 or min(settings.network) < 1:
+        wrong.append(
+            f"network {settings.network}: give the inputs, one hidden layer or more, and the classes, "
+            "each 1 or more, as 784-200-200-10."
+        )
+    for name, least in (("hyperparameters", 2), ("widths", 1)):
+        values = getattr(settings, name)
+        if not values or min(values) < least:
+            wrong.append(f"{name} {values}: give one number or more, each {least} or more.")
+    most = max(settings.hyperparameters, default=2)
+    if most > EXAMPLES + 2:
+        wrong.append(
+            f"hyperparameters {most:,}: there are {EXAMPLES:,} examples to weight, so give at most "
+            f"{EXAMPLES + 2:,}."
+        )
+    if settings.forward < 2:
+        wrong.append(f"forward {settings.forward}: it must be 2 or more.")
+    if settings.batch > EXAMPLES:
+        wrong.append(f"batch {settings.batch:,}: there are {EXAMPLES:,} examples.")
+    if wrong:
+        raise RunError("\n".join(wrong))
+
+
+def points_of(settings: Settings) -> list[Point]:
+    """Return the points of the three sweeps, each once, from small to large."""
+    network, T = settings.network, settings.steps
+    points = {Point(network, m, T) for m in settings.hyperparameters}
+    points |= {Point(network, 2, steps) for steps in (T, max(T // 4, 1))}
+    for width in settings.widths:
+        hidden = (width,) * (len(network) - 2)
+        points.add(Point((network[0], *hidden, network[-1]), 2, T))
+    return sorted(points, key=lambda p: (p.weights * p.steps, p.hyperparameters))
+
+
+def stage(point: Point) -> str:
+    """Return the file of a point's measurements."""
+    return f"stages/{point.shape}-m{point.hyperparameters}-T{point.steps}.json"
+
+
+def note(folder: RunFolder, points: list[Point]) -> list[dict[str, Any]]:
+    """Write the measurements so far, one to a line, and return them."""
+    records = [record for point in points for record in folder.read(stage(point)) or []]
+    folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return records
+
+
+def sentence(records: list[dict[str, Any]]) -> str:
+    """Return a point's measurements in words."""
+    parts = []
+    for r in records:
+        if "skipped" in r:
+            parts.append(f"{r['series']} skipped ({r['skipped']})")
+        else:
+            parts.append(f"{r['series']} {r['seconds']:.3g} s, {show_bytes(r['bytes'])}")
+    return "; ".join(parts)

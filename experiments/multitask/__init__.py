@@ -1,0 +1,1 @@
+"""Learning task interactions: which classes help each other?"""

@@ -1,0 +1,1 @@
+"""Phone classification: a speech network tuned while it trains."""

@@ -1,0 +1,1 @@
+"""Speech with phones: TIMIT, synthetic speech, and the features of both."""

@@ -1,0 +1,216 @@
+"""The gradient check: forward mode, reverse mode and finite differences on one problem.
+
+For each hyperparameter leaf and a few random directions v in it, three numbers that must agree:
+
+    forward      grad E(s_T) Z_T v + dE/dlambda v      (one tangent along v)
+    reverse      the adjoint's gradient times v
+    differences  (f(lambda + h v) - f(lambda - h v)) / 2h, extrapolated to h = 0
+
+The differences come with an error estimate (steps shrink until rounding takes over), so in float32
+they are not trusted further than they can be.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key, PyTree
+
+from .._problem.arguments import unflatten
+from .._problem.checks import check_count, named_leaves, validated
+from .._problem.problem import Problem
+from .forward import directional
+from .reverse import Reverse
+
+FIRST_STEP = 0.05  # relative to the hyperparameter's own size
+AGREE, UNSURE = "agree", "unsure"
+
+
+class HypergradientMismatch(AssertionError):
+    """Forward mode, reverse mode and finite differences do not agree."""
+
+
+class CheckRow(NamedTuple):
+    """One direction in one hyperparameter leaf."""
+
+    leaf: str
+    forward: float
+    reverse: float
+    differences: float
+    uncertainty: float
+    scale: float
+    verdict: str
+
+
+class HypergradientCheck(NamedTuple):
+    """The rows of the check; prints as a table."""
+
+    rows: list[CheckRow]
+    leaves: list[str]
+
+    def line(self, row: CheckRow) -> str:
+        """Return one row of the table."""
+        numbers = f"{row.forward:>13.6e} {row.reverse:>13.6e} {row.differences:>13.6e}"
+        return f"{row.leaf:<{self._width}} {numbers} {row.uncertainty:>8.1e}  {row.verdict}"
+
+    def __str__(self) -> str:
+        head = (
+            f"{'leaf':<{self._width}} {'forward':>13} {'reverse':>13} {'differences':>13}      +/-"
+        )
+        return "\n".join([head, *map(self.line, self.rows)])
+
+    @property
+    def _width(self) -> int:
+        return max(len("leaf"), *map(len, self.leaves))
+
+
+def check_hypergradient(
+    problem: Problem,
+    hparams: PyTree,
+    *,
+    directions: int = 2,
+    tolerance: float | None = None,
+    key: Key[Array, ""] | None = None,
+    verbose: bool = True,
+) -> HypergradientCheck:
+    """Check that forward mode = reverse mode = finite differences, or raise where they are not.
+
+    A row of the table is the derivative along one direction v in one leaf: each entry of v is the size
+    of the hyperparameter's own entry (1 where the leaf is 0), with a random sign. For a scalar it is
+    the gradient times the hyperparameter's size, and there is only one direction.
+
+    Args:
+        problem: the problem.
+        hparams: where to check; not on a kink of the dynamics, where there is no gradient.
+        directions: random directions for each hyperparameter leaf.
+        tolerance: relative tolerance between forward and reverse; 10 times it against the
+            differences. Default: 3 sqrt(eps) of the lowest precision in use, 1e-3 in float32
+            and 4.5e-8 in float64.
+        key: the random key of the directions.
+        verbose: print each row as soon as it is known.
+
+    Raises:
+        HypergradientMismatch: with the table and the leaves that disagree.
+
+    Rows whose differences are too noisy to tell (uncertainty over a tenth of the derivative's
+    scale) are marked `unsure`: run the check in float64 to settle them (`jax_enable_x64`, and
+    parameters, data and hyperparameters made of float64 arrays). Matrix products run at the highest
+    precision during the check.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> problem = ft.Problem(
+    ...     dynamics=ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     objective=lambda state, h, x: (state.params - x) ** 2,
+    ...     init=jnp.array(0.0), batches=ft.FullBatch(jnp.array(1.0), steps=3),
+    ...     validation=jnp.array(1.0))
+    >>> check = ft.check_hypergradient(problem, {"lr": jnp.array(0.1)}, verbose=False)
+    >>> {row.verdict for row in check.rows}
+    {'agree'}
+    """
+    check_count(directions, f"directions={directions}")
+    arrays, structure = validated(problem, hparams)
+    problem, hparams = unflatten(structure, arrays)
+    eps = _precision(problem, hparams)
+    tolerance = 3 * eps**0.5 if tolerance is None else tolerance
+    key = jax.random.key(0) if key is None else key
+    check = HypergradientCheck([], list(named_leaves(hparams, "hparams")))
+    if verbose:
+        print(check)
+    with jax.default_matmul_precision("highest"):
+        for row in _rows(problem, hparams, directions, tolerance, eps, key):
+            check.rows.append(row)
+            if verbose:
+                print(check.line(row), flush=True)
+    wrong = {row.leaf: row.verdict for row in check.rows if row.verdict not in (AGREE, UNSURE)}
+    if wrong:
+        named = "; ".join(f"{leaf}: {verdict}" for leaf, verdict in wrong.items())
+        raise HypergradientMismatch(f"the hypergradient is wrong. {named}\n{check}")
+    return check
+
+
+def _rows(problem, hparams, count, tolerance, eps, key) -> Iterator[CheckRow]:
+    _, grad, _ = Reverse()(problem, hparams)
+    names = named_leaves(hparams, "hparams")
+    for i, (name, owner) in enumerate(zip(names, problem.owners(hparams), strict=True)):
+        V = _directions(hparams, i, jax.random.fold_in(key, i), count)
+        for v in V:
+            stacked = jax.tree.map(lambda leaf: leaf[None], v)
+            forward = _along(problem, hparams, stacked)[problem.rows()[owner]]
+            terms = np.asarray(jax.tree.leaves(grad)[i] * jax.tree.leaves(v)[i], np.float64)
+
+            def f(h, v=v, owner=owner):
+                value, _ = problem.response(jax.tree.map(lambda x, d: x + d * h, hparams, v))
+                return float(value if owner is None else value[owner])
+
+            yield _judge(
+                name, float(forward[0]), terms, *finite_difference(f, eps, tolerance), tolerance
+            )
+
+
+def _judge(name, forward, terms, difference, uncertainty, tolerance) -> CheckRow:
+    reverse = float(terms.sum())
+    # The terms of v grad f may cancel; their norm is the size that rounding is relative to.
+    scale = max(abs(reverse), float(np.linalg.norm(terms)), abs(float(forward)), 1e-300)
+    slack = max(10 * tolerance * scale, 5 * uncertainty)
+    if abs(forward - reverse) > tolerance * scale:
+        verdict = "forward and reverse disagree"
+    elif abs(reverse - difference) > slack:
+        verdict = "differs from finite differences"
+    elif not uncertainty <= 0.1 * scale:
+        verdict = UNSURE
+    else:
+        verdict = AGREE
+    return CheckRow(name, float(forward), reverse, difference, uncertainty, scale, verdict)
+
+
+def finite_difference(
+    f: Callable[[float], float], eps: float, enough: float
+) -> tuple[float, float]:
+    """Return f'(0) by extrapolated central differences, and an estimate of its error.
+
+    Steps shrink fourfold from FIRST_STEP. D(h) is the central difference, R(h) = (16 D(h/4) - D(h))
+    / 15 its extrapolation; R is trusted as far as it agrees with the one before it, with D(h/4),
+    and with rounding. The search ends when the relative error is `enough`, or below eps^0.45.
+    """
+    best, error = np.nan, np.inf
+    D = R = np.nan
+    h = FIRST_STEP
+    while h > eps**0.45 and not error <= enough * abs(best):
+        high, low = f(h), f(-h)
+        D, D_before = (high - low) / (2 * h), D
+        R, R_before = (16 * D - D_before) / 15, R
+        rounding = 4 * eps * max(abs(high), abs(low)) / h
+        change = max(abs(R - R_before), abs(R - D)) + rounding
+        if change < error:  # never with a NaN
+            best, error = R, change
+        h /= 4
+    return float(best), float(error)
+
+
+def _directions(hparams: PyTree, index: int, key: Any, count: int) -> list[PyTree]:
+    """Return random directions in one leaf, each entry a random sign times the entry's size."""
+    leaves, treedef = jax.tree.flatten(hparams)
+    leaf, typical = leaves[index], jnp.mean(jnp.abs(leaves[index]))
+    size = jnp.where(leaf == 0, jnp.where(typical == 0, 1.0, typical), jnp.abs(leaf))
+    directions = []
+    for key_j in jax.random.split(key, min(count, leaf.size)):
+        v = [jnp.zeros_like(leaf) for leaf in leaves]
+        sign = jax.random.rademacher(key_j, leaf.shape) if leaf.size > 1 else 1
+        v[index] = (sign * size).astype(leaf.dtype)
+        directions.append(jax.tree.unflatten(treedef, v))
+    return directions
+
+
+@eqx.filter_jit
+def _along(problem: Problem, hparams: PyTree, V: PyTree) -> Float[Array, "K c"]:
+    return directional(problem.system(hparams), hparams, V)[1]
+
+
+def _precision(problem: Problem, hparams: PyTree) -> float:
+    """Return eps of the least precise floating type among hyperparameters and state."""
+    state = eqx.filter_eval_shape(problem.start, hparams)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves((hparams, state)) if hasattr(leaf, "dtype")]
+    return max(float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.inexact))

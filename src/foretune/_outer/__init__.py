@@ -1,0 +1,1 @@
+"""The outer loop: constraints, the descent on hyperparameters, and what happens beside a run."""

@@ -1,0 +1,528 @@
+"""Constraints: the set Lambda, with exact Euclidean projections.
+
+A set has `project(x)`, the nearest point of the set, and `contains(x)`. Sets are given as a prefix of
+the hyperparameters: `{"weight": CappedSimplex(1000.0), "lr": NonNegative()}`. One that stands over a
+whole subtree holds for all its numbers together, as one vector; `None`, or a name left out, means no
+constraint.
+
+`Log` and `Logit` stand in the same places, but constrain by a change of variable: the outer
+optimizer then moves log(x), so that a learning rate changes by factors rather than by differences.
+
+Projections can be jitted and mapped, and have a derivative wherever the projection itself has one.
+Those that shift all entries by a common amount find it by Newton's method, in a few passes over
+the vector, where Optax's sort it and have no value at radius 0.
+"""
+
+import abc
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Bool, Float, PyTree
+
+from .._problem.checks import describe, named_leaves
+
+NEWTON_STEPS = 100
+DYKSTRA_STEPS = 1000
+
+
+class AbstractConstraint(eqx.Module):
+    """Where a hyperparameter may be, and the variable in which it is searched for."""
+
+    @abc.abstractmethod
+    def project(self, x: PyTree) -> PyTree:
+        """Return the nearest point of the set."""
+
+    def contains(self, x: PyTree, tolerance: float = 1e-5) -> Bool[Array, ""]:
+        """Return whether x lies in the set, up to `tolerance` times its size."""
+        distance, size = _norm(jax.tree.map(jnp.subtract, x, self.project(x))), _norm(x)
+        return distance <= tolerance * jnp.maximum(size, 1.0)
+
+    def check_start(self, x: PyTree) -> PyTree:
+        """Return x, or raise where a run cannot start from it (nor from its projection)."""
+        return x
+
+    def to_search(self, x: PyTree) -> PyTree:
+        """Return the variable that the outer optimizer moves: x itself, for a set."""
+        return x
+
+    def from_search(self, u: PyTree) -> PyTree:
+        """Return x from the variable that the outer optimizer moves."""
+        return u
+
+    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return the natural size of a change: u's own, and `unit` where u is near 0."""
+        return jax.tree.map(lambda u, unit: jnp.abs(u) + unit, u, unit)
+
+
+class Box(AbstractConstraint):
+    """{lower <= x <= upper}; the bounds are numbers or arrays, and may be infinite.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> ft.Box(0.0, 1.0).project(jnp.array([-1.0, 0.5, 2.0]))
+    Array([0. , 0.5, 1. ], dtype=float32)
+    """
+
+    lower: Any
+    upper: Any
+
+    def __check_init__(self):
+        if not np.all(np.asarray(self.lower) <= np.asarray(self.upper)):
+            raise ValueError(f"an empty set: Box({self.lower}, {self.upper}) has lower > upper.")
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return x with each entry clipped to the bounds."""
+        return jax.tree.map(lambda leaf: jnp.clip(leaf, *_like(leaf, self.lower, self.upper)), x)
+
+    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return the natural size of a change: no more than the way to the upper bound is long."""
+
+        def size(u, unit):
+            own = jnp.abs(u) + unit
+            (upper,) = _like(u, self.upper)
+            return jnp.minimum(own, jnp.maximum(upper - u, 1e-3 * own))  # it can leave the bound
+
+        return jax.tree.map(size, u, unit)
+
+
+class NonNegative(AbstractConstraint):
+    """{x >= 0}.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> ft.NonNegative().project(jnp.array([-1.0, 0.5]))
+    Array([0. , 0.5], dtype=float32)
+    """
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return x with negative entries set to 0."""
+        return optax.projections.projection_non_negative(x)
+
+
+class L1Ball(AbstractConstraint):
+    """{sum |x| <= radius}.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> ft.L1Ball(1.0).project(jnp.array([2.0, -1.5]))
+    Array([ 0.75, -0.25], dtype=float32)
+    """
+
+    radius: float
+
+    def __check_init__(self):
+        _check_size("L1Ball", "radius", self.radius, least=0.0)
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return the nearest point of the ball: entries shrink by a common amount."""
+        # |x| onto {0 <= y, sum y <= radius}, with the signs put back.
+        magnitude = CappedSimplex(self.radius, np.inf).project(jax.tree.map(jnp.abs, x))
+        return jax.tree.map(lambda leaf, m: jnp.where(leaf < 0, -m, m), x, magnitude)
+
+
+class L2Ball(AbstractConstraint):
+    """{sqrt(sum x^2) <= radius}.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> ft.L2Ball(1.0).project(jnp.array([3.0, 4.0]))
+    Array([0.6, 0.8], dtype=float32)
+    """
+
+    radius: float
+
+    def __check_init__(self):
+        _check_size("L2Ball", "radius", self.radius, least=0.0)
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return x, scaled down if it is too long."""
+        square = _square(x)
+        outside = square > self.radius**2
+        # A root of 1 inside the ball: at 0 Optax's has no value (radius 0).
+        scale = jnp.where(outside, self.radius / jnp.sqrt(jnp.where(outside, square, 1.0)), 1.0)
+        return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), x)
+
+
+class Simplex(AbstractConstraint):
+    """{x >= 0, sum x = total}.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> ft.Simplex(1.0).project(jnp.array([0.5, 0.75, -2.0]))
+    Array([0.375, 0.625, 0.   ], dtype=float32)
+    """
+
+    total: float = 1.0
+
+    def __check_init__(self):
+        _check_size("Simplex", "total", self.total, least=0.0)
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return the nearest point: entries move by a common amount, down to 0."""
+        return _on_vector(lambda v: _shift(v, self.total, jnp.inf, at_most=False), x)
+
+
+class CappedSimplex(AbstractConstraint):
+    """{0 <= x <= upper, sum x <= total}: the paper's set for example weights.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> ft.CappedSimplex(1.5).project(jnp.array([3.0, 0.5, 0.25, -1.0]))
+    Array([1.   , 0.375, 0.125, 0.   ], dtype=float32)
+    """
+
+    total: float
+    upper: float = 1.0
+
+    def __check_init__(self):
+        _check_size("CappedSimplex", "total", self.total, least=0.0)
+        _check_size("CappedSimplex", "upper", self.upper, least=0.0, infinite=True)
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return the nearest point: entries move down by a common amount, between the bounds."""
+        return _on_vector(lambda v: _shift(v, self.total, self.upper, at_most=True), x)
+
+
+class Symmetric(AbstractConstraint):
+    """{C = C', C in inner}, for an inner set that holds C' whenever it holds C.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> ft.Symmetric(ft.Box(0.0, 1.0)).project(jnp.array([[0.5, 3.0], [-1.0, 0.0]]))
+    Array([[0.5, 1. ],
+           [1. , 0. ]], dtype=float32)
+    """
+
+    inner: AbstractConstraint
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return the inner projection of (C + C') / 2, symmetric to the bit."""
+        for path, leaf in named_leaves(x, "x").items():
+            if jnp.ndim(leaf) < 2 or jnp.shape(leaf)[-1] != jnp.shape(leaf)[-2]:
+                raise ValueError(
+                    f"Symmetric needs square matrices, but {path} is {describe(leaf)}."
+                )
+        symmetric = jax.tree.map(lambda C: (C + jnp.swapaxes(C, -1, -2)) / 2, x)
+        return self.inner.project(symmetric)
+
+
+class SymmetricNonNegative(AbstractConstraint):
+    """{C = C', C >= 0, sum C <= total}: the paper's set for task interactions.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> ft.SymmetricNonNegative(total=1.0).project(jnp.array([[0.0, 3.0], [1.0, -2.0]]))
+    Array([[0. , 0.5],
+           [0.5, 0. ]], dtype=float32)
+    """
+
+    total: float | None = None
+
+    def __check_init__(self):
+        if self.total is not None:
+            _check_size("SymmetricNonNegative", "total", self.total, least=0.0)
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return the nearest point of the set."""
+        inner = NonNegative() if self.total is None else CappedSimplex(self.total, np.inf)
+        return Symmetric(inner).project(x)
+
+
+class Intersection(AbstractConstraint):
+    """The points that lie in all of several sets, by Dykstra's alternating projections.
+
+    It stops when a round moves the point by less than `tolerance` times its size, so the result lies
+    in the sets to about that tolerance; the named sets are exact and cheaper where they fit.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> both = ft.Intersection(ft.Box(0.0, 1.0), ft.L2Ball(1.0))
+    >>> both.project(jnp.array([3.0, 4.0]))
+    Array([0.6, 0.8], dtype=float32)
+    """
+
+    sets: tuple[AbstractConstraint, ...]
+    tolerance: float
+
+    def __init__(self, *sets: AbstractConstraint, tolerance: float = 1e-6):
+        self.sets, self.tolerance = sets, tolerance
+        if len(sets) < 2:
+            raise ValueError(f"Intersection needs two sets or more, got {len(sets)}.")
+        if any(isinstance(constraint, Log | Logit) for constraint in sets):
+            raise ValueError("Intersection takes sets; Log and Logit are changes of variable.")
+
+    def contains(self, x: PyTree, tolerance: float = 1e-5) -> Bool[Array, ""]:
+        """Return whether x lies in all the sets, up to `tolerance` times its size."""
+        return _all([constraint.contains(x, tolerance) for constraint in self.sets])
+
+    def check_start(self, x: PyTree) -> PyTree:
+        """Return x, or raise where the sets have no point in common."""
+        if not self.contains(self.project(x), 1e-3):
+            raise ValueError(
+                f"the sets of {self} have no point in common (none was found in {DYKSTRA_STEPS} "
+                "rounds of projections)."
+            )
+        return x
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return the nearest point of the intersection."""
+
+        def one_round(carry):
+            count, _, y, corrections = carry
+            before, updated = y, []
+            for constraint, correction in zip(self.sets, corrections, strict=True):
+                moved = jax.tree.map(jnp.add, y, correction)
+                y = constraint.project(moved)
+                updated.append(jax.tree.map(jnp.subtract, moved, y))
+            # A round may leave y where it was while the corrections still build up.
+            moves = [(y, before), *zip(updated, corrections, strict=True)]
+            change = jnp.stack([_norm(jax.tree.map(jnp.subtract, a, b)) for a, b in moves]).max()
+            return count + 1, change, y, tuple(updated)
+
+        def unfinished(carry):
+            count, change, y, _ = carry
+            return (count < DYKSTRA_STEPS) & (change > self.tolerance * jnp.maximum(_norm(y), 1.0))
+
+        zeros = tuple(jax.tree.map(jnp.zeros_like, x) for _ in self.sets)
+        start = one_round((0, jnp.inf, x, zeros))
+        return lax.while_loop(unfinished, one_round, start)[2]
+
+
+class Log(AbstractConstraint):
+    """x > 0, moved as log(x): steps are factors. For learning rates and other scales.
+
+    It cannot start at 0, which no factor changes.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> float(ft.Log().from_search(ft.Log().to_search(jnp.array(0.5))))
+    0.5
+    """
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return x, with what is not positive raised to the smallest normal number."""
+        return jax.tree.map(lambda leaf: jnp.maximum(leaf, jnp.finfo(leaf.dtype).tiny), x)
+
+    def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
+        """Return whether all of x is positive."""
+        return _all(jax.tree.map(lambda leaf: leaf > 0, x))
+
+    def check_start(self, x: PyTree) -> PyTree:
+        """Return x if it is positive, or raise."""
+        return _inside(self, x)
+
+    def to_search(self, x: PyTree) -> PyTree:
+        """Return log(x)."""
+        return jax.tree.map(jnp.log, x)
+
+    def from_search(self, u: PyTree) -> PyTree:
+        """Return exp(u)."""
+        return jax.tree.map(jnp.exp, u)
+
+    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return 1: a change of log(x) is relative already."""
+        return jax.tree.map(jnp.ones_like, u)
+
+
+class Logit(AbstractConstraint):
+    """lower < x < upper, moved as log((x - lower) / (upper - x)). For momenta and shares.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> float(ft.Logit(0.0, 1.0).to_search(jnp.array(0.5)))
+    0.0
+    """
+
+    lower: float = 0.0
+    upper: float = 1.0
+
+    def __check_init__(self):
+        if not self.lower < self.upper:
+            raise ValueError(f"an empty set: Logit({self.lower}, {self.upper}).")
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return x, moved inside the open interval by a hair where it is not."""
+
+        def inside(leaf):
+            hair = (self.upper - self.lower) * jnp.finfo(leaf.dtype).eps
+            return jnp.clip(leaf, *_like(leaf, self.lower + hair, self.upper - hair))
+
+        return jax.tree.map(inside, x)
+
+    def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
+        """Return whether all of x lies strictly between the bounds."""
+        return _all(jax.tree.map(lambda leaf: (leaf > self.lower) & (leaf < self.upper), x))
+
+    def check_start(self, x: PyTree) -> PyTree:
+        """Return x if it lies strictly between the bounds, or raise."""
+        return _inside(self, x)
+
+    def to_search(self, x: PyTree) -> PyTree:
+        """Return the logit of x between the bounds."""
+        return jax.tree.map(lambda x: jnp.log(x - self.lower) - jnp.log(self.upper - x), x)
+
+    def from_search(self, u: PyTree) -> PyTree:
+        """Return x from its logit."""
+        span = self.upper - self.lower
+        return jax.tree.map(lambda u: self.lower + span * jax.nn.sigmoid(u), u)
+
+    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return 1: a change of the logit is relative already."""
+        return jax.tree.map(jnp.ones_like, u)
+
+
+class Free(AbstractConstraint):
+    """No constraint."""
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return x."""
+        return x
+
+
+def check_constraints(constraints: Any, hparams: PyTree, path: str = "hparams") -> PyTree:
+    """Return the constraints as a full prefix of the hyperparameters, or raise where none fits."""
+    if constraints is None:
+        return Free()
+    if isinstance(constraints, AbstractConstraint):
+        try:
+            shapes = jax.eval_shape(constraints.project, hparams)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{constraints} does not fit {path}: {error}") from error
+        for (name, leaf), after in zip(
+            named_leaves(hparams, path).items(), jax.tree.leaves(shapes), strict=True
+        ):
+            if after.shape != leaf.shape:
+                raise ValueError(
+                    f"the bounds of {constraints} do not fit {name}, which is {describe(leaf)}."
+                )
+        return constraints
+    if isinstance(constraints, Mapping) and isinstance(hparams, Mapping):
+        unknown = sorted(set(constraints) - set(hparams), key=str)
+        if unknown:
+            raise ValueError(
+                f"constraints[{unknown[0]!r}] names no hyperparameter; {path} has "
+                f"{sorted(hparams, key=str)}."
+            )
+        return {
+            name: check_constraints(constraints.get(name), hparams[name], f"{path}[{name!r}]")
+            for name in hparams
+        }
+    same = type(constraints) is type(hparams) and isinstance(constraints, list | tuple)
+    if same and len(constraints) == len(hparams):
+        pairs = enumerate(zip(constraints, hparams, strict=True))
+        return type(hparams)([check_constraints(c, h, f"{path}[{i}]") for i, (c, h) in pairs])
+    if isinstance(constraints, type):
+        raise TypeError(
+            f"the constraint of {path} is a class; write `{constraints.__name__}(...)`."
+        )
+    raise TypeError(
+        f"the constraint of {path} is {describe(constraints)}, which does not fit: give a set "
+        "(`foretune.NonNegative()` and the like), None, or the same containers as in hparams."
+    )
+
+
+def apply_constraints(constraints: PyTree, how: str, x: PyTree, *more: PyTree) -> PyTree:
+    """Return `project`, `to_search`, `reach`, ... of each constraint on its part of x."""
+    return jax.tree.map(
+        lambda constraint, *parts: getattr(constraint, how)(*parts),
+        constraints,
+        x,
+        *more,
+        is_leaf=_is_constraint,
+    )
+
+
+def check_starts(constraints: PyTree, x: PyTree) -> None:
+    """Raise where a part of x starts where its constraint cannot move it."""
+
+    def check(path, constraint, part):
+        try:
+            constraint.check_start(part)
+        except ValueError as error:
+            raise ValueError(f"hparams{jax.tree_util.keystr(path)}: {error}") from None
+
+    jax.tree_util.tree_map_with_path(check, constraints, x, is_leaf=_is_constraint)
+
+
+def _is_constraint(node: Any) -> bool:
+    return isinstance(node, AbstractConstraint)
+
+
+def _shift(v: Float[Array, " n"], total: Any, upper: Any, *, at_most: bool) -> Float[Array, " n"]:
+    """Return clip(v - tau, 0, upper) with sum = total, or (`at_most`) tau = 0 if that is enough.
+
+    The sum is piecewise linear and decreasing in tau. Newton's method on it, kept inside a
+    bracket, ends in finitely many steps; the last step, on the final pieces, carries the derivative.
+    """
+    total, upper = _like(v, total, upper)
+    free, n = lax.stop_gradient(v), v.size
+
+    def excess(tau):
+        return jnp.sum(jnp.clip(free - tau, 0, upper)) - total
+
+    def pieces(tau):
+        inside = (free > tau) & (free - tau < upper)
+        return inside, free - tau >= upper
+
+    def newton(carry):
+        count, low, high, tau, _ = carry
+        value, (inside, _) = excess(tau), pieces(tau)
+        low, high = jnp.where(value >= 0, tau, low), jnp.where(value <= 0, tau, high)
+        step = tau + value / jnp.maximum(jnp.sum(inside), 1)
+        good = jnp.any(inside) & (step > low) & (step < high)
+        return count + 1, low, high, jnp.where(good, step, (low + high) / 2), tau
+
+    def unfinished(carry):
+        count, low, high, tau, before = carry
+        return (count < NEWTON_STEPS) & (tau != before) & (low < high)
+
+    # sum = 0 <= total at tau = max v, and sum >= total at v_(n) - total / n, whatever upper is.
+    low = jnp.zeros((), v.dtype) if at_most else jnp.min(free) - total / n
+    high = jnp.maximum(jnp.max(free), low)
+    start = (0, low, high, low, jnp.full((), jnp.nan, v.dtype))
+    _, _, _, tau, _ = lax.while_loop(unfinished, newton, start)
+    inside, capped = pieces(tau)
+    held = jnp.sum(jnp.where(inside, v, 0)) + jnp.sum(jnp.where(capped, upper, 0)) - total
+    exact = jnp.where(jnp.any(inside), held / jnp.maximum(jnp.sum(inside), 1), tau)
+    shifted = jnp.clip(v - exact, 0, upper)
+    if not at_most:
+        return shifted
+    clipped = jnp.clip(v, 0, upper)
+    return jnp.where(jnp.sum(clipped) <= total, clipped, shifted)
+
+
+def _all(tree: PyTree) -> Bool[Array, ""]:
+    return jnp.all(jnp.array([jnp.all(leaf) for leaf in jax.tree.leaves(tree)]))
+
+
+def _inside(constraint: AbstractConstraint, x: PyTree) -> PyTree:
+    if not constraint.contains(x):
+        raise ValueError(
+            f"a hyperparameter under {constraint} starts at {jax.tree.leaves(x)!r:.100}, outside it or "
+            "on its border, from where it cannot move. Start inside."
+        )
+    return x
+
+
+def _on_vector(f: Callable[[Array], Array], x: PyTree) -> PyTree:
+    vector, restore = ravel_pytree(x)
+    return restore(f(vector))
+
+
+def _like(leaf: Any, *bounds: Any) -> tuple[Array, ...]:
+    return tuple(jnp.asarray(bound, jnp.asarray(leaf).dtype) for bound in bounds)
+
+
+def _square(x: PyTree) -> Float[Array, ""]:
+    return functools.reduce(jnp.add, [jnp.sum(leaf**2) for leaf in jax.tree.leaves(x)])
+
+
+def _norm(x: PyTree) -> Float[Array, ""]:
+    return jnp.sqrt(_square(x))
+
+
+def _check_size(name: str, field: str, value: Any, *, least: float, infinite: bool = False) -> None:
+    if isinstance(value, jax.Array):
+        return  # may be traced
+    if not (value >= least and (infinite or np.isfinite(value))):
+        raise ValueError(
+            f"{name}({field}={value}): the {field} must be a number, {least:g} or more; the set "
+            "would be empty."
+        )

@@ -1,0 +1,232 @@
+"""The offline outer loop: hypergradient, outer Optax step, projection, repeat.
+
+    u_{k+1} = u_k + optimizer(grad f(lambda_k)),    lambda_{k+1} = P(u_{k+1})
+
+with P the projection onto the constraints (or, for `Log` and `Logit`, with u the transformed
+variable). Step k costs one hypergradient; the loop itself adds two small programs.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from jaxtyping import Array, Key, PyTree
+
+from .._engines.base import AbstractEngine, Hypergradient
+from .._engines.nonfinite import NonFiniteError
+from .._engines.reverse import Reverse
+from .._problem.checks import check_count, check_hparams, check_leading_axis, validated
+from .._problem.folds import CrossValidated
+from .._problem.problem import Problem
+from .constraints import check_constraints
+from .run import (
+    Best,
+    Interrupt,
+    Outer,
+    Result,
+    Run,
+    check_callbacks,
+    check_optimizer,
+    digest_of,
+    feasible,
+    measure,
+    nowhere,
+    start_callbacks,
+)
+
+DEFAULT_OPTIMIZER = optax.contrib.cocob()
+
+
+class Carry(NamedTuple):
+    """All that decides how a run goes on: what a checkpoint saves."""
+
+    hparams: PyTree
+    opt_state: PyTree
+    best: Best
+    inner: PyTree  # s_T of the last step where the next starts from it, else None
+
+
+def minimize(
+    problem: Problem,
+    hparams: PyTree,
+    *,
+    steps: int,
+    engine: Any = None,
+    optimizer: Any = None,
+    constraints: PyTree = None,
+    callbacks: Any = (),
+    stop: Callable[[Run], str | None] | Iterable[Callable[[Run], str | None]] | None = None,
+    key: Key[Array, ""] | None = None,
+    batches: Callable[..., PyTree] | None = None,
+    evaluate: Callable[[PyTree, PyTree], dict[str, Any]] | None = None,
+    evaluate_every: int = 1,
+    score: Callable[[dict[str, Any]], Any] | None = None,
+    warm_start: bool = False,
+    batched: bool = False,
+) -> Result:
+    """Descend on the hyperparameters by their hypergradient, inside their constraints.
+
+    Args:
+        problem: the problem.
+        hparams: where to start; projected onto the constraints, with a warning, if outside.
+        steps: the number of updates. The error is evaluated `steps + 1` times, ends included.
+        engine: how the hypergradient is computed; `Reverse()` by default.
+        optimizer: an Optax optimizer for the hyperparameters. By default `optax.contrib.cocob()`,
+            which needs no hyper-learning rate (the README has the comparison behind this choice).
+            Gradient clipping is Optax's: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
+        constraints: sets (`Box`, `CappedSimplex`, ...) or changes of variable (`Log`, `Logit`) as a
+            prefix of the hyperparameters; what is left out is free.
+        callbacks: `Progress()`, `History(file)`, `Checkpoint(directory)`, `TensorBoard(directory)`
+            or your own `Callback`.
+        stop: stopping rules, `NoImprovement(10)`, `SmallGradient(1e-4)`, `TimeLimit(600)` or any
+            function of the `Run` that returns a reason to stop, or None.
+        key: a random key for `batches`.
+        batches: new batches for each step: `batches(step)`, or `batches(step, key)` with a `key`
+            (the same key at the same step of a resumed run). Same shapes at each step.
+        evaluate: `evaluate(state, hparams) -> dict` of further scalars on the final inner state,
+            compiled once, every `evaluate_every` steps.
+        score: what `best` is lowest in, as a function of a record; by default its `value` (the sum
+            of the values, where the objective is a dict). `lambda r: -r["accuracy"]` for a metric
+            of `evaluate`; only records that have the metrics are scored.
+        warm_start: start each training from the final inner state of the one before. The step
+            counter goes on, and a start that depends on the hyperparameters is used only once.
+        batched: the hyperparameters have a leading axis of independent descents, run as one
+            program; records then hold one number for each.
+
+    Ctrl-C ends the run after the current evaluation and returns what there is; a second one
+    interrupts at once. A hypergradient that is not finite raises `NonFiniteError`, whose attribute
+    `run` holds the history and the best hyperparameters until then.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> problem = ft.Problem(
+    ...     dynamics=ft.Training(lambda w, h, x: (w - x) ** 2 + h["decay"] * w**2, optax.sgd(0.2)),
+    ...     objective=lambda state, h, x: (state.params - 0.8) ** 2,
+    ...     init=jnp.array(0.0), batches=ft.FullBatch(jnp.array(1.0), steps=50))
+    >>> result = ft.minimize(problem, {"decay": jnp.array(1.0)}, steps=100,
+    ...                      optimizer=optax.adam(0.05), constraints={"decay": ft.NonNegative()})
+    >>> round(float(result.hparams["decay"]), 2)  # w = 1 / (1 + decay)
+    0.25
+    """
+    check_count(steps, f"minimize(steps={steps!r})")
+    _check_engine(engine)
+    check_optimizer(optimizer)
+    check_callbacks(callbacks)
+    check_count(evaluate_every, f"minimize(evaluate_every={evaluate_every})")
+    engine = Reverse() if engine is None else engine
+    optimizer = DEFAULT_OPTIMIZER if optimizer is None else optimizer
+    if batched and warm_start:
+        raise ValueError("minimize takes either batched=True or warm_start=True, not both.")
+    hparams = check_hparams(hparams)
+    members = check_leading_axis(hparams, "hparams", "the descents") if batched else None
+    single = jax.tree.map(lambda leaf: leaf[0], hparams) if batched else hparams
+    validated(problem, single)
+    constraints = check_constraints(constraints, single)
+    hparams = feasible(hparams, constraints, batched)
+    outer = Outer(optimizer, constraints)
+    inner = problem.start(hparams) if warm_start else None
+    best = nowhere(hparams, () if members is None else (members,))
+    settings = {
+        "constraints": repr(constraints),
+        "inner steps": str(problem.steps),
+        "start": digest_of(hparams),
+    }
+    if isinstance(problem, CrossValidated):
+        settings["folds"] = str(problem.folds)
+    carry = Carry(hparams, _outer_init(outer, hparams, batched), best, inner)
+    run = Run(steps, carry, settings)
+
+    with Interrupt() as interrupt:
+        start_callbacks(callbacks, run)
+        try:
+            stopped = None
+            while stopped is None:
+                now = problem
+                if batches is not None:
+                    extra = () if key is None else (jax.random.fold_in(key, run.step),)
+                    now = problem.replace(batches=batches(run.step, *extra))
+                if warm_start:
+                    now = now.continued(run.carry.inner)
+                try:
+                    hyper = _hypergradient(engine, now, run.hparams, batched)
+                except NonFiniteError as error:
+                    error.add_note(
+                        f"foretune: this was step {run.step} of minimize; what there is until then "
+                        "(history, best, hparams) is in the attribute `run` of this error."
+                    )
+                    error.run = run
+                    raise
+                run.value, run.grad, run.state = hyper
+                norms = _gradient_norm(hyper.grad, batched)
+                record = {"step": run.step, "value": hyper.value, "gradient_norm": norms}
+                measured = evaluate and (run.step % evaluate_every == 0 or run.step == steps)
+                if measured:
+                    record |= measure(evaluate, hyper.state, run.hparams, record, batched)
+                run.note(record)
+                if measured or not evaluate:
+                    run.rank(score, run.hparams)
+                for callback in callbacks:
+                    callback.step(run)
+                stopped = next(iter(run.reasons(stop, interrupt)), None)
+                if stopped is None:
+                    new, opt_state = _outer_update(
+                        outer, run.hparams, run.carry.opt_state, hyper.value, hyper.grad, batched
+                    )
+                    inner = hyper.state if warm_start else None
+                    run.carry = Carry(new, opt_state, run.best, inner)
+                    run.step += 1
+        finally:
+            for callback in callbacks:
+                callback.end(run)
+    return Result(run.hparams, run.value, run.state, run.history, run.best, stopped)
+
+
+@eqx.filter_jit
+def _outer_init(outer: Outer, hparams: PyTree, batched: bool) -> PyTree:
+    return (jax.vmap(outer.init) if batched else outer.init)(hparams)
+
+
+@eqx.filter_jit
+def _outer_update(
+    outer: Outer, hparams: PyTree, opt_state: PyTree, value: Any, grad: PyTree, batched: bool
+) -> tuple[PyTree, PyTree]:
+    update = jax.vmap(outer.update) if batched else outer.update
+    return update(hparams, opt_state, value, grad)
+
+
+def _check_engine(engine: Any) -> None:
+    if engine is not None and not isinstance(engine, AbstractEngine):
+        raise TypeError(f"engine must be an engine, `foretune.Reverse()` say; got {engine!r:.100}.")
+
+
+def _hypergradient(engine, problem, hparams, batched) -> Hypergradient:
+    if not batched:
+        return engine(problem, hparams)
+    result = _batched_hypergradient(engine, problem, hparams)
+    finite = jax.device_get(_rows_finite((result.value, result.grad)))
+    if not finite.all():  # run the first bad one alone, which explains itself
+        first = int(np.argmin(finite))
+        engine(problem, jax.tree.map(lambda leaf: leaf[first], hparams))
+    return result
+
+
+@eqx.filter_jit
+def _batched_hypergradient(engine, problem, hparams):
+    return eqx.filter_vmap(lambda h: engine(problem, h))(hparams)
+
+
+@jax.jit
+def _rows_finite(tree: PyTree) -> Array:
+    rows = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(tree)]
+    return jnp.stack(rows).all(0)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _gradient_norm(grad: PyTree, batched: bool) -> Array:
+    norm = jax.vmap(optax.tree.norm) if batched else optax.tree.norm
+    return norm(grad)

@@ -1,0 +1,289 @@
+"""What the drivers share: the run that callbacks see, its result, and the outer step.
+
+    u_{k+1} = u_k + optimizer(grad f(lambda_k)),    lambda_{k+1} = P(u_{k+1})
+
+with P the projection onto the constraints (or, for `Log` and `Logit`, with u the transformed
+variable).
+"""
+
+import functools
+import hashlib
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Float, PyTree
+
+from .._problem.checks import named_leaves
+from .callbacks import Callback
+from .constraints import apply_constraints, check_starts
+
+
+class Best(NamedTuple):
+    """The lowest score so far: the `hparams` there, the `score` itself, and its `step`."""
+
+    hparams: PyTree
+    score: Float[Array, "..."]
+    step: Any
+
+
+class Result(NamedTuple):
+    """What a driver returns.
+
+    Attributes:
+        hparams: the last hyperparameters.
+        value: the last error: at these hyperparameters in `minimize`, in the last window in real time.
+        state: the final inner state there; in real time the tuner's state, to go on from.
+        history: one dict per evaluation: `step`, `value`, `gradient_norm` and what `evaluate` adds.
+        best: the lowest score of the run, as `best.hparams`, `best.score` and `best.step`.
+        stopped: why the run ended.
+    """
+
+    hparams: PyTree
+    value: PyTree
+    state: PyTree
+    history: list[dict[str, Any]]
+    best: Best
+    stopped: str
+
+
+class Run:
+    """A run in progress, as callbacks and stopping rules see it.
+
+    `step` counts finished updates; `hparams`, `value`, `grad`, `state` and `record` belong to the
+    evaluation at that step; `history` holds all records, `steps` is the last step asked for (None
+    where a stream decides).
+    """
+
+    def __init__(self, steps: int | None, carry: Any, settings: dict[str, str]):
+        self.steps, self.settings = steps, settings
+        self.step, self.carry, self.history = 0, carry, []
+        self.started = time.monotonic()
+        self.record: dict[str, Any] = {}
+        self.value: Any = None
+        self.grad: Any = None
+        self.state: Any = None
+
+    @property
+    def hparams(self) -> PyTree:
+        """The current hyperparameters."""
+        return self.carry.hparams
+
+    @property
+    def best(self) -> Best:
+        """The best so far."""
+        return self.carry.best
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds since this process began (or resumed) the run."""
+        return time.monotonic() - self.started
+
+    @property
+    def whole(self) -> bool:
+        """Whether the carry can be resumed from: its step has been evaluated."""
+        return len(self.history) > self.step
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Append a record, with its numbers as Python's own."""
+        self.record = jax.tree.map(_plain, on_host(record))
+        self.history.append(self.record)
+
+    def rank(self, score: Callable[[dict[str, Any]], Any] | None, hparams: PyTree) -> None:
+        """Take the hyperparameters as the best, where the record's score says so."""
+        now = jnp.asarray((score or _total_value)(self.record))
+        best = _better(self.best, hparams, now, self.step)
+        self.carry = self.carry._replace(best=best)
+
+    def reasons(self, rules: Any, interrupt: "Interrupt") -> list[str]:
+        """Return the reasons to stop, if any."""
+        rules = [rules] if callable(rules) else list(rules or ())
+        reasons = [reason for rule in rules if (reason := rule(self))]
+        if self.steps is not None and self.step >= self.steps:
+            reasons.append(f"{self.steps} steps done")
+        reasons += ["interrupted"] if interrupt.asked else []
+        if jax.process_count() > 1:  # all end at the same step, else some would wait for ever
+            stops = multihost_utils.process_allgather(np.array(bool(reasons)))
+            reasons = reasons or ["another process stopped"] * bool(stops.any())
+        return reasons
+
+
+def nowhere(hparams: PyTree, shape: tuple[int, ...] = ()) -> Best:
+    """Return the best of nothing yet."""
+    hparams = jax.tree.map(jnp.copy, hparams)  # theirs may be donated
+    return Best(hparams, jnp.full(shape, jnp.inf), jnp.zeros(shape, jnp.int32))
+
+
+class Outer(eqx.Module):
+    """The outer step: gradient in the search variable, Optax update, projection."""
+
+    optimizer: optax.GradientTransformation
+    constraints: PyTree
+
+    def init(self, hparams: PyTree) -> PyTree:
+        """Return the optimizer's state, which holds for the search variable."""
+        return self.optimizer.init(apply_constraints(self.constraints, "to_search", hparams))
+
+    def update(self, hparams: PyTree, opt_state: PyTree, value: PyTree, grad: PyTree) -> tuple:
+        """Return the next hyperparameters and optimizer state."""
+        from_search = functools.partial(apply_constraints, self.constraints, "from_search")
+        u = apply_constraints(self.constraints, "to_search", hparams)
+        _, pull = jax.vjp(from_search, u)  # du = grad f(lambda) dlambda/du
+        (direction,) = pull(grad)
+        optimizer = optax.with_extra_args_support(self.optimizer)
+        updates, opt_state = optimizer.update(
+            direction,
+            opt_state,
+            u,
+            value=sum(jax.tree.leaves(value)),
+            grad=direction,
+            reach=functools.partial(apply_constraints, self.constraints, "reach"),
+        )
+        moved = from_search(optax.apply_updates(u, updates))
+        return apply_constraints(self.constraints, "project", moved), opt_state
+
+
+@eqx.filter_jit
+def _project(constraints: PyTree, hparams: PyTree, batched: bool) -> PyTree:
+    project = functools.partial(apply_constraints, constraints, "project")
+    return (jax.vmap(project) if batched else project)(hparams)
+
+
+def feasible(hparams: PyTree, constraints: PyTree, batched: bool = False) -> PyTree:
+    """Return the projection of a start onto its constraints, with a warning where it moves."""
+    check_starts(constraints, hparams)
+    inside = _project(constraints, hparams, batched)
+    for (path, given), moved in zip(
+        named_leaves(hparams, "hparams").items(), jax.tree.leaves(inside), strict=True
+    ):
+        distance = float(jnp.linalg.norm(jnp.ravel(given - moved)))
+        if distance > 1e-5 * max(1.0, float(jnp.linalg.norm(jnp.ravel(given)))):
+            warnings.warn(
+                f"{path} starts outside its constraint, at a distance of {distance:.3g}; it is "
+                "projected onto it.",
+                stacklevel=4,
+            )
+    return inside
+
+
+def measure(evaluate, state, hparams, record: dict[str, Any], batched: bool = False) -> dict:
+    """Return the scalars of the user's `evaluate`, or raise where they are none."""
+    metrics = _measure(evaluate, state, hparams, batched)
+    if not isinstance(metrics, dict) or set(metrics) & set(record):
+        raise ValueError(
+            f"evaluate must return a dict of scalars with names other than {list(record)}, got "
+            f"{metrics!r:.200}."
+        )
+    return metrics
+
+
+@eqx.filter_jit
+def _measure(evaluate, state, hparams, batched: bool) -> dict[str, Any]:
+    return (eqx.filter_vmap(evaluate) if batched else evaluate)(state, hparams)
+
+
+@jax.jit
+def _better(best: Best, hparams: PyTree, score: Array, step: Any) -> Best:
+    better = score < best.score
+
+    def keep(new, old):
+        return jnp.where(better.reshape(better.shape + (1,) * (new.ndim - better.ndim)), new, old)
+
+    chosen = jax.tree.map(keep, hparams, best.hparams)
+    return Best(chosen, jnp.where(better, score, best.score), jnp.where(better, step, best.step))
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise unless it is an Optax optimizer or None."""
+    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"optimizer must be an Optax optimizer, `optax.adam(0.01)` say; got {optimizer!r:.100}."
+        )
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Raise unless it is a list of callbacks."""
+    listed = isinstance(callbacks, list | tuple)
+    if not listed or not all(isinstance(callback, Callback) for callback in callbacks):
+        raise TypeError(
+            f"callbacks must be a list like `[foretune.Progress()]`; got {callbacks!r:.100}."
+        )
+
+
+def start_callbacks(callbacks: Any, run: Run) -> None:
+    """Start the callbacks, those that may resume the run first."""
+    for callback in sorted(callbacks, key=lambda callback: not callback.resumes):
+        callback.start(run)
+
+
+def digest_of(tree: PyTree) -> str:
+    """Return a digest of the numbers in a pytree."""
+    digest = hashlib.sha256()
+    for leaf in numbers(tree):
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def numbers(tree: PyTree) -> list[np.ndarray]:
+    """Return the arrays of a pytree on the host, random keys as their data."""
+
+    def data(leaf):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
+
+    arrays = [data(leaf) for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
+    return [np.asarray(array) for array in on_host(arrays)]
+
+
+def on_host(tree: PyTree) -> PyTree:
+    """Return the tree with its arrays on the host, whole where other processes hold parts of them."""
+
+    def whole(leaf):
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        return multihost_utils.process_allgather(leaf, tiled=True)
+
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
+def _total_value(record: dict[str, Any]) -> Any:
+    return sum(np.asarray(value) for value in jax.tree.leaves(record["value"], is_leaf=_is_row))
+
+
+def _is_row(node: Any) -> bool:
+    return isinstance(node, list)
+
+
+def _plain(leaf: Any) -> Any:
+    """Return numbers as Python's own, so that records can be written as JSON and compared."""
+    return leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf
+
+
+class Interrupt:
+    """Turns the first Ctrl-C into a request; the second acts as usual."""
+
+    def __init__(self):
+        self.asked = False
+
+    def __enter__(self) -> "Interrupt":
+        self._before = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def _ask(self, *_):
+        self.asked = True
+        signal.signal(signal.SIGINT, self._before)
+
+    def __exit__(self, *_):
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)

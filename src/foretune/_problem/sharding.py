@@ -1,0 +1,214 @@
+"""Several devices, on JAX's own machinery: a mesh, arrays placed on it, and the compiler.
+
+The programs are the same on one device and on many: XLA splits them by how their inputs lie. Two axes
+of a mesh have a meaning here, any other is yours, for parameters that are split:
+
+    data       examples. Each device has its share of every batch, and all of s and Z; the sums over
+               examples (gradients, and their derivatives) are exchanged at every step.
+    tangents   columns of Z in forward mode. Each device carries its own through the whole
+               training, Z_t^j = A_t Z_{t-1}^j + B_t^j; nothing is exchanged until the end, and then
+               m numbers for each error.
+"""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from .checks import as_arrays, check_count, check_mesh, describe, describe_tree
+from .folds import CrossValidated, PerFold
+from .problem import Batches, FullBatch, Minibatches, Problem, Stacked
+
+DATA, TANGENTS = "data", "tangents"
+
+
+def mesh(**axes: int) -> Mesh:
+    """Return a mesh of the devices of all processes, from its axes and their sizes.
+
+    Examples are split over the axis `data`, columns of Z over `tangents`; without arguments, all
+    devices are on `data`. It is `jax.make_mesh` with axes of the type `Auto`, which engines need:
+    the compiler decides where intermediate results lie.
+
+    >>> import foretune as ft
+    >>> dict(ft.mesh(data=1, tangents=1).shape)  # (data=4, tangents=2) on 8 devices
+    {'data': 1, 'tangents': 1}
+    """
+    devices = jax.devices()
+    axes = axes or {DATA: len(devices)}
+    given = ", ".join(f"{name}={size}" for name, size in axes.items())
+    for size in axes.values():
+        check_count(size, f"mesh({given})")
+    needed = math.prod(axes.values())
+    if needed > len(devices) or (needed < len(devices) and jax.process_count() > 1):
+        raise ValueError(
+            f"mesh({given}) has {needed} devices, but there are {len(devices)} in "
+            f"{jax.process_count()} process(es). The sizes must multiply to that number"
+            + (" (or less)." if jax.process_count() == 1 else ", so that every process takes part.")
+        )
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices[:needed])
+
+
+def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
+    """Place a problem, or batches, on the devices of a mesh; then everything runs there.
+
+    Args:
+        what: a `Problem`; or for `RealTime`, a batch (a pytree of arrays with a leading axis of
+            examples), `Minibatches` or `FullBatch`.
+        mesh: the mesh, as `foretune.mesh` makes it.
+        params: for a problem, how its initial parameters are split: a `PartitionSpec`, or a pytree of
+            them that is a prefix of the parameters. By default every device has them all.
+
+    Examples are split over the axis `data`, where the mesh has it: the rows of `FullBatch` and of
+    `validation`, the second axis of stacked batches (T, examples, ...), and the indices of
+    `Minibatches`, whose data every device has. Of `CrossValidated`, the folds are split instead. All
+    else every device has. An array that lies on this mesh already stays as you placed it. Where
+    results lie is the compiler's choice; what they are changes by rounding only.
+
+    In a run of several processes, each gives the same arrays; where each has its own share of the
+    examples, make them with `jax.make_array_from_process_local_data`.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> problem = ft.Problem(
+    ...     ft.Training(lambda w, h, x: jnp.mean((w - x) ** 2), lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, x: jnp.mean((state.params - x) ** 2),
+    ...     init=jnp.array(0.0), batches=ft.FullBatch(jnp.ones(4), steps=1),
+    ...     validation=jnp.ones(2))
+    >>> problem = ft.shard(problem, ft.mesh(data=1))
+    >>> problem.batches.data.sharding.is_equivalent_to(problem.validation.sharding, ndim=1)
+    True
+    >>> float(ft.Reverse()(problem, {"lr": jnp.array(0.25)}).grad["lr"])
+    -2.0
+    """
+    check_mesh(mesh, "shard(what, mesh)")
+    placement = _Placement(mesh)
+    if not isinstance(what, Problem):
+        if params is not None:
+            raise TypeError(
+                f"shard(what, mesh, params=...): `params` is for a problem, but what is "
+                f"{describe(what)}."
+            )
+        if isinstance(what, Batches):
+            return _batches(placement, what)
+        return placement.examples(as_arrays(what), 0, "the batch")
+    if isinstance(what, CrossValidated):
+        validation = placement.whole(what.validation)
+    else:
+        validation = placement.examples(what.validation, 0, "validation")
+    placed = (
+        placement.whole(what.dynamics),
+        placement.whole(what.objective),
+        placement.whole(what.init) if params is None else placement.specs(what.init, params),
+        _batches(placement, what.batches),
+        validation,
+    )
+    return _replaced(
+        lambda p: (p.dynamics, p.objective, p.init, p.batches, p.validation), what, placed
+    )
+
+
+def place_state(state: Any, mesh: Mesh) -> Any:
+    """Return the state of `RealTime` with the columns of Z split over `tangents`."""
+    placement = _Placement(mesh)
+    others = placement.whole(state._replace(Z=None))
+    if TANGENTS not in mesh.shape:
+        return others._replace(Z=placement.whole(state.Z))
+    m, size = sum(leaf.size for leaf in jax.tree.leaves(state.hparams)), mesh.shape[TANGENTS]
+    if m % size:
+        raise ValueError(
+            f"RealTime(mesh=...): the {m} columns of Z, one for each hyperparameter, cannot be split "
+            f"evenly over the {size} devices of the mesh's axis 'tangents'. Give it a size that "
+            f"divides {m}."
+        )
+    columns = NamedSharding(mesh, PartitionSpec(TANGENTS))
+    return others._replace(Z=jax.device_put(state.Z, columns))
+
+
+def _batches(placement: "_Placement", batches: Any) -> Any:
+    if isinstance(batches, FullBatch):
+        return FullBatch(placement.examples(batches.data, 0, "batches.data"), batches.steps)
+    if isinstance(batches, Minibatches):
+        indices = placement.examples(batches.indices, 1, "batches.indices")
+        return placement.whole(batches.at(None)).at(indices)
+    if isinstance(batches, Stacked):
+        return Stacked(placement.examples(batches.xs, 1, "batches"))
+    scanned = placement.whole(batches.xs, axis=1)  # of folds: the steps come first
+    rest = placement.whole(_replaced(lambda b: b.xs, batches, None))
+    return _replaced(lambda b: b.xs, rest, scanned)
+
+
+def _replaced(where: Any, module: Any, new: Any) -> Any:
+    return eqx.tree_at(where, module, new, is_leaf=lambda node: node is None)
+
+
+class _Placement:
+    """How arrays are placed on a mesh."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.size = mesh, mesh.shape.get(DATA, 1)
+
+    def holds(self, leaf: Any) -> bool:
+        sharding = getattr(leaf, "sharding", None)
+        return isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh
+
+    def put(self, leaf: Any, *spec: Any) -> Any:
+        if self.holds(leaf):
+            return leaf
+        return jax.device_put(leaf, NamedSharding(self.mesh, PartitionSpec(*spec)))
+
+    def split(self, leaf: Any, axis: int, path: str) -> Any:
+        if DATA not in self.mesh.shape or leaf.ndim <= axis or self.holds(leaf):
+            return self.put(leaf)
+        if leaf.shape[axis] % self.size:
+            raise ValueError(
+                f"{path} is {describe(leaf)}: axis {axis}, of length {leaf.shape[axis]}, cannot be "
+                f"split evenly over the {self.size} devices of the mesh's axis 'data'. Take a "
+                f"number that {self.size} divides (drop rows, or pad them and weigh the padding with 0 "
+                "in the loss), or give every device the whole array: `jax.device_put(array, "
+                "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))`."
+            )
+        return self.put(leaf, *[None] * axis, DATA)
+
+    def examples(self, tree: PyTree, axis: int, name: str) -> PyTree:
+        """Split the axis of examples over `data`; what has no such axis goes to every device."""
+
+        def place(path, leaf):
+            if not eqx.is_array(leaf):
+                return leaf
+            return self.split(leaf, axis, name + jax.tree_util.keystr(path))
+
+        return jax.tree_util.tree_map_with_path(place, tree)
+
+    def whole(self, tree: PyTree, axis: int = 0) -> PyTree:
+        """Give every device all arrays; but folds, where arrays differ by fold, are split."""
+
+        def place(node):
+            if isinstance(node, PerFold):
+                return PerFold(self.split(node.array, axis, "the arrays of the folds"))
+            return self.put(node) if eqx.is_array(node) else node
+
+        return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, PerFold))
+
+    def specs(self, init: PyTree, specs: PyTree) -> PyTree:
+        """Split parameters as a prefix of specs says."""
+
+        def is_spec(node):
+            return node is None or isinstance(node, PartitionSpec)
+
+        given = jax.tree.leaves(specs, is_leaf=is_spec)
+        if not all(map(is_spec, given)) or not any(map(eqx.is_array, jax.tree.leaves(init))):
+            raise TypeError(
+                "shard(..., params=...) takes a `jax.sharding.PartitionSpec` for each initial "
+                f"parameter; got\n{describe_tree(specs, 'params')}\nfor\n{describe_tree(init, 'init')}"
+            )
+
+        def place(spec, part):
+            sharding = NamedSharding(self.mesh, spec or PartitionSpec())
+            return jax.tree.map(
+                lambda leaf: jax.device_put(leaf, sharding) if eqx.is_array(leaf) else leaf, part
+            )
+
+        return jax.tree.map(place, specs, init, is_leaf=is_spec)

@@ -1,0 +1,1 @@
+"""Real-time tuning: forward mode carried along the training itself."""

@@ -1,0 +1,273 @@
+"""Streams of minibatches: cut into windows, and tuned over in real time.
+
+Any iterable of batches will do, of known, unknown or infinite length: a list, a generator, a Grain
+or PyTorch loader. A batch is a pytree of what NumPy can read; all batches of a stream have the same
+shapes.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .._outer.run import (
+    Best,
+    Interrupt,
+    Result,
+    Run,
+    check_callbacks,
+    digest_of,
+    measure,
+    nowhere,
+    on_host,
+    start_callbacks,
+)
+from .._problem.checks import check_count, describe, named_leaves
+from .._problem.problem import Minibatches
+
+
+def windows(stream: Any, n: int) -> Iterator[Any]:
+    """Cut a stream of minibatches into windows of n, stacked on a leading axis; the last is shorter.
+
+    Of `Minibatches` it makes shorter `Minibatches`, whose data stays where it is.
+
+    >>> import foretune as ft, numpy as np
+    >>> batches = [{"x": np.zeros((8, 3))} for _ in range(5)]
+    >>> [window["x"].shape for window in ft.windows(batches, 2)]
+    [(2, 8, 3), (2, 8, 3), (1, 8, 3)]
+    """
+    check_count(n, f"windows(n={n})")
+    check_stream(stream, "the stream of minibatches", minibatches=True)
+    return _windows(stream, n)
+
+
+def _windows(stream: Any, n: int) -> Iterator[Any]:
+    if isinstance(stream, Minibatches):
+        for first in range(0, stream.steps, n):
+            yield stream.at(stream.indices[first : first + n])
+        return
+    count, expected, batches = 0, None, []
+    for batch in stream:
+        batch = jax.tree.map(_copied, batch)
+        shape = _shape_of(batch)
+        if expected is not None and shape != expected:
+            raise ValueError(_changed(count, expected, shape))
+        expected, count = shape, count + 1
+        batches.append(batch)
+        if len(batches) == n:
+            yield jax.tree.map(_stack, *batches)
+            batches = []
+    if batches:
+        yield jax.tree.map(_stack, *batches)
+
+
+def readable(leaf: Any) -> Any:
+    """Return an array of what NumPy can read."""
+    return leaf if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else np.array(leaf)  # a loader may reuse its own
+
+
+def _stack(*leaves: Any) -> Any:
+    return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)
+
+
+def _shape_of(batch: PyTree) -> dict[str, str]:
+    return {path: describe(leaf) for path, leaf in named_leaves(batch, "batch").items()}
+
+
+def _changed(index: int, expected: dict[str, str], found: dict[str, str]) -> str:
+    paths = [*expected, *(path for path in found if path not in expected)]
+    path = next(path for path in paths if expected.get(path) != found.get(path))
+    return (
+        f"minibatch {index} of the stream (counted from 0) differs from those before it: {path} is "
+        f"{found.get(path, 'absent')}, it was {expected.get(path, 'absent')}. A program is compiled "
+        "for one shape: drop the last, smaller batch of an epoch (`drop_last=True` in most loaders), "
+        "or pad it and weigh the padding with 0 in the loss."
+    )
+
+
+def check_stream(stream: Any, name: str, *, minibatches: bool = False) -> None:
+    """Raise where a stream is one batch, or nothing that can be iterated over."""
+    arrays = isinstance(stream, tuple | dict) and any(
+        hasattr(leaf, "shape") for leaf in (stream.values() if isinstance(stream, dict) else stream)
+    )
+    shapes = [getattr(item, "shape", None) for item in stream] if isinstance(stream, list) else []
+    arrays = arrays or (None not in shapes and len(set(shapes)) > 1)  # [x, y]: no list of batches
+    if arrays or hasattr(stream, "shape"):
+        raise TypeError(
+            f"{name} must be an iterable of batches, but it looks like one batch, of\n"
+            + "\n".join(f"  {path}: {leaf}" for path, leaf in _shape_of(stream).items())
+            + "\nGive `itertools.repeat(batch)` for the same batch each time, or a list of batches."
+        )
+    if not (isinstance(stream, Iterable) or (minibatches and isinstance(stream, Minibatches))):
+        raise TypeError(f"{name} must be an iterable of batches, got {describe(stream)}.")
+
+
+class RealTimeCarry(NamedTuple):
+    """All that decides how a real-time run goes on: what a checkpoint saves."""
+
+    state: Any
+    best: Best
+
+    @property
+    def hparams(self) -> PyTree:
+        """The current hyperparameters."""
+        return self.state.hparams
+
+
+class RealTimeRun(Run):
+    """A real-time run in progress: `step` counts finished windows.
+
+    `state` is the tuner's state after the window, `record` what belongs to the window; `window` and
+    `validation` are its data, `log` is what `update` returned, `tuner` the `RealTime`.
+    """
+
+    tuner: Any = None
+    window: Any = None
+    validation: Any = None
+    log: Any = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the carry can be resumed from: always, between windows."""
+        return self.step > 0
+
+
+def run_stream(
+    tuner: Any,
+    train_stream: Any,
+    validation_stream: Any,
+    *,
+    params: PyTree,
+    hparams: PyTree,
+    steps: int | None,
+    window: int,
+    callbacks: Any,
+    stop: Any,
+    evaluate: Callable[[PyTree, PyTree], dict[str, Any]] | None,
+    evaluate_every: int,
+    score: Callable[[dict[str, Any]], Any] | None,
+    skip: bool,
+) -> Result:
+    """Do what `RealTime.run` documents."""
+    if steps is not None:
+        check_count(steps, f"run(steps={steps!r})")
+    check_count(evaluate_every, f"run(evaluate_every={evaluate_every})")
+    check_callbacks(callbacks)
+    check_stream(validation_stream, "the validation stream")
+    pieces = windows(train_stream, window)
+    state = tuner.init(params, hparams)
+    settings = {
+        "constraints": repr(tuner.settings.constraints),
+        "window": str(window),
+        "start": digest_of((state.hparams, state.train)),
+    }
+    run = RealTimeRun(steps, RealTimeCarry(state, nowhere(state.hparams)), settings)
+    run.tuner = tuner
+    with Interrupt() as interrupt:
+        start_callbacks(callbacks, run)
+        already = run.step if skip else 0
+        validations = itertools.islice(_repeated(validation_stream), already, None)
+        pieces = itertools.islice(pieces, already, None)
+        try:
+            upcoming, stopped, failure = _next(pieces), None, None
+            if steps is not None and run.step >= steps:
+                stopped = f"{steps} steps done"
+            while stopped is None:
+                run.window, run.validation = upcoming, _next(validations)
+                if run.window is END or run.validation is END:
+                    which = "training" if run.window is END else "validation"
+                    stopped = f"the {which} stream ended"
+                    if run.step == 0:
+                        raise ValueError(f"the {which} stream is empty: it gave no batch.")
+                    break
+                state, log, fault = tuner.dispatch(run.carry.state, run.window, run.validation)
+                run.carry, run.state = run.carry._replace(state=state), state
+                # The next window is read and sent to the device while this one runs.
+                more = steps is None or run.step + 1 < steps
+                try:
+                    upcoming = _next(pieces) if more and not interrupt.asked else END
+                except BaseException as error:  # raised when this window has been noted
+                    failure = error
+                if fault:
+                    _fail(tuner, run, state)
+                _note(run, state, log, evaluate, evaluate_every)
+                if not run.record["undone"] and (not evaluate or set(run.record) > _RECORD):
+                    run.rank(score, log["hparams"])
+                for callback in callbacks:
+                    callback.step(run)
+                if failure is not None:
+                    raise failure
+                stopped = next(iter(run.reasons(stop, interrupt)), None)
+        finally:
+            for callback in callbacks:
+                callback.end(run)
+    if run.value is None and run.history:  # resumed at its end
+        run.value = run.history[-1]["value"]
+    return Result(run.hparams, run.value, run.carry.state, run.history, run.best, stopped)
+
+
+END = object()  # of a stream
+_RECORD = {"step", "value", "gradient_norm", "loss", "hparams", "z_norm", "undone"}
+
+
+def _note(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -> None:
+    run.step, run.log = run.step + 1, log
+    run.value, run.grad = log["value"], log["hypergradient"]
+    numbers = on_host(log)
+    wide = jax.tree.map(lambda g: np.asarray(g, np.float64), numbers["hypergradient"])
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(wide)))
+    record = {"step": run.step, "value": numbers["value"], "gradient_norm": norm}
+    record |= {name: _named(numbers[name]) for name in ("loss", "hparams", "z_norm", "undone")}
+    try:
+        if evaluate and (run.step % every == 0 or run.step == run.steps):
+            record |= measure(evaluate, state.train, state.hparams, record)
+    finally:
+        run.note(record)
+
+
+def _named(tree: PyTree) -> Any:
+    """Return the tree as it is where JSON can hold it, by path where it cannot."""
+    if tree is None or isinstance(tree, dict | list | tuple | np.ndarray | np.generic):
+        return tree
+    return named_leaves(tree, "hparams")
+
+
+def _fail(tuner: Any, run: RealTimeRun, state: Any) -> None:
+    error = tuner.fault(state, run.window, run.validation)
+    error.run = run
+    error.add_note(
+        "foretune: what there is until then (history, best, hparams) is in the attribute `run` of "
+        "this error."
+    )
+    raise error
+
+
+def _next(iterator: Iterator[Any]) -> Any:
+    """Return what comes next, on the device, or END."""
+    batch = next(iterator, END)
+    if batch is END:
+        return END
+
+    def put(leaf):  # what is on devices stays there: other processes may have parts of it
+        return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
+
+    return jax.tree.map(put, batch)
+
+
+def _repeated(stream: Any) -> Iterator[Any]:
+    """Go through a stream again and again, where it can be; an iterator only once."""
+    while True:
+        empty = True
+        for batch in stream:
+            empty = False
+            yield jax.tree.map(_copied, batch)
+        if empty or isinstance(stream, Iterator):
+            return

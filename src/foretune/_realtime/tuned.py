@@ -1,0 +1,191 @@
+"""Real-time tuning as an optimizer, for a training loop that is there already.
+
+The loop goes on calling `update` once for each minibatch; every few steps the hyperparameters move.
+It is `RealTime` with its window spread over calls.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array, Float, PyTree
+
+from .._outer.constraints import Box, NonNegative
+from .._problem.arguments import copied
+from .._problem.checks import check_count, check_signature, validated
+from .._problem.dynamics import Training
+from .stream import readable
+from .tuner import RealTime
+from .window import Progressing, RealTimeState, begin, finish, make_step
+
+USUAL = {
+    "learning_rate": NonNegative(),
+    "weight_decay": NonNegative(),
+    "momentum": Box(0.0, 0.999),
+    "decay": Box(0.0, 0.9999),
+    "b1": Box(0.0, 0.999),
+    "b2": Box(0.0, 0.9999),
+}
+
+
+class TunedState(NamedTuple):
+    """Where a tuned training is: `params`, `hparams` and the `log` of their last update."""
+
+    log: dict[str, Any]
+    """The log of the last update of the hyperparameters, as of `RealTime.update`; NaN before."""
+    anchor: RealTimeState
+    """The tuner's state at the beginning of the window, without its Z."""
+    window: Progressing
+    """The window under way."""
+
+    @property
+    def params(self) -> PyTree:
+        """The current parameters."""
+        return eqx.combine(self.window.s, self.anchor.train).params
+
+    @property
+    def hparams(self) -> PyTree:
+        """The current hyperparameters, by name."""
+        return self.anchor.hparams
+
+
+class Tuned(NamedTuple):
+    """A pair of pure functions, like an Optax optimizer."""
+
+    init: Callable[[PyTree], TunedState]
+    """`init(params) -> state`"""
+    update: Callable[[TunedState, PyTree, PyTree], tuple[TunedState, Array]]
+    """`update(state, batch, validation) -> (state, loss)`"""
+
+
+def tuned(
+    optimizer: Callable[..., Any],
+    loss: Callable[[PyTree, PyTree], Float[Array, ""]],
+    error: Callable[[PyTree, PyTree], Float[Array, ""]] | None = None,
+    *,
+    every: int = 10,
+    constraints: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    **hparams: Any,
+) -> Tuned:
+    """Return an optimizer that tunes its own constants on validation data, as it trains.
+
+    Args:
+        optimizer: a function of the constants to be tuned that returns an Optax optimizer:
+            `optax.sgd`, `optax.adamw`, `functools.partial(optax.adam, eps_root=1e-8)`.
+        loss: your loss, `loss(params, batch)`.
+        error: the validation error, `error(params, validation)`; the loss by default.
+        every: the minibatches between two updates of the constants.
+        constraints: as in `RealTime`; learning rates and decays are non-negative and momenta in [0, 1)
+            without it.
+        options: further options of `RealTime`.
+        **hparams: the constants to be tuned, with their initial values.
+
+    `update` returns the new state and the loss of the minibatch. It is compiled, and pure: inside your
+    own `jax.jit` it has less overhead. The parameters may be any pytree, an Equinox model for
+    instance. A window whose loss diverges is undone. One in which something else is not finite,
+    the data for instance, is dropped with a `NonFiniteError`, whose `state` is the one to go on
+    from; inside `jit` there is no error, only `state.log["dropped"]`.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> loss = lambda w, x: jnp.mean((w - x) ** 2)
+    >>> optimizer = ft.tuned(optax.sgd, loss, learning_rate=1e-4, momentum=0.5)
+    >>> state = optimizer.init(jnp.array(0.0))
+    >>> for step in range(300):
+    ...     state, value = optimizer.update(state, jnp.ones(4), jnp.ones(4))
+    >>> round(float(state.params), 2), float(state.hparams["learning_rate"]) > 1e-3
+    (1.0, True)
+    """
+    check_count(every, f"tuned(every={every})")
+    check_signature(loss, "loss(params, batch)")
+    error = loss if error is None else error
+    check_signature(error, "error(params, validation)")
+    if not hparams:
+        raise ValueError("tuned has nothing to tune: give constants, `learning_rate=0.1` say.")
+    if isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            "tuned makes the optimizer itself, from the constants to be tuned: give `optax.sgd`, not "
+            "`optax.sgd(0.1)`."
+        )
+    for name, value in hparams.items():
+        if isinstance(value, bool) or not isinstance(value, float | int | np.ndarray | jax.Array):
+            raise TypeError(
+                f"tuned({name}={value!r:.40}) is no number to tune. Keep it in the optimizer: "
+                f"`functools.partial({getattr(optimizer, '__name__', 'optimizer')}, {name}=...)`."
+            )
+    start = {name: jnp.asarray(value, float) for name, value in hparams.items()}
+    usual = {name: USUAL[name] for name in hparams if name in USUAL}
+    tuner = RealTime(
+        Training(lambda params, h, batch: loss(params, batch), lambda h: optimizer(**h)),
+        lambda state, h, validation: error(state.params, validation),
+        constraints=usual | (constraints or {}),
+        **(options or {}),
+    )
+    settings = tuner.settings
+
+    def init(params: PyTree) -> TunedState:
+        state = tuner.init(params, start)
+        nan = jnp.full((), jnp.nan, jnp.result_type(float))
+        log = {
+            "value": nan,
+            "hypergradient": jax.tree.map(lambda h: jnp.full_like(h, jnp.nan), state.hparams),
+            "hparams": state.hparams,
+            "z_norm": dict.fromkeys(start, nan),
+            "undone": jnp.array(False),
+            "dropped": jnp.array(False),
+        }
+        # No two leaves share memory, so that the state can be donated.
+        return copied(TunedState(log, state._replace(Z=None), begin(settings, state)))
+
+    checked: list[bool] = []
+
+    def update(state: TunedState, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
+        batch, validation = jax.tree.map(readable, (batch, validation))
+        if not checked:
+            problem = settings.problem(state.anchor.train, _stacked(batch), validation)
+            validated(problem, state.hparams)
+            checked.append(True)
+        after, value = program(state, batch, validation)
+        dropped = after.log["dropped"]
+        if not isinstance(dropped, Tracer) and dropped:
+            error = tuner.fault(after.anchor, _stacked(batch), validation)
+            error.state = after
+            raise error
+        return after, value
+
+    @eqx.filter_jit
+    def program(state: TunedState, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
+        anchor = state.anchor
+        problem = settings.problem(anchor.train, _stacked(batch), validation)
+        system = problem.system(anchor.hparams)
+        window = make_step(settings, problem, system, anchor.hparams)(state.window, 0)
+
+        def tune():
+            new, log, fault = finish(settings, anchor, problem, system, window, 0)
+            log = log | {"dropped": fault}
+            log = {name: jax.tree.map(_as, log[name], state.log[name]) for name in state.log}
+            return log, eqx.filter(new._replace(Z=None), eqx.is_array), begin(settings, new)
+
+        def wait():
+            log = state.log | {"dropped": jnp.array(False)}
+            return log, eqx.filter(anchor, eqx.is_array), window
+
+        log, new, window_after = lax.cond((window.steps == every) | ~window.calm, tune, wait)
+        return TunedState(log, eqx.combine(new, anchor), window_after), window.loss
+
+    return Tuned(init, update)
+
+
+def _stacked(batch: PyTree) -> PyTree:
+    """Return the minibatch as a window of one."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch)
+
+
+def _as(new: Array, old: Array) -> Array:
+    return new.astype(old.dtype)

@@ -1,0 +1,151 @@
+"""The folder of a run, the same for every experiment.
+
+config.json     what was asked for: title, command, settings, versions, device, date
+metrics.jsonl   one measurement per line, as the run goes
+result.json     tables, figures and gallery, when it is finished
+figures/        *.svg, *.png
+report.html     the page made of these
+checkpoints/    to resume from
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+class RunError(ValueError):
+    """A run that cannot begin or go on; the message says what to do."""
+
+
+class RunFolder:
+    """Opens a run's folder, new or to be resumed.
+
+    A folder with a run of the same settings is resumed; other settings are refused, so that two runs
+    never mix.
+    """
+
+    def __init__(self, path: str | Path, *, kind: str, title: str, settings: dict[str, Any]):
+        self.path = Path(path)
+        config = {
+            "kind": kind,
+            "title": title,
+            "command": command(),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": device(),
+            "versions": versions(),
+            "settings": json.loads(json.dumps(settings)),
+        }
+        old = self.read("config.json")
+        if old is None and self.path.is_dir():
+            foreign = [p.name for p in self.path.iterdir()]
+            if foreign:
+                raise RunError(
+                    f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): "
+                    "give a new folder."
+                )
+        if old is None:
+            try:
+                self.figures.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunError(f"{self.path} cannot be made: {error.strerror}.") from error
+            self.write("config.json", config)
+        elif (old.get("kind"), old.get("settings")) != (kind, config["settings"]):
+            theirs, ours = old.get("settings") or {}, config["settings"]
+            odd = [k for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)]
+            shown = "; ".join(f"{k}: {theirs.get(k)!r} there, {ours.get(k)!r} now" for k in odd[:4])
+            raise RunError(
+                f"{self.path} holds a run with other settings ({shown or old.get('kind')}). Give it "
+                "again with those settings to resume it, or another --out."
+            )
+
+    @property
+    def figures(self) -> Path:
+        """Where figures go."""
+        return self.path / "figures"
+
+    @property
+    def metrics(self) -> Path:
+        """The file of measurements."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go."""
+        return self.path / "checkpoints"
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The result of a finished run, or None."""
+        return self.read("result.json")
+
+    def keep_metrics(self, stays: Callable[[dict[str, Any]], bool]) -> None:
+        """Keep the measurements that stay; a line cut off by an interrupt goes."""
+        kept = []
+        for line in self.metrics.read_text().splitlines() if self.metrics.exists() else []:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if stays(record):
+                kept.append(line + "\n")
+        self.metrics.write_text("".join(kept))
+
+    def write(self, name: str, content: Any) -> None:
+        """Write JSON, whole or not at all."""
+        path = self.path / name
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f".{path.name}.new")
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(temporary, path)
+
+    def read(self, name: str) -> Any:
+        """Return what `write` wrote, or None."""
+        path = self.path / name
+        if not path.is_file():
+            return None
+        try:
+            return json.loads(path.read_text())
+        except ValueError as error:
+            raise RunError(
+                f"{path} is damaged ({error}): remove it, or give another folder."
+            ) from error
+
+
+def digest(path: str | Path) -> str:
+    """Return a short hash of a file, so that changed data is not taken for the same run."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+
+
+def command() -> str:
+    """Return the command line as a reader would type it."""
+    name = Path(sys.argv[0]).name
+    name = "foretune" if name in ("foretune", "__main__.py", "") else f"python {sys.argv[0]}"
+    return shlex.join([*name.split(), *sys.argv[1:]])
+
+
+def device() -> str:
+    """Return the device that JAX uses, in words."""
+    import jax
+
+    kind = jax.devices()[0].device_kind
+    return f"{kind}, {os.cpu_count()} cores, {platform.machine()}" if kind == "cpu" else kind
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that matter."""
+    names = ("foretune", "jax", "jaxlib", "optax", "equinox", "numpy", "scikit-learn")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

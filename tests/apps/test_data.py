@@ -1,0 +1,193 @@
+"""Data sets, label noise and tables: right content, and errors that name the file and the cure."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from experiments.cleaning.noise import corrupt
+from experiments.datasets import load
+from foretune.apps._tables import DataError, Encoder, read_table
+
+
+def test_digits():
+    digits = load("digits")
+    assert digits.x.shape == (1797, 64)
+    assert digits.x.min() == 0
+    assert digits.x.max() == 1
+    assert set(digits.y) == set(range(10))
+
+
+@pytest.mark.skipif(
+    not (Path(os.environ.get("FORETUNE_DATA", "none")) / "mnist").is_dir(),
+    reason="MNIST is not here: set FORETUNE_DATA to a folder with a subfolder mnist",
+)
+def test_mnist():
+    mnist = load("mnist")
+    assert mnist.x.shape == (70_000, 784)
+    assert mnist.image_shape == (28, 28)
+    assert np.bincount(mnist.y).min() > 6000
+
+
+def test_mnist_that_is_not_there(tmp_path, monkeypatch):
+    pooch = pytest.importorskip("pooch")
+
+    def no_network(*arguments, **options):
+        raise ConnectionError("no network")
+
+    monkeypatch.setenv("FORETUNE_DATA", str(tmp_path))
+    monkeypatch.setattr(pooch, "retrieve", no_network)
+    monkeypatch.setattr(pooch, "os_cache", lambda name: str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"neither in FORETUNE_DATA/mnist nor in .*idx files"):
+        load("mnist")
+
+
+def test_an_unknown_set():
+    with pytest.raises(DataError, match="no data set 'imagenet': give digits, mnist"):
+        load("imagenet")
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "pair"])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
+def test_corruption_changes_exactly_what_it_says(kind, rate):
+    labels = np.array(["a", "b", "c", "d"] * 50)
+    given, wrong = corrupt(labels, rate, np.random.default_rng(0), kind)
+    assert wrong.sum() == round(rate * 200)
+    np.testing.assert_array_equal(given != labels, wrong)
+    if kind == "pair":
+        following = dict(zip("abcd", "bcda", strict=True))
+        assert all(following[a] == b for a, b in zip(labels[wrong], given[wrong], strict=True))
+
+
+def test_corruption_refuses():
+    rng = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="rate=2"):
+        corrupt(np.array([0, 1]), 2.0, rng)
+    with pytest.raises(ValueError, match="kind='all'"):
+        corrupt(np.array([0, 1]), 0.5, rng, "all")
+    with pytest.raises(ValueError, match="one class"):
+        corrupt(np.array([1, 1]), 0.5, rng)
+
+
+FRAME = pd.DataFrame(
+    {
+        "size": [1.0, 2.0, 3.0, 4.0],
+        "colour": ["red", "blue", "red", "green"],
+        "note": ["a good cat", "a bad dog", "good cat", "bad dog"],
+        "label": ["cat", "dog", "cat", "dog"],
+    }
+)
+
+
+def write(folder, name, frame=FRAME):
+    path = folder / name
+    frame.to_csv(path, index=False) if name.endswith(".csv") else frame.to_parquet(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_frames(tmp_path, name):
+    table = read_table(write(tmp_path, name), drop=("note",))
+    assert table.y.tolist() == ["cat", "dog", "cat", "dog"]
+    encoder = Encoder().fit(table)
+    matrix = encoder.transform(table)
+    assert matrix.shape == (4, 4)  # size, and one column for each colour
+    np.testing.assert_array_equal(matrix[:, 0], [1, 2, 3, 4])
+    np.testing.assert_array_equal(matrix[:, 1:].sum(1), 1)
+    unseen = FRAME.assign(colour="purple")
+    other = read_table(write(tmp_path, f"b{name[1:]}", unseen), drop=("note",))
+    np.testing.assert_array_equal(encoder.transform(other)[:, 1:], 0)
+
+
+def test_text_becomes_words(tmp_path):
+    table = read_table(write(tmp_path, "a.csv"), drop=("colour", "size"))
+    matrix = Encoder(("note",)).fit(table).transform(table)
+    assert matrix.shape == (4, 4)  # bad, cat, dog, good
+    assert matrix.nnz == 8
+
+
+def test_arrays(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, images=np.zeros((3, 4, 4), np.uint8), labels=np.array([1, 2, 1]))
+    table = read_table(path)
+    assert table.x.shape == (3, 16)
+    assert table.image_shape == (4, 4)
+    np.savez(path, x=np.zeros((3, 16)), mine=np.array([1, 2, 1]))
+    assert read_table(path, label="mine", image_shape=(4, 4)).image_shape == (4, 4)
+    with pytest.raises(DataError, match="16 columns, and an image of 5x5 has 25"):
+        read_table(path, label="mine", image_shape=(5, 5))
+
+
+def make(folder, what):
+    path = folder / ("a.npz" if what.startswith("npz") else "a.csv")
+    match what:
+        case "npz pickle":
+            np.savez(path, x=np.array([[1], ["a"]], object), y=np.array([1, 2]))
+        case "npz keys":
+            np.savez(path, pictures=np.zeros((2, 2)), y=np.array([1, 2]))
+        case "npz lengths":
+            np.savez(path, x=np.zeros((3, 2)), y=np.array([1, 2]))
+        case "npz words":
+            np.savez(path, x=np.array([["a"], ["b"]]), y=np.array([1, 2]))
+        case "npz damaged":
+            path.write_bytes(b"not a zip file")
+        case "empty":
+            path.write_bytes(b"")
+        case "header":
+            path.write_text("a,label\n")
+        case "no label":
+            path.write_text("a,b\n1,2\n")
+        case "missing label":
+            path.write_text("a,label\n1,x\n2,\n")
+        case "ragged":
+            path.write_text('a,label\n1,2\n1,2,3,4\n"')
+        case "other":
+            path = folder / "a.txt"
+            path.write_text("hello")
+        case "absent":
+            path = folder / "none.csv"
+    return path
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("npz pickle", "cannot be read as .npz"),
+        ("npz keys", "holds pictures, y: it needs rows under one of x, X, data, images"),
+        ("npz lengths", r"rows have shape \(3, 2\) and labels \(2,\)"),
+        ("npz words", "expected numbers"),
+        ("npz damaged", "cannot be read as .npz"),
+        ("empty", "is empty"),
+        ("header", "has no rows"),
+        ("no label", "columns a, b, none named label.*--label COLUMN"),
+        ("missing label", "1 rows have no label, the first is row 1"),
+        ("ragged", "cannot be read as .csv"),
+        ("other", "give a .npz, .csv or .parquet file"),
+        ("absent", "no such file"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, what, message):
+    path = make(tmp_path, what)
+    with pytest.raises(DataError, match=message) as caught:
+        read_table(path)
+    assert path.name in str(caught.value)
+
+
+def test_columns_that_cannot_be_used(tmp_path):
+    many = pd.DataFrame({"id": [f"row {i}" for i in range(60)], "label": [0, 1] * 30})
+    table = read_table(write(tmp_path, "many.csv", many))
+    with pytest.raises(DataError, match=r"'id' has 60 distinct texts.*--text id.*--drop id"):
+        Encoder().fit(table)
+    first = read_table(write(tmp_path, "a.csv"), drop=("note",))
+    second = read_table(write(tmp_path, "b.csv", FRAME.drop(columns="size")), drop=("note",))
+    with pytest.raises(DataError, match="in one only: size"):
+        Encoder().fit(first).transform(second)
+    holes = read_table(write(tmp_path, "c.csv", FRAME.assign(size=[1, None, 3, 4])), drop=("note",))
+    with pytest.raises(DataError, match=r"1 rows have missing.*row 1.*column size"):
+        Encoder().fit(first).transform(holes)
+    with pytest.raises(DataError, match="there is no 'notes'"):
+        Encoder(("notes",)).fit(first)
+    with pytest.raises(DataError, match="no 'x' to drop"):
+        read_table(tmp_path / "a.csv", drop=("x",))

@@ -1,0 +1,145 @@
+"""The documentation's code runs, and every public name is documented with an example."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import foretune as ft
+
+ROOT = Path(__file__).parents[2]
+
+
+WITHOUT_CODE = [f"docs/{page}.md" for page in ("about", "api", "comparison", "examples", "theory")]
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_blocks_run_in_order(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert blocks or page in WITHOUT_CODE
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), namespace)
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = re.findall(r"^::: foretune\.(\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    for module in ("", "apps.", "data.", "report."):
+        source = (ROOT / "src/foretune" / module.rstrip(".") / "__init__.py").read_text()
+        public = {
+            f"{module}{name}" for name in re.findall(r"import (\w+) as \1$", source, re.MULTILINE)
+        }
+        assert public
+        assert public <= set(listed), "add it to docs/api.md"
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    pytest.importorskip("mkdocs", reason="the site needs foretune[docs]")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "api" / "index.html").is_file()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, public in vars(ft).items() if name[0] != "_" and callable(public)],
+)
+def test_public_names_are_documented(name):
+    public = getattr(ft, name)
+    assert public.__doc__
+    has_arguments = name in {
+        "Training",
+        "Problem",
+        "Minibatches",
+        "FullBatch",
+        "Reverse",
+        "Forward",
+        "CrossValidated",
+        "RealTime",
+        "Bias",
+        "Vanished",
+    }
+    assert ">>>" in public.__doc__ or not has_arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("realtime_jax", 95), ("realtime_equinox", 95), ("realtime_flax", 95)]
+)
+def test_the_real_time_examples_learn_from_a_bad_start(name, least, capsys, monkeypatch):
+    pytest.importorskip("sklearn")
+    path = ROOT / "examples" / f"{name}.py"
+    monkeypatch.setattr("sys.argv", [str(path), "--steps", "600"])
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
+    accuracy = re.search(r"test accuracy ([\d.]+) %", capsys.readouterr().out)
+    assert float(accuracy[1]) > least
+
+
+def test_the_digits_example_finds_wrong_labels(capsys, monkeypatch):
+    pytest.importorskip("sklearn")
+    path = ROOT / "examples" / "digits_cleaning.py"
+    monkeypatch.setattr("sys.argv", [str(path), "--iterations", "60", "--steps", "100"])
+    namespace = {"__name__": "__main__"}
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+    found = re.search(r"recall (\d+)%, precision (\d+)%", capsys.readouterr().out)
+    assert int(found[1]) > 50
+    assert int(found[2]) > 80
+
+
+def test_the_label_cleaner_example_beats_training_on_all_labels(capsys):
+    path = ROOT / "examples" / "label_cleaner.py"
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
+    accuracies = re.findall(r"test accuracy .*: ([\d.]+)%", capsys.readouterr().out)
+    assert float(accuracies[1]) > float(accuracies[0])
+
+
+def test_the_task_graph_example_learns(capsys, monkeypatch, tmp_path):
+    path = ROOT / "examples" / "task_graph.py"
+    plot = tmp_path / "graph.svg"
+    monkeypatch.setattr("sys.argv", [str(path), "--hyper-steps", "3", "--plot", str(plot)])
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
+    accuracies = re.findall(r"accuracy ([\d.]+) %", capsys.readouterr().out)
+    assert len(accuracies) == 3
+    assert min(map(float, accuracies)) > 75
+    assert plot.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "pattern", "holds"),
+    [
+        ("custom_dynamics", [], r"off by at most ([\d.]+)", lambda off: off < 0.05),
+        (
+            "drifting_stream",
+            ["--steps", "2000"],
+            r"quarters: \[([\d.]+), ([\d.]+)",
+            lambda quiet, noisy: quiet > noisy,
+        ),
+        (
+            "noisy_text",
+            ["--iterations", "20", "--steps", "50"],
+            r"alike: ([\d.]+) %[^:]*: ([\d.]+) %",
+            lambda alike, tuned: tuned > alike,
+        ),
+        (
+            "transformer_schedule",
+            ["--iterations", "3", "--steps", "20"],
+            r"constant rate: ([\d.]+)[^:]*: ([\d.]+)",
+            lambda constant, learnt: learnt < constant + 0.01,
+        ),
+    ],
+)
+def test_the_other_examples(name, options, pattern, holds, capsys, monkeypatch):
+    pytest.importorskip("sklearn")
+    path = ROOT / "examples" / f"{name}.py"
+    monkeypatch.setattr("sys.argv", [str(path), *options])
+    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
+    found = re.search(pattern, capsys.readouterr().out)
+    assert found
+    assert holds(*map(float, found.groups()))

@@ -1,0 +1,276 @@
+"""Engines that approximate, and say by how much."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import foretune as ft
+
+from ..problems import assert_trees_close, penalised, regression
+
+
+@pytest.mark.usefixtures("x64")
+class TestTruncated:
+    @pytest.mark.parametrize("steps", [1, 3, 11, 12, 50])
+    @pytest.mark.parametrize("store", ["states", "segments", 2])
+    def test_what_is_left_out_is_the_influence_through_the_state_before(self, steps, store):
+        """grad f - g_k = alpha_{T-k} ds_{T-k}/dlambda, by forward mode up to there."""
+        T = 12
+        problem, hparams = regression(steps=T, dtype=np.float64)
+        exact = ft.Reverse()(problem, hparams)
+        found = ft.Truncated(steps, store=store)(problem, hparams)
+        assert_trees_close(found.value, exact.value, 1e-14)
+        assert_trees_close(found.state, exact.state, 1e-14)
+        if steps >= T:
+            assert_trees_close(found.grad, exact.grad, 1e-12)
+            return
+        x = problem.batches.data
+        first = problem.replace(batches=ft.FullBatch(x, steps=T - steps))
+        last = problem.replace(batches=ft.FullBatch(x, steps=steps))
+
+        def through_the_state(h):
+            _, middle = first.response(h)
+            fixed = jax.tree.map(jax.lax.stop_gradient, hparams)
+            return last.continued(middle).response(fixed)[0]
+
+        missing = jax.jacfwd(through_the_state)(hparams)
+        whole = jax.tree.map(lambda a, b: a + b, found.grad, missing)
+        assert_trees_close(whole, exact.grad, 1e-9)
+
+    def test_the_error_falls_with_the_steps_where_training_contracts(self):
+        problem, hparams = regression(steps=200, dtype=np.float64)
+        exact = ft.Reverse()(problem, hparams).grad["decay"]
+        errors = [abs(ft.Truncated(k)(problem, hparams).grad["decay"] - exact) for k in (5, 20, 80)]
+        assert errors[0] > 10 * errors[1] > 100 * errors[2]
+
+    def test_minibatches_are_the_last_ones(self):
+        x, y = regression(dtype=np.float64)[0].batches.data
+        indices = np.random.default_rng(0).integers(0, len(y), (9, 4))
+        problem, hparams = regression(dtype=np.float64, batches=ft.Minibatches((x, y), indices))
+        middle = problem.replace(batches=ft.Minibatches((x, y), indices[:5])).response(hparams)[1]
+        rest = problem.replace(batches=ft.Minibatches((x, y), indices[5:])).continued(middle)
+        expected = ft.Reverse()(rest, hparams).grad
+        assert_trees_close(ft.Truncated(4)(problem, hparams).grad, expected, 1e-12)
+
+    def test_in_minimize_and_bad_options(self):
+        problem, hparams = regression(steps=20, dtype=np.float64)
+        result = ft.minimize(
+            problem, hparams, engine=ft.Truncated(5), optimizer=optax.adam(0.01), steps=3
+        )
+        assert result.history[-1]["value"] < result.history[0]["value"]
+        with pytest.raises(ValueError, match="steps=0"):
+            ft.Truncated(0)
+        with pytest.raises(ValueError, match="store='all'"):
+            ft.Truncated(3, store="all")
+
+
+class TestSampled:
+    def problem(self, m=12):
+        def loss(params, hparams, batch):
+            return penalised(params, {"decay": jnp.mean(hparams["decay"])}, batch) + jnp.sum(
+                hparams["decay"] * jnp.sin(jnp.arange(m) + params["b"])
+            )
+
+        problem, _ = regression(steps=6, dynamics=ft.Training(loss, optax.sgd(0.1)))
+        return problem, {"decay": jnp.linspace(0.01, 0.1, m)}
+
+    def test_unbiased_with_the_variance_of_the_formula(self):
+        problem, hparams = self.problem()
+        exact = np.asarray(ft.Reverse()(problem, hparams).grad["decay"])
+        found, standard_error = ft.Sampled(2000).estimate(problem, hparams)[1::2]
+        expected = np.sqrt((np.sum(exact**2) - exact**2) / 2000)
+        assert np.all(np.abs(found["decay"] - exact) < 4 * expected)
+        np.testing.assert_allclose(standard_error["decay"], expected, rtol=0.1)
+
+    def test_an_estimate_is_what_the_engine_returns_and_its_error(self):
+        problem, hparams = self.problem()
+        estimate = ft.Sampled(20).estimate(problem, hparams)
+        value, grad, state = ft.Sampled(20)(problem, hparams)
+        np.testing.assert_allclose(estimate.grad["decay"], grad["decay"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(estimate.value, value, rtol=1e-6)
+        assert_trees_close(estimate.state.params, state.params, 1e-6)
+
+    def test_the_same_call_gives_the_same_and_other_values_other_directions(self):
+        problem, hparams = self.problem()
+        engine = ft.Sampled(2)
+        one, two = (engine(problem, hparams).grad["decay"] for _ in range(2))
+        np.testing.assert_array_equal(one, two)
+        moved = {"decay": hparams["decay"] + 1e-4}
+        signs = [np.sign(engine(problem, h).grad["decay"]) for h in (hparams, moved)]
+        assert not np.array_equal(*signs)
+
+    def test_a_descent(self):
+        problem, hparams = self.problem()
+        result = ft.minimize(
+            problem, hparams, engine=ft.Sampled(4), optimizer=optax.sgd(0.005), steps=15
+        )
+        assert result.history[-1]["value"] < result.history[0]["value"]
+
+    def test_memory_does_not_grow_with_the_hyperparameters(self):
+        sizes = []
+        for m in (20, 200):
+            problem, hparams = self.problem(m)
+            analysis = ft.Sampled(4).lower(problem, hparams).compile().memory_analysis()
+            sizes.append(analysis.temp_size_in_bytes)
+        assert sizes[1] < 10 * 200 * 4 * 4 + sizes[0]
+
+    def test_bad_options(self):
+        problem, hparams = self.problem()
+        with pytest.raises(ValueError, match="directions=0"):
+            ft.Sampled(0)
+        with pytest.raises(ValueError, match="two directions"):
+            ft.Sampled(1).estimate(problem, hparams)
+
+
+@pytest.mark.usefixtures("x64")
+class TestImplicit:
+    def ridge(self, steps=3000, optimizer=None, **options):
+        optimizer = optimizer or optax.sgd(0.1, 0.5)
+        problem, hparams = regression(steps=steps, dtype=np.float64, optimizer=optimizer, **options)
+        return problem, {"decay": hparams["decay"]}
+
+    def exact(self, problem, decay):
+        """The derivative of the error at the minimum itself, by solving for it."""
+        (x, y), (u, v) = problem.batches.data, problem.validation
+        n, d = x.shape
+        ones = jnp.column_stack([x, jnp.ones(n)])
+
+        def error(decay):
+            ridge = decay * n * jnp.diag(jnp.append(jnp.ones(d), 0.0))
+            w = jnp.linalg.solve(ones.T @ ones + ridge, ones.T @ y)
+            return jnp.mean((u @ w[:d] + w[d] - v) ** 2)
+
+        return jax.grad(error)(decay)
+
+    @pytest.mark.parametrize("solver", ["cg", "neumann"])
+    def test_the_derivative_of_the_minimum(self, solver):
+        problem, hparams = self.ridge()
+        engine = ft.Implicit(solver, iterations=3000, tolerance=1e-10)
+        found = engine(problem, hparams).grad["decay"]
+        np.testing.assert_allclose(found, self.exact(problem, hparams["decay"]), rtol=1e-6)
+        reverse = ft.Reverse(store=10)(problem, hparams).grad["decay"]
+        np.testing.assert_allclose(found, reverse, rtol=1e-6)
+
+    def test_minibatches_end_at_the_loss_of_all_data(self):
+        x, y = regression(dtype=np.float64)[0].batches.data
+        indices = np.tile(np.arange(len(y)), (3000, 1))
+        problem, hparams = self.ridge(batches=ft.Minibatches((x, y), indices))
+        whole, _ = self.ridge()
+        found = ft.Implicit(tolerance=1e-10)(problem, hparams).grad["decay"]
+        np.testing.assert_allclose(found, self.exact(whole, hparams["decay"]), rtol=1e-6)
+
+    def test_several_objectives_and_many_hyperparameters(self):
+        def loss(params, hparams, batch):
+            residual = batch[0] @ params["w"] + params["b"] - batch[1]
+            return jnp.mean(hparams["weight"] * residual**2) + hparams["decay"] * jnp.sum(
+                params["w"] ** 2
+            )
+
+        problem, _ = regression(
+            steps=4000, dtype=np.float64, dynamics=ft.Training(loss, optax.sgd(0.1, 0.5))
+        )
+        squared = problem.objective
+        problem = problem.replace(
+            objective={
+                "weight": squared,
+                "decay": lambda s, h, b: squared(s, h, b) ** 2 + h["decay"],
+            }
+        )
+        hparams = {"weight": jnp.linspace(0.5, 1.5, 20), "decay": jnp.array(0.05)}
+        found = ft.Implicit(tolerance=1e-11)(problem, hparams).grad
+        assert_trees_close(found, ft.Reverse(store=20)(problem, hparams).grad, 1e-6, 1e-9)
+
+    def test_a_fixed_point_that_is_no_training(self):
+        class Average:
+            """s = 0.5 s + 0.5 cos(lambda s)."""
+
+            def init(self, params, hparams):
+                return params
+
+            def step(self, state, hparams, batch):
+                return 0.5 * state + 0.5 * jnp.cos(hparams["a"] * state)
+
+        problem = ft.Problem(
+            Average(),
+            lambda s, h, v: jnp.sum(s**2),
+            jnp.ones(3),
+            ft.FullBatch(jnp.zeros(1), steps=100),
+            jnp.zeros(1),
+        )
+        hparams = {"a": jnp.array(0.8)}
+        found = ft.Implicit("neumann", tolerance=1e-12)(problem, hparams).grad
+        assert_trees_close(found, ft.Forward()(problem, hparams).grad, 1e-9)
+        with pytest.raises(TypeError, match="Average has none"):
+            ft.Implicit()(problem, hparams)
+
+    def test_a_training_that_has_not_converged_is_said(self):
+        problem, hparams = self.ridge(steps=5)
+        with pytest.warns(UserWarning, match=r"has not converged.*% of the length of the first"):
+            ft.Implicit()(problem, hparams)
+
+    def test_a_system_that_is_not_solved_is_said(self):
+        problem, hparams = self.ridge()
+        with pytest.warns(UserWarning, match=r"relative residual of .* after 1 iterations"):
+            ft.Implicit(iterations=1, tolerance=1e-8)(problem, hparams)
+
+    def test_negative_curvature_is_an_error(self):
+        def saddle(params, hparams, batch):
+            return hparams["a"] * params[0] ** 2 - 0.01 * params[1] ** 2
+
+        problem = ft.Problem(
+            ft.Training(saddle, optax.sgd(0.1)),
+            lambda state, h, v: jnp.sum(state.params) + h["a"],
+            jnp.array([1.0, 0.0]),
+            ft.FullBatch(jnp.zeros(1), steps=200),
+            jnp.zeros(1),
+        )
+        with pytest.raises(ValueError, match="negative curvature"):
+            ft.Implicit()(problem, {"a": jnp.array(0.5)})
+
+    def test_a_breakdown_is_told_from_an_error_that_is_not_finite(self):
+        def loss(params, hparams, batch):  # a saddle at which both directions matter
+            return hparams["a"] * params[0] ** 2 - 0.5 * params[1] ** 2
+
+        def problem(objective):
+            return ft.Problem(
+                ft.Training(loss, optax.sgd(0.1)),
+                lambda state, h, v: objective(state.params),
+                jnp.array([1.0, 0.0]),
+                ft.FullBatch(jnp.zeros(1), steps=200),
+                jnp.zeros(1),
+            )
+
+        hparams = {"a": jnp.array(0.5)}  # p H p = 0 in the first direction p
+        with pytest.raises(ValueError, match=r"negative curvature.*broke down.*of the first"):
+            ft.Implicit()(problem(jnp.sum), hparams)
+        with pytest.raises(ft.NonFiniteError):
+            ft.Implicit()(problem(lambda w: jnp.sqrt(w[1])), hparams)
+
+    def test_what_it_cannot_see_is_refused(self):
+        problem, hparams = regression(steps=3000, dtype=np.float64)  # lr is the optimizer's
+        with pytest.raises(ValueError, match=r"hparams\['lr'\] has no influence on the minimum"):
+            ft.Implicit()(problem, hparams)
+        problem, hparams = self.ridge(steps=3, trajectory=True)
+        with pytest.raises(ValueError, match="trajectory"):
+            ft.Implicit()(problem, hparams)
+        x, y = self.ridge()[0].batches.data
+        stacked = (jnp.stack([x] * 3), jnp.stack([y] * 3))
+        problem, hparams = self.ridge(batches=stacked)
+        with pytest.raises(TypeError, match="all the data as one batch"):
+            ft.Implicit()(problem, hparams)
+        with pytest.raises(ValueError, match="solver='newton'"):
+            ft.Implicit("newton")
+
+    def test_in_minimize(self):
+        problem, hparams = self.ridge(steps=500)
+        result = ft.minimize(
+            problem,
+            hparams,
+            engine=ft.Implicit(),
+            optimizer=optax.adam(0.01),
+            constraints={"decay": ft.NonNegative()},
+            steps=3,
+        )
+        assert result.history[-1]["value"] < result.history[0]["value"]

@@ -1,0 +1,162 @@
+"""The choice of an engine: exact, within the budget, explained."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import foretune as ft
+from foretune._engines import auto
+from foretune._engines.costs import free_bytes
+
+from ..problems import assert_trees_close, regression
+from .test_schedules import network
+
+
+def whole(engine, problem, hparams):
+    memory = engine.lower(problem, hparams).compile().memory_analysis()
+    return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_result_is_that_of_an_exact_engine():
+    problem, hparams = regression(steps=20, dtype=np.float64)
+    found = ft.Auto()(problem, hparams)
+    expected = ft.Reverse()(problem, hparams)
+    assert_trees_close(found.grad, expected.grad, 1e-10)
+    assert_trees_close(found.value, expected.value, 1e-12)
+    inside = jax.jit(lambda h: ft.Auto(memory="1GiB")(problem, h).grad)(hparams)
+    assert_trees_close(inside, expected.grad, 1e-10)
+
+
+def test_budgets_are_respected_and_smaller_ones_take_longer():
+    problem, hparams, state = network(400)
+    hparams = hparams | {"shift": jnp.full(32, 0.5)}  # too many for forward mode to be cheap
+    given = whole(ft.Reverse(store=1), problem, hparams) - 9 * state
+    exact = ft.Reverse()(problem, hparams).grad
+    seconds = []
+    for states in (1000, 20):
+        budget = int(given + states * state)
+        choice = ft.Auto(budget).explain(problem, hparams)
+        assert choice.bytes <= budget
+        assert whole(choice.engine, problem, hparams) <= budget
+        (own,) = [c for c in choice.candidates if c.engine == choice.engine]
+        seconds.append(own.seconds)
+        assert_trees_close(ft.Auto(budget)(problem, hparams).grad, exact, 1e-3, 1e-6)
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[-1]
+
+
+def test_few_hyperparameters_of_a_long_training_go_forward():
+    problem, hparams, state = network(5000)
+    choice = ft.Auto(40 * state + 2_000_000).explain(problem, hparams)
+    assert isinstance(choice.engine, ft.Forward)
+
+
+def test_many_hyperparameters_go_in_reverse():
+    problem, hparams, _ = network(30)
+    choice = ft.Auto("1GiB").explain(problem, hparams | {"shift": jnp.full(32, 0.5)})
+    assert isinstance(choice.engine, ft.Reverse)
+
+
+def test_it_says_what_it_chose_and_from_what():
+    problem, hparams = regression(steps=20)
+    choice = ft.Auto("1GiB").explain(problem, hparams)
+    text = str(choice)
+    assert "<- chosen" in text
+    assert "Reverse(store='everything')" in text
+    assert "Forward(chunk=1)" in text
+    assert "at most 1.0 GiB" in text
+    assert ft.Auto("1GiB").explain(problem, hparams) is choice  # remembered
+
+
+def test_engines_predicted_level_are_measured(monkeypatch):
+    problem, hparams = regression(steps=21)
+    stores = {"everything": 1.6, "states": 1.5, "segments": 1.55, 3: 9.0}
+    measured = iter([0.3, 0.1, 0.2])
+
+    def level(costs, check_finite):
+        return [auto.Candidate(ft.Reverse(store=s), t, 1.0) for s, t in stores.items()]
+
+    monkeypatch.setattr(auto, "candidates", level)
+    monkeypatch.setattr(auto, "run_time", lambda *_: (next(measured), 0.0))
+    choice = ft.Auto("1GiB").explain(problem, hparams)
+    assert choice.engine == ft.Reverse(store="segments")
+    names = ["Reverse()", "Reverse(store='segments')", "Reverse(store='everything')"]
+    assert choice.measured == dict(zip(names, [0.3, 0.1, 0.2], strict=True))
+    assert "0.1s" in str(choice)
+    stores.update(states=2.1, segments=2.2, everything=2.3)  # seconds: too long to try
+    choice = ft.Auto("2GiB").explain(problem, hparams)
+    assert choice.engine == ft.Reverse()
+    assert not choice.measured
+
+
+def test_a_budget_that_nothing_fits():
+    problem, hparams, state = network(50)
+    with pytest.raises(MemoryError, match=r"no exact engine fits into .* needs .*Truncated"):
+        ft.Auto(state // 2)(problem, hparams)
+
+
+@pytest.mark.parametrize("memory", ["lots", "4 GX", -1, 0, True, [1], "1.2.3GB"])
+def test_bad_budgets(memory):
+    with pytest.raises(ValueError, match=r"Auto\(memory="):
+        ft.Auto(memory)
+
+
+def test_units():
+    assert auto.parse_bytes("4GiB") == 4 * 2**30
+    assert auto.parse_bytes("500 MB") == 500_000_000
+    assert auto.parse_bytes("10k") == 10_000
+    assert auto.parse_bytes("7b") == auto.parse_bytes(7) == 7
+    assert free_bytes() > 0
+
+
+def test_in_minimize_and_with_folds():
+    problem, hparams = regression(steps=10)
+    result = ft.minimize(problem, hparams, engine=ft.Auto(), optimizer=optax.adam(0.01), steps=3)
+    assert result.history[-1]["value"] < result.history[0]["value"]
+    folds = ft.CrossValidated(lambda k: regression(steps=10)[0], folds=2)
+    assert_trees_close(
+        ft.Auto()(folds, hparams).grad, ft.Reverse()(folds, hparams).grad, 1e-4, 1e-6
+    )
+
+
+def test_a_step_that_one_mode_cannot_differentiate():
+    def halved(w):  # a loop of unknown length has no reverse mode
+        return jax.lax.while_loop(lambda w: jnp.sum(w**2) > 4.0, lambda w: w / 2, w)
+
+    @jax.custom_vjp
+    def doubled(w):
+        return 2 * w
+
+    doubled.defvjp(lambda w: (2 * w, None), lambda _, g: (2 * g,))  # and this no forward mode
+
+    class Dynamics:
+        def __init__(self, change):
+            self.change = change
+
+        def init(self, params, hparams):
+            return params
+
+        def step(self, state, hparams, batch):
+            return self.change(state) * hparams["factor"]
+
+    hparams = {"factor": jnp.array(0.9)}
+    for change, engine in ((halved, ft.Forward), (doubled, ft.Reverse)):
+        problem = ft.Problem(
+            Dynamics(change),
+            lambda s, h, _: jnp.sum(s**2),
+            jnp.ones(3),
+            ft.FullBatch(None, steps=5),
+        )
+        assert isinstance(ft.Auto("1GiB").explain(problem, hparams).engine, engine)
+        assert np.isfinite(ft.Auto("1GiB")(problem, hparams).grad["factor"])
+
+
+def test_it_measures_in_the_precision_that_holds_where_it_is_called():
+    with jax.enable_x64(True):
+        problem, hparams = regression(dtype=np.float64)
+        value, grad, _ = ft.Auto()(problem, hparams)
+        assert_trees_close(grad, ft.Reverse()(problem, hparams).grad, 1e-12)
+    assert value.dtype == np.float64

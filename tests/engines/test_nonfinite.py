@@ -1,0 +1,145 @@
+"""Results that are not finite: reported with the leaf, the step and the remedy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import foretune as ft
+
+from ..problems import penalised, regression, squared_error
+
+ENGINES = [ft.Reverse(), ft.Forward()]
+
+
+def with_dead_feature(optimizer):
+    """Return a regression one of whose inputs is always 0, so that its gradient is exactly 0."""
+    x, y = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32), np.ones(20, np.float32)
+    x[:, 1] = 0
+    return regression(batches=ft.FullBatch((x, y), steps=8), validation=(x, y), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.parametrize("optimizer", [optax.adam, optax.adamw, optax.nadam])
+def test_adam_at_a_zero_gradient_names_the_remedy(engine, optimizer):
+    problem, hparams = with_dead_feature(lambda h: optimizer(h["lr"]))
+    with pytest.raises(ft.NonFiniteError) as error:
+        engine(problem, hparams)
+    message = str(error.value)
+    assert "the gradient of hparams['lr'] (1 of 1 entries)" in message
+    assert "First at step 1 of 8: the derivative of state.params['w'] (float32[3])" in message
+    assert "state.opt_state[0].nu['w']" in message
+    assert "eps_root=1e-8" in message
+    problem, hparams = with_dead_feature(lambda h: optimizer(h["lr"], eps_root=1e-8))
+    assert np.isfinite(engine(problem, hparams).grad["lr"])
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_the_first_bad_step_is_found(engine):
+    """A root whose argument is exactly 0 at step 5 alone, where its derivative is infinite."""
+
+    def loss(params, hparams, batch):
+        x, y, gap = batch
+        return penalised(params, hparams, (x, y)) + jnp.sqrt(gap * params["b"] ** 2) * hparams["c"]
+
+    problem, hparams = regression(
+        dynamics=ft.Training(loss, lambda h: optax.sgd(h["lr"])),
+        batches=(*_repeated(8), np.array([1, 1, 1, 1, 0, 1, 1, 1], np.float32)),
+        init={"w": np.zeros(3, np.float32), "b": np.ones((), np.float32)},
+    )
+    with pytest.raises(ft.NonFiniteError, match=r"at step 5 of 8.*state.params\['b'\]"):
+        engine(problem, hparams | {"c": jnp.array(0.1)})
+
+
+def _repeated(steps):
+    x, y = regression()[0].batches.data
+    return np.repeat(x[None], steps, 0), np.repeat(y[None], steps, 0)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_a_training_that_diverges(engine):
+    problem, hparams = regression(steps=200)
+    pattern = (
+        r"step \d+ of 200, in the training itself: state.* It had grown to .* smaller learning rate"
+    )
+    with pytest.raises(ft.NonFiniteError, match=pattern):
+        engine(problem, hparams | {"lr": jnp.array(50.0)})
+
+
+def test_a_gradient_of_the_loss_that_is_not_finite():
+    """The norm of a vector of zeros: a smaller learning rate would not help."""
+
+    def loss(params, hparams, batch):
+        return penalised(params, hparams, batch) + jnp.sqrt(jnp.sum(params["w"] ** 2))
+
+    problem, hparams = regression(dynamics=ft.Training(loss, lambda h: optax.sgd(h["lr"])))
+    with pytest.raises(ft.NonFiniteError, match=r"step 1 of 10, in the training itself") as error:
+        ft.Forward()(problem, hparams)
+    assert "learning rate" not in str(error.value)
+    assert "a norm or a log at exactly 0" in str(error.value)
+
+
+def test_a_hyperparameter_that_is_not_finite():
+    problem, hparams = regression()
+    with pytest.raises(ft.NonFiniteError, match=r"hparams\['lr'\] itself is not finite"):
+        ft.Reverse()(problem, hparams | {"lr": jnp.array(jnp.nan)})
+
+
+def test_a_derivative_that_explodes():
+    """The state stays bounded while its derivative grows at each step (a chaotic map)."""
+
+    class Logistic:
+        def init(self, params, hparams):
+            return params
+
+        def step(self, state, hparams, batch):
+            return hparams["r"] * state * (1 - state)
+
+    problem = ft.Problem(
+        Logistic(), lambda s, h, b: s, np.array(0.3, np.float32), ft.FullBatch(None, steps=900)
+    )
+    with pytest.raises(ft.NonFiniteError, match=r"It had grown to .* unstable"):
+        ft.Forward()(problem, {"r": jnp.array(3.9)})
+
+
+def test_a_fault_of_the_adjoint_alone():
+    """The dropped branch of `where`: 0 x infinity in reverse mode, nothing in forward mode."""
+
+    def error(state, hparams, batch):
+        b = state.params["b"] * 0.0
+        return squared_error(state, hparams, batch) + jnp.where(b > 0, jnp.sqrt(b), 0.0)
+
+    problem, hparams = regression(objective=error)
+    with pytest.raises(ft.NonFiniteError, match=r"adjoint of state.*gradient of the objective"):
+        ft.Reverse()(problem, hparams)
+
+
+def test_a_value_that_is_not_finite():
+    problem, hparams = regression(
+        objective={
+            "lr": squared_error,
+            "decay": lambda s, h, b: squared_error(s, h, b) + jnp.log(h["decay"] * 0.0),
+        }
+    )
+    pattern = r"not finite: value\['decay'\](?s:.*)the objective itself is not, at the last state"
+    with pytest.raises(ft.NonFiniteError, match=pattern):
+        ft.Forward()(problem, hparams)
+
+
+@pytest.mark.parametrize("engine", [ft.Reverse, ft.Forward])
+def test_checks_can_be_asked_for_or_dropped(engine):
+    problem, hparams = with_dead_feature(lambda h: optax.adam(h["lr"]))
+    assert np.isnan(engine(check_finite=False)(problem, hparams).grad["lr"])
+    silent = jax.jit(lambda h: engine()(problem, h).grad)(hparams)
+    assert np.isnan(silent["lr"])
+    with pytest.raises(Exception, match=r"the gradient of hparams\['\w+'\] is not finite"):
+        jax.block_until_ready(
+            jax.jit(lambda h: engine(check_finite=True)(problem, h).grad)(hparams)
+        )
+
+
+def test_nothing_is_added_to_a_jitted_program():
+    problem, hparams = regression()
+    text = jax.jit(lambda h: ft.Reverse()(problem, h).grad).lower(hparams).as_text()
+    assert "is_finite" not in text

@@ -1,0 +1,122 @@
+"""The hyper-cleaning experiment: its tables, its folder, and how it resumes."""
+
+import functools
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.datasets import load_iris
+from typer.testing import CliRunner
+
+from experiments.__main__ import app
+from experiments.cleaning import experiment as cleaning
+from experiments.cleaning.splits import split
+from experiments.datasets import load
+from foretune import cli
+from foretune.apps import LabelCleaner
+from foretune.report import RunFolder
+
+runner = CliRunner()
+
+
+def experiments(*arguments):
+    return runner.invoke(app, [str(a) for a in arguments])
+
+
+@pytest.mark.parametrize("command", ["cleaning", "multitask", "phones", "complexity"])
+def test_help(command):
+    result = experiments(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_wrong_use():
+    assert experiments("cleaning", "--seeds", "0").exit_code == 2
+    unknown = experiments("cleaning", "--data", "nothing")
+    assert unknown.exit_code == 1
+    assert "give digits, mnist" in unknown.output.replace("\n", " ")
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    out = tmp_path_factory.mktemp("cleaning") / "run"
+    options = ["--quick", "--seeds", 2, "--steps", 50, "--iterations", 60]
+    result = experiments("cleaning", *options, "--out", out)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_the_experiment(experiment):
+    result = json.loads((experiment / "result.json").read_text())
+    accuracy, scores = result["values"]["accuracy"], result["values"]["scores"]
+    assert list(accuracy) == [
+        "Oracle", "Baseline", "DH-87", "DH-130", "DH-174", "DH-218", "LabelCleaner",
+    ]  # fmt: skip
+    assert all(len(a) == 2 for a in accuracy.values())
+    assert np.mean(accuracy["Oracle"]) > np.mean(accuracy["Baseline"])
+    assert np.mean([s["f1"] for s in scores["LabelCleaner"]]) > 0.9
+    assert scores["DH-87"][0]["true_positives"] > 0
+    records = [json.loads(line) for line in (experiment / "metrics.jsonl").read_text().splitlines()]
+    assert len(records) == 61 * 4 * 2
+    assert {"validation_accuracy", "test_accuracy", "false_positives"} <= set(records[0])
+    page = (experiment / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert page.count("data:image/png") == 24
+
+
+def test_stacked_seeds_and_budgets_do_not_mix(tmp_path):
+    dataset = load("digits")
+    splits = [split(dataset, 0.5, seed) for seed in range(2)]
+    settings = cleaning.Settings(seeds=2, steps=20, iterations=5)
+
+    def weights(splits, budgets, name):
+        folder = RunFolder(tmp_path / name, kind="cleaning", title=name, settings={})
+        return cleaning.hyper_clean(splits, budgets, settings, folder)
+
+    together = weights(splits, [87, 218], "together")
+    alone = weights(splits[1:], [218], "alone")
+    np.testing.assert_allclose(together[218][1], alone[218][0], atol=2e-5)
+
+
+def test_an_interrupted_experiment_goes_on(tmp_path, monkeypatch):
+    command = ["cleaning", "--quick", "--steps", 20, "--iterations", 12, "--out"]
+    step = cleaning.Measure.step
+
+    def interrupting(self, run):
+        step(self, run)
+        if run.step == 7:
+            raise KeyboardInterrupt
+
+    cleaner = functools.partial(LabelCleaner, "softmax", hyper_steps=2, steps=5)
+    monkeypatch.setattr(cleaning, "LabelCleaner", cleaner)
+    whole = experiments(*command, tmp_path / "whole")
+    assert whole.exit_code == 0
+    monkeypatch.setattr(cleaning.Measure, "step", interrupting)
+    stopped = experiments(*command, tmp_path / "parts")
+    assert stopped.exit_code == 130
+    assert "continues from there" in stopped.output.replace("\n", " ")
+    unfinished = runner.invoke(cli.app, ["report", str(tmp_path / "parts")])
+    assert unfinished.exit_code == 0
+    assert "unfinished" in (tmp_path / "parts" / "report.html").read_text()
+    monkeypatch.setattr(cleaning.Measure, "step", step)
+    assert experiments(*command, tmp_path / "parts").exit_code == 0
+    ends = [json.loads((tmp_path / n / "result.json").read_text()) for n in ("whole", "parts")]
+    assert ends[0]["values"] == ends[1]["values"]
+    files = [(tmp_path / n / "metrics.jsonl").read_text() for n in ("whole", "parts")]
+    assert files[0] == files[1]
+
+
+def test_your_own_data_in_the_experiment(tmp_path, monkeypatch):
+    cleaner = functools.partial(LabelCleaner, "softmax", hyper_steps=2, steps=5)
+    monkeypatch.setattr(cleaning, "LabelCleaner", cleaner)
+    data = load_iris(as_frame=True).frame
+    pd.concat([data] * 2).to_csv(tmp_path / "iris.csv", index=False)
+    result = experiments(
+        "cleaning", "--data", tmp_path / "iris.csv", "--quick", "--noise", 0.3,
+        "--iterations", 5, "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    items = json.loads((tmp_path / "out" / "result.json").read_text())["gallery"]["items"]
+    assert items[0]["image"] is None
+    assert items[0]["row"]

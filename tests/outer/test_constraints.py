@@ -1,0 +1,231 @@
+"""Projections: against a generic solver, and their own laws, on inputs that try them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scipy.optimize import LinearConstraint, minimize
+
+import foretune as ft
+from foretune._outer.constraints import check_constraints
+
+numbers = st.floats(-5, 5, allow_nan=False).map(lambda x: round(x, 3))
+# Few sizes, since each is a compilation.
+vectors = st.sampled_from([1, 2, 5]).flatmap(
+    lambda n: st.lists(numbers, min_size=n, max_size=n).map(np.array)
+)
+matrices = st.sampled_from([1, 3]).flatmap(
+    lambda n: st.lists(numbers, min_size=n * n, max_size=n * n).map(
+        lambda v: np.array(v).reshape(n, n)
+    )
+)
+relaxed = settings(deadline=None, max_examples=40, derandomize=True, database=None)
+
+# A set, and the same as bounds on x and rows a with a_low <= a x <= a_high, for the solver.
+SETS = {
+    "box": (ft.Box(-1.0, 2.0), lambda n: ([-1, 2], [])),
+    "half-open box": (ft.Box(0.5, np.inf), lambda n: ([0.5, np.inf], [])),
+    "non-negative": (ft.NonNegative(), lambda n: ([0, np.inf], [])),
+    "simplex": (ft.Simplex(1.5), lambda n: ([0, np.inf], [(np.ones(n), 1.5, 1.5)])),
+    "capped simplex": (
+        ft.CappedSimplex(1.5),
+        lambda n: ([0, 1], [(np.ones(n), -np.inf, 1.5)]),
+    ),
+    "capped simplex, no cap": (
+        ft.CappedSimplex(2.0, np.inf),
+        lambda n: ([0, np.inf], [(np.ones(n), -np.inf, 2.0)]),
+    ),
+    "capped simplex, cap 0.3": (
+        ft.CappedSimplex(0.9, 0.3),
+        lambda n: ([0, 0.3], [(np.ones(n), -np.inf, 0.9)]),
+    ),
+}
+
+
+@functools.cache
+def compiled(constraint, method):
+    """Return a method as a compiled function, once for all examples."""
+    return jax.jit(getattr(constraint, method))
+
+
+@functools.cache
+def compiled_gradient(constraint):
+    return jax.jit(jax.grad(lambda v: jnp.sum(constraint.project(v) ** 2)))
+
+
+def nearest(x, bounds, rows):
+    """Return the projection by a generic solver for quadratic programs."""
+    start = np.clip(x, *bounds)
+    for a, low, high in rows:
+        start = start * np.clip(a @ start, low, high) / max(a @ start, 1e-9)
+        if low == high and a @ start < low:
+            start = np.full_like(x, low / len(x))
+    constraints = [LinearConstraint(a, low, high) for a, low, high in rows]
+    found = minimize(
+        lambda y: 0.5 * np.sum((y - x) ** 2),
+        start,
+        jac=lambda y: y - x,
+        bounds=[bounds] * len(x),
+        constraints=constraints,
+        method="SLSQP",
+        options={"maxiter": 500, "ftol": 1e-14},
+    )
+    return found.x
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.usefixtures("x64")
+@relaxed
+@given(x=vectors)
+@example(x=np.array([0.5, 0.5, 0.5, 0.5]))
+@example(x=np.array([-3.0, -1.0]))
+@example(x=np.array([0.1, 0.2]))
+@example(x=np.array([2.0]))
+def test_projections_are_the_nearest_points(name, x):
+    constraint, description = SETS[name]
+    y = np.asarray(compiled(constraint, "project")(x))
+    expected = nearest(x, *description(len(x)))
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+    assert compiled(constraint, "contains")(y)
+
+
+ALL = {name: constraint for name, (constraint, _) in SETS.items()} | {
+    "l1": ft.L1Ball(1.2),
+    "l1, radius 0": ft.L1Ball(0.0),
+    "l2": ft.L2Ball(1.2),
+    "l2, radius 0": ft.L2Ball(0.0),
+    "capped simplex, total 0": ft.CappedSimplex(0.0),
+    "intersection": ft.Intersection(ft.Box(-0.5, 1.0), ft.L2Ball(1.2), tolerance=1e-12),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.usefixtures("x64")
+@relaxed
+@given(x=vectors, shift=st.integers(0, 5))
+def test_projections_are_idempotent_and_do_not_expand(name, x, shift):
+    constraint = ALL[name]
+    project = compiled(constraint, "project")
+    other = np.roll(x, shift) * 0.7 + 0.1
+    y, z = project(x), project(other)
+    np.testing.assert_allclose(project(y), y, atol=1e-7)
+    assert np.linalg.norm(y - z) <= np.linalg.norm(x - other) + 1e-7
+    assert compiled(constraint, "contains")(y)
+    if name != "intersection":  # an iteration of unknown length: forward mode alone
+        assert np.all(np.isfinite(compiled_gradient(constraint)(x)))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_projections_can_be_mapped(name):
+    rows = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
+    mapped = jax.vmap(ALL[name].project)(rows)
+    for row, y in zip(rows, mapped, strict=True):
+        np.testing.assert_allclose(y, ALL[name].project(row), atol=1e-5)
+
+
+@pytest.mark.usefixtures("x64")
+@relaxed
+@given(x=vectors, radius=st.sampled_from([0.1, 1.0, 3.0]))
+def test_balls(x, radius):
+    y = compiled(ft.L1Ball(radius), "project")(x)
+    assert np.abs(y).sum() <= radius + 1e-9
+    split = nearest(np.abs(x), [0, np.inf], [(np.ones(len(x)), -np.inf, radius)])
+    np.testing.assert_allclose(y, np.sign(x) * split, atol=1e-6)
+    length = np.linalg.norm(x)
+    expected = x if length <= radius else x * radius / length
+    np.testing.assert_allclose(compiled(ft.L2Ball(radius), "project")(x), expected, atol=1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+@relaxed
+@given(C=matrices, total=st.sampled_from([0.1, 1.0, 4.0]))
+def test_symmetric_sets(C, total):
+    y = np.asarray(compiled(ft.SymmetricNonNegative(total), "project")(C))
+    assert np.array_equal(y, y.T)
+    assert y.min() >= 0
+    assert y.sum() <= total + 1e-9
+    mean = ((C + C.T) / 2).ravel()
+    expected = nearest(mean, [0, np.inf], [(np.ones(mean.size), -np.inf, total)])
+    np.testing.assert_allclose(y.ravel(), expected, atol=1e-6)
+    free = np.asarray(compiled(ft.SymmetricNonNegative(), "project")(C))
+    np.testing.assert_allclose(free, np.maximum((C + C.T) / 2, 0), atol=1e-12)
+
+
+@pytest.mark.parametrize("total", [10.0, 1000.0, 3e5])
+def test_a_million_entries_in_float32(total):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=10**6).astype(np.float32)
+    y = np.asarray(ft.CappedSimplex(total).project(x))
+    assert y.min() >= 0
+    assert y.max() <= 1
+    np.testing.assert_allclose(y.sum(dtype=np.float64), total, rtol=1e-5)
+    # The optimality condition: every free entry moved by the same amount.
+    moved = (x - y)[(y > 0) & (y < 1)]
+    assert np.ptp(moved) <= 1e-5 * max(1, abs(moved.mean()))
+
+
+def test_huge_numbers():
+    x = np.array([1e6, 1e6 - 0.25, -1e6, 3.0], np.float32)
+    np.testing.assert_allclose(ft.CappedSimplex(1.5).project(x), [0.875, 0.625, 0, 0], atol=0.07)
+    np.testing.assert_allclose(ft.Simplex(1.0).project(x).sum(), 1.0, rtol=1e-5)
+
+
+def test_a_set_over_a_subtree_holds_for_all_its_numbers():
+    x = {"a": jnp.array([1.0, 1.0]), "b": jnp.array(1.0)}
+    y = ft.Simplex(1.0).project(x)
+    np.testing.assert_allclose(y["a"], [1 / 3, 1 / 3], rtol=1e-6)
+    np.testing.assert_allclose(y["b"], 1 / 3, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
+def test_changes_of_variable():
+    x = jnp.array([0.1, 0.5])
+    for change in (ft.Log(), ft.Logit(0.0, 1.0), ft.Logit(-1.0, 2.0)):
+        np.testing.assert_allclose(change.from_search(change.to_search(x)), x, rtol=1e-12)
+        assert change.contains(x)
+    assert ft.Log().project(jnp.array(-1.0)) > 0
+    assert 0 < ft.Logit(0.0, 1.0).project(jnp.array(1.0)) < 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ft.L1Ball(-1.0),
+        lambda: ft.L2Ball(float("nan")),
+        lambda: ft.Simplex(-0.1),
+        lambda: ft.CappedSimplex(-1.0),
+        lambda: ft.CappedSimplex(1.0, -1.0),
+        lambda: ft.Box(1.0, 0.0),
+        lambda: ft.Box(np.array([0.0, 2.0]), 1.0),
+        lambda: ft.Logit(1.0, 1.0),
+        lambda: ft.SymmetricNonNegative(-1.0),
+    ],
+)
+def test_empty_sets_are_refused(make):
+    with pytest.raises(ValueError, match="empty"):
+        make()
+
+
+def test_constraints_that_do_not_fit():
+    hparams = {"lr": jnp.array(0.1), "net": {"w": jnp.ones(3)}}
+    with pytest.raises(ValueError, match=r"constraints\['rate'\] names no hyperparameter"):
+        check_constraints({"rate": ft.NonNegative()}, hparams)
+    with pytest.raises(TypeError, match=r"the constraint of hparams\['lr'\] is the float 1.0"):
+        check_constraints({"lr": 1.0}, hparams)
+    with pytest.raises(ValueError, match=r"do not fit hparams\['lr'\], which is float32\[\]"):
+        check_constraints({"lr": ft.Box(np.zeros(3), np.ones(3))}, hparams)
+    with pytest.raises(ValueError, match=r"does not fit hparams\['net'\]: .*square matrices"):
+        check_constraints({"net": ft.Symmetric(ft.NonNegative())}, hparams)
+    with pytest.raises(TypeError, match=r"is a class; write `NonNegative\(...\)`"):
+        check_constraints({"lr": ft.NonNegative}, hparams)
+    with pytest.raises(ValueError, match="Log and Logit are changes of variable"):
+        ft.Intersection(ft.Log(), ft.Box(0.0, 1.0))
+    with pytest.raises(ValueError, match="no point in common"):
+        ft.Intersection(ft.Box(0.0, 0.1), ft.Box(0.2, 0.3)).check_start(jnp.array(0.1))
+    for change, start in ((ft.Log(), 0.0), (ft.Logit(), 1.0)):
+        with pytest.raises(ValueError, match="Start inside"):
+            change.check_start(jnp.array(start))

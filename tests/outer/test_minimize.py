@@ -1,0 +1,265 @@
+"""The outer loop: optima, history, evaluation, stopping, callbacks, bad input."""
+
+import json
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import foretune as ft
+
+from ..engines.test_known_answers import ridge
+from ..problems import regression
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("engine", [ft.Reverse(), ft.Forward()], ids=str)
+@pytest.mark.parametrize("constraint", [ft.NonNegative(), ft.Log()], ids=str)
+def test_the_optimal_ridge_coefficient(engine, constraint):
+    problem, closed_form = ridge(200)
+    grid = np.geomspace(1e-3, 10, 4001)
+    best = grid[np.argmin(jax.vmap(closed_form)(jnp.array(grid)))]
+    result = ft.minimize(
+        problem,
+        {"rho": jnp.array(1.0)},
+        steps=400,
+        engine=engine,
+        optimizer=optax.adam(0.1),
+        constraints={"rho": constraint},
+    )
+    np.testing.assert_allclose(result.hparams["rho"], best, rtol=5e-3, atol=1e-3)
+    np.testing.assert_allclose(result.value, closed_form(best), rtol=1e-5)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("constraint", [ft.NonNegative(), ft.Log()], ids=str)
+def test_the_default_optimizer_needs_no_rate(constraint):
+    problem, closed_form = ridge(200)
+    grid = np.geomspace(1e-3, 10, 4001)
+    lowest = float(np.min(jax.vmap(closed_form)(jnp.array(grid))))
+    start = {"rho": jnp.array(1.0)}
+    result = ft.minimize(problem, start, steps=300, constraints={"rho": constraint})
+    first = result.history[0]["value"]
+    assert result.best.score - lowest < 0.01 * (first - lowest)
+
+
+@pytest.mark.usefixtures("x64")
+def test_an_optimum_on_the_boundary():
+    problem, closed_form = ridge(200)
+    free = ft.minimize(
+        problem, {"rho": jnp.array(1.0)}, steps=200, optimizer=optax.adam(0.05)
+    ).hparams["rho"]
+    bound = float(free) + 0.5
+    result = ft.minimize(
+        problem,
+        {"rho": jnp.array(bound + 1)},
+        steps=200,
+        optimizer=optax.adam(0.05),
+        constraints={"rho": ft.Box(bound, np.inf)},
+    )
+    np.testing.assert_allclose(result.hparams["rho"], bound, atol=1e-3)
+    np.testing.assert_allclose(result.value, closed_form(bound), rtol=1e-6)
+
+
+def test_history_and_best():
+    problem, hparams = regression(steps=5)
+    result = ft.minimize(
+        problem,
+        hparams,
+        steps=7,
+        optimizer=optax.sgd(0.01),
+        evaluate=lambda state, h: {"norm": jnp.linalg.norm(state.params["w"])},
+        evaluate_every=3,
+        score=lambda record: abs(record["step"] - 4),
+    )
+    assert [row["step"] for row in result.history] == list(range(8))
+    assert [row["step"] for row in result.history if "norm" in row] == [0, 3, 6, 7]
+    assert int(result.best.step) == 3  # the nearest that was measured
+    assert result.stopped == "7 steps done"
+    value, state = problem.response(result.hparams)
+    np.testing.assert_allclose(result.value, value, rtol=1e-6)
+    np.testing.assert_allclose(result.state.params["w"], state.params["w"], rtol=1e-6)
+    json.dumps(result.history)
+
+
+def test_best_by_a_metric_that_is_not_always_there():
+    problem, hparams = regression(steps=5)
+    result = ft.minimize(
+        problem, hparams, steps=6, evaluate_every=2,
+        evaluate=lambda state, h: {"size": jnp.sum(state.params["w"] ** 2)},
+        score=lambda record: -record["size"],
+    )  # fmt: skip
+    sizes = [row["size"] for row in result.history if "size" in row]
+    assert len(sizes) == 4
+    np.testing.assert_allclose(result.best.score, -max(sizes), rtol=1e-6)
+
+
+def test_several_descents_at_once_are_the_same_as_one_by_one():
+    problem, hparams = regression(steps=5)
+    starts = jax.tree.map(lambda leaf: leaf * jnp.array([0.5, 1.0, 2.0]), hparams)
+    options = {"steps": 6, "optimizer": optax.adam(0.01), "constraints": {"lr": ft.NonNegative()}}
+    together = ft.minimize(problem, starts, batched=True, **options)
+    for i in range(3):
+        alone = ft.minimize(problem, jax.tree.map(lambda leaf: leaf[i], starts), **options)
+        np.testing.assert_allclose(together.hparams["lr"][i], alone.hparams["lr"], rtol=1e-5)
+        np.testing.assert_allclose(together.best.score[i], alone.best.score, rtol=1e-5)
+    assert len(together.history[0]["value"]) == 3
+
+
+def test_fresh_batches_and_warm_start():
+    problem, hparams = regression(steps=4)
+    x, y = problem.batches.data
+    seen = []
+
+    def batches(step, key):
+        seen.append((step, int(jax.random.randint(key, (), 0, 10**6))))
+        return ft.Minibatches.shuffled((x, y), batch_size=5, steps=4, key=key)
+
+    options = {"steps": 3, "optimizer": optax.sgd(0.0), "key": jax.random.key(3)}
+    start = ft.Minibatches.shuffled((x, y), batch_size=5, steps=4, key=jax.random.key(0))
+    problem = problem.replace(batches=start)
+    first = ft.minimize(problem, hparams, batches=batches, **options)
+    second = ft.minimize(problem, hparams, batches=batches, **options)
+    assert first.history == second.history
+    assert len({number for _, number in seen[:4]}) == 4
+    warm = ft.minimize(problem, hparams, warm_start=True, **options)
+    values = [row["value"] for row in warm.history]
+    assert int(warm.state.step) == 16
+    assert values[-1] != values[0]
+
+
+def test_compiles_once(monkeypatch):
+    traces = []
+
+    def loss(params, hparams, batch):
+        traces.append(1)
+        return jnp.mean((batch[0] @ params["w"] - batch[1]) ** 2) + hparams["decay"]
+
+    problem, hparams = regression(
+        steps=3, dynamics=ft.Training(loss, lambda h: optax.sgd(h["lr"])),
+        objective=lambda s, h, b: jnp.sum(s.params["w"] ** 2) + h["decay"] ** 2,
+        init={"w": np.zeros(3, np.float32)},
+    )  # fmt: skip
+    ft.minimize(problem, hparams, steps=1)
+    before = len(traces)
+    ft.minimize(problem, hparams, steps=20)
+    assert len(traces) == before
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (ft.NoImprovement(3), "no improvement over 3 steps"),
+        (ft.SmallGradient(1e9), "hypergradient norm"),
+        (ft.TimeLimit(0.0), "0 seconds are over"),
+        (lambda run: "enough" if run.step == 2 else None, "enough"),
+    ],
+)
+def test_stopping_rules(rule, reason):
+    problem, hparams = regression(steps=3)
+    result = ft.minimize(problem, hparams, steps=50, optimizer=optax.sgd(0.0), stop=rule)
+    assert reason in result.stopped
+    assert len(result.history) < 10
+
+
+def test_ctrl_c_ends_after_the_evaluation_and_returns_what_there_is():
+    problem, hparams = regression(steps=3)
+
+    class Interrupt(ft.Callback):
+        def step(self, run):
+            if run.step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    result = ft.minimize(problem, hparams, steps=50, callbacks=[Interrupt()])
+    assert result.stopped == "interrupted"
+    assert len(result.history) == 3
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_callback_in_ten_lines_sees_the_run():
+    seen = []
+
+    class Watch(ft.Callback):
+        def start(self, run):
+            seen.append(("start", run.steps))
+
+        def step(self, run):
+            seen.append((run.step, float(run.hparams["lr"]), run.record["value"]))
+
+        def end(self, run):
+            seen.append(("end", run.step))
+
+    problem, hparams = regression(steps=3)
+    ft.minimize(problem, hparams, steps=2, callbacks=[Watch()])
+    assert seen[0] == ("start", 2)
+    assert seen[-1] == ("end", 2)
+    assert [row[0] for row in seen[1:-1]] == [0, 1, 2]
+
+
+def test_history_on_disk_and_progress(tmp_path, capsys):
+    problem, hparams = regression(steps=3)
+    path = tmp_path / "run" / "metrics.jsonl"
+    result = ft.minimize(problem, hparams, steps=3, callbacks=[ft.History(path), ft.Progress()])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == result.history
+    assert capsys.readouterr().out.strip() == ""  # quiet where there is no terminal
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboardX")
+    problem, hparams = regression(steps=3)
+    ft.minimize(problem, hparams, steps=3, callbacks=[ft.TensorBoard(tmp_path)])
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 100
+
+
+def test_a_start_outside_the_set_is_projected_with_a_warning():
+    problem, hparams = regression(steps=3)
+    with pytest.warns(UserWarning, match=r"hparams\['lr'\] starts outside .* distance of 0.05"):
+        result = ft.minimize(
+            problem, hparams, steps=1, optimizer=optax.sgd(0.0),
+            constraints={"lr": ft.Box(0.0, 0.05)},
+        )  # fmt: skip
+    np.testing.assert_allclose(result.hparams["lr"], 0.05)
+
+
+def test_bad_input(tmp_path):
+    problem, hparams = regression(steps=3)
+    with pytest.raises(ValueError, match=r"steps=0\): it must be a whole number"):
+        ft.minimize(problem, hparams, steps=0)
+    with pytest.raises(ValueError, match="names no hyperparameter"):
+        ft.minimize(problem, hparams, steps=1, constraints={"rate": ft.NonNegative()})
+    with pytest.raises(ValueError, match="either batched=True or warm_start=True"):
+        ft.minimize(problem, hparams, steps=1, batched=True, warm_start=True)
+    for name, wrong in (("engine", ft.Forward), ("optimizer", optax.adam), ("callbacks", [print])):
+        with pytest.raises(TypeError, match=f"{name} must be"):
+            ft.minimize(problem, hparams, steps=1, **{name: wrong})
+    with pytest.raises(ValueError, match="evaluate must return a dict of scalars"):
+        ft.minimize(problem, hparams, steps=1, evaluate=lambda state, h: {"value": 1.0})
+    (tmp_path / "file").write_text("")
+    for callback in (
+        ft.History(tmp_path / "file" / "x" / "m.jsonl"),
+        ft.Checkpoint(tmp_path / "file"),
+    ):
+        with pytest.raises(OSError, match="cannot write to the folder"):
+            ft.minimize(problem, hparams, steps=1, callbacks=[callback])
+
+
+def test_non_finite_hypergradients_are_explained():
+    problem, hparams = regression(steps=200)
+    starts = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), hparams)
+    starts["lr"] = jnp.array([0.1, 50.0])
+    with pytest.raises(ft.NonFiniteError, match="in the training itself"):
+        ft.minimize(problem, starts, steps=2, batched=True)
+
+
+def test_nothing_is_lost_when_a_run_diverges():
+    problem, hparams = regression(steps=100)
+    with pytest.raises(ft.NonFiniteError) as error:
+        ft.minimize(problem, hparams, steps=50, optimizer=optax.sgd(-100.0))  # uphill
+    run = error.value.run
+    assert len(run.history) == run.step > 0
+    assert float(run.best.score) == min(row["value"] for row in run.history)

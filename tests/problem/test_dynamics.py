@@ -1,0 +1,256 @@
+"""Dynamics of every kind: models from three libraries, and iterations that are no network."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import foretune as ft
+
+from ..problems import assert_trees_close, regression
+
+
+def assert_engines_agree(problem, hparams, rtol=1e-9):
+    reverse = ft.Reverse()(problem, hparams)
+    for engine in (ft.Forward(), ft.Forward(chunk=2)):
+        forward = engine(problem, hparams)
+        assert_trees_close(forward.grad, reverse.grad, rtol, atol=1e-4 * rtol)
+        assert_trees_close(forward.value, reverse.value, rtol)
+    ft.check_hypergradient(problem, hparams, verbose=False)
+    return reverse
+
+
+def classes(n=24, d=4, k=3):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(n, d)), rng.integers(0, k, n)
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@pytest.mark.usefixtures("x64")
+def test_equinox_model_as_it_is():
+    """The model holds activation functions and a static width: only its arrays are trained."""
+    data = classes()
+    model = eqx.nn.MLP(4, 3, 5, 1, activation=jnp.tanh, key=jax.random.key(0), dtype=jnp.float64)
+
+    def loss(model, hparams, batch):
+        x, y, w = batch
+        losses = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y)
+        return jnp.mean(hparams["weight"][w] * losses)
+
+    problem = ft.Problem(
+        ft.Training(loss, lambda h: optax.adam(h["lr"], eps_root=1e-8)),
+        lambda state, h, batch: cross_entropy(jax.vmap(state.params)(batch[0]), batch[1]),
+        model,
+        ft.Minibatches((*data, np.arange(24)), np.arange(40).reshape(5, 8) % 24),
+        classes(),
+    )
+    hparams = {"weight": jnp.full(24, 0.5), "lr": jnp.array(0.05)}
+    result = assert_engines_agree(problem, hparams)
+    assert isinstance(result.state.params, eqx.nn.MLP)
+    assert result.state.params(np.zeros(4)).shape == (3,)
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 6, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, momentum=0.8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.last = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(jnp.tanh(self.norm(self.first(x)))))
+
+
+def flax_problem(running_statistics):
+    graph, params, rest = nnx.split(Network(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, hparams, batch, model_state):
+        model = nnx.merge(graph, params, model_state)
+        model.train()
+        value = cross_entropy(model(batch[0]), batch[1])
+        _, params, model_state = nnx.split(model, nnx.Param, ...)
+        penalty = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+        return value + hparams["decay"] * penalty, model_state
+
+    def error(state, hparams, batch):
+        model = nnx.merge(graph, state.params, state.model_state)
+        model.eval()
+        model.norm.use_running_average = running_statistics
+        return cross_entropy(model(batch[0]), batch[1])
+
+    problem = ft.Problem(
+        ft.Training(loss, lambda h: optax.sgd(h["lr"], 0.9), has_state=True),
+        error,
+        (params, rest),
+        ft.FullBatch(classes(), steps=6),
+        classes(n=30),
+    )
+    return graph, problem, {"lr": jnp.array(0.1), "decay": jnp.array(0.01)}
+
+
+@pytest.mark.parametrize("running_statistics", [False, True])
+def test_flax_nnx_with_batch_norm_and_dropout(running_statistics):
+    """Batch statistics and the dropout's random state travel in `model_state`."""
+    graph, problem, hparams = flax_problem(running_statistics)
+    result = assert_engines_agree(problem, hparams, rtol=1e-4)
+    before, after = (
+        jax.tree.leaves(nnx.state(nnx.merge(graph, *state), nnx.BatchStat))
+        for state in (problem.init, (result.state.params, result.state.model_state))
+    )
+    assert all(not np.allclose(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.usefixtures("x64")
+def test_random_numbers_follow_the_step():
+    """With a key, each step draws its own numbers, and the same ones when it is replayed."""
+    seen = []
+
+    def loss(params, hparams, batch, *, key):
+        noise = jax.random.normal(key, params["w"].shape)
+        jax.debug.callback(lambda n: seen.append(tuple(np.asarray(n))), noise)
+        return jnp.sum((params["w"] - hparams["strength"] * noise) ** 2)
+
+    problem = ft.Problem(
+        ft.Training(loss, lambda h: optax.sgd(h["lr"]), key=jax.random.key(7)),
+        lambda state, h, batch: jnp.sum((state.params["w"] - 1) ** 2),
+        {"w": np.zeros(2)},
+        ft.FullBatch(None, steps=4),
+    )
+    hparams = {"lr": jnp.array(0.1), "strength": jnp.array(0.5)}
+    assert_engines_agree(problem, hparams)
+    assert len(set(seen)) == 4
+
+
+@dataclasses.dataclass
+class PowerIteration:
+    """The leading eigenvector of a matrix that depends on the hyperparameters."""
+
+    matrix: np.ndarray
+
+    def init(self, params, hparams):
+        return {"v": params, "count": jnp.array(0)}
+
+    def step(self, state, hparams, batch):
+        v = (self.matrix + jnp.diag(hparams["shift"])) @ state["v"]
+        return {"v": v / jnp.linalg.norm(v), "count": state["count"] + 1}
+
+
+@pytest.mark.usefixtures("x64")
+def test_power_iteration_tends_to_the_eigenvalue_derivative():
+    """d eigenvalue / d diagonal = v_i^2. The dynamics is an unhashable dataclass."""
+    rng = np.random.default_rng(0)
+    matrix = rng.normal(size=(4, 4))
+    matrix = matrix @ matrix.T
+    shift = np.array([0.1, 0.2, 0.3, 0.4])
+
+    def error(state, hparams, batch):
+        return state["v"] @ (matrix + jnp.diag(hparams["shift"])) @ state["v"]
+
+    problem = ft.Problem(
+        PowerIteration(matrix), error, np.ones(4) / 2, ft.FullBatch(None, steps=300)
+    )
+    result = assert_engines_agree(problem, {"shift": shift})
+    values, vectors = np.linalg.eigh(matrix + np.diag(shift))
+    np.testing.assert_allclose(result.value, values[-1], rtol=1e-10)
+    np.testing.assert_allclose(result.grad["shift"], vectors[:, -1] ** 2, rtol=1e-8)
+    assert int(result.state["count"]) == 300
+
+
+class Ista(eqx.Module):
+    """Iterative soft thresholding for the lasso; its matrix is an array of the dynamics."""
+
+    X: jax.Array
+    y: jax.Array
+
+    def init(self, params, hparams):
+        return params
+
+    def step(self, state, hparams, batch):
+        gradient = self.X.T @ (self.X @ state - self.y)
+        w = state - hparams["rate"] * gradient
+        return jnp.sign(w) * jax.nn.relu(jnp.abs(w) - hparams["rate"] * jnp.exp(hparams["log"]))
+
+
+@pytest.mark.usefixtures("x64")
+def test_iterative_soft_thresholding():
+    rng = np.random.default_rng(1)
+    X, w = rng.normal(size=(20, 6)), np.array([1.5, 0, 0, -2.0, 0, 0])
+    problem = ft.Problem(
+        Ista(jnp.array(X), jnp.array(X @ w)),
+        lambda state, h, target: jnp.sum((state - target) ** 2),
+        jnp.array(rng.normal(size=6)),
+        ft.FullBatch(None, steps=50),
+        w,
+    )
+    assert_engines_agree(problem, {"rate": np.array(0.01), "log": np.array([-1.0] * 6)})
+
+
+class Mixture:
+    """EM for the means of a mixture of two Gaussians with a common width."""
+
+    def init(self, params, hparams):
+        return params
+
+    def step(self, means, hparams, x):
+        logits = -0.5 * ((x[:, None] - means) / hparams["width"]) ** 2
+        responsibility = jax.nn.softmax(logits, axis=1)
+        return responsibility.T @ x / responsibility.sum(0)
+
+
+@pytest.mark.usefixtures("x64")
+def test_expectation_maximisation():
+    rng = np.random.default_rng(2)
+    x = np.concatenate([rng.normal(-2, 1, 40), rng.normal(2, 1, 40)])
+    problem = ft.Problem(
+        Mixture(),
+        lambda means, h, batch: jnp.sum((means - jnp.array([-2.0, 2.0])) ** 2),
+        np.array([-0.5, 1.0]),
+        ft.FullBatch(x, steps=15),
+    )
+    assert_engines_agree(problem, {"width": np.array(1.3)})
+
+
+@pytest.mark.usefixtures("x64")
+def test_per_layer_rates_and_accumulator_dtypes():
+    """Rates by layer through `optax.partition`; hyperparameters in a wider type than the state."""
+
+    def optimizer(h):
+        rates = {name: optax.sgd(h["rates"][i], 0.9) for i, name in enumerate(("w", "b"))}
+        return optax.partition(rates, {"w": "w", "b": "b"})
+
+    problem, _ = regression(optimizer=optimizer, dtype=np.float32)
+    hparams = {"rates": jnp.array([0.1, 0.2]), "decay": jnp.array(0.01)}
+    reverse, forward = ft.Reverse()(problem, hparams), ft.Forward()(problem, hparams)
+    assert reverse.state.params["w"].dtype == jnp.float32
+    assert jax.tree.leaves(reverse.state.opt_state)[0].dtype == jnp.float32
+    assert_trees_close(forward.grad, reverse.grad, 1e-4)
+
+
+def test_custom_vjp_in_the_loss_works_in_forward_mode():
+    """The inner gradient is taken first, so forward mode meets its rule, not the function."""
+
+    @jax.custom_vjp
+    def cube(x):
+        return x**3
+
+    cube.defvjp(lambda x: (x**3, x), lambda x, g: (g * 3 * x**2,))
+    problem = ft.Problem(
+        ft.Training(lambda w, h, b: cube(w - h["a"]) ** 2, optax.sgd(0.05)),
+        lambda state, h, b: cube(state.params),
+        np.array(0.3, np.float32),
+        ft.FullBatch(None, steps=5),
+    )
+    hparams = {"a": jnp.array(1.5)}
+    np.testing.assert_allclose(
+        ft.Forward()(problem, hparams).grad["a"],
+        ft.Reverse()(problem, hparams).grad["a"],
+        rtol=1e-5,
+    )

@@ -1,0 +1,121 @@
+"""Files that are read cannot run code: nothing is unpickled, nothing is evaluated."""
+
+import ast
+import pickle
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+
+import foretune as ft
+from experiments.phones.speech import corpus as _corpus
+from foretune import data
+
+from ..problems import regression
+
+SOURCE = Path(ft.__file__).parent
+
+
+class Trap:
+    """An object that makes a file when it is unpickled."""
+
+    def __init__(self, sprung):
+        self.sprung = sprung
+
+    def __reduce__(self):
+        return Path.touch, (self.sprung,)
+
+
+@pytest.fixture
+def trap(tmp_path):
+    sprung = tmp_path / "sprung"
+    found = Trap(sprung)
+    pickle.loads(pickle.dumps(found))
+    assert sprung.exists()  # it would be seen
+    sprung.unlink()
+    yield found
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_an_object_array_in_a_table_is_refused(trap, tmp_path, name):
+    arrays = {"x": np.zeros((2, 3)), "y": np.zeros(2)} | {name: np.array([trap, trap], object)}
+    np.savez(tmp_path / "a.npz", **arrays)
+    for read in (data.read_table, data.load):
+        with pytest.raises(data.DataError, match=r"a\.npz cannot be read as \.npz: Object arrays"):
+            read(str(tmp_path / "a.npz"))
+
+
+def test_a_pickle_that_is_called_npz_is_refused(trap, tmp_path):
+    (tmp_path / "a.npz").write_bytes(pickle.dumps(trap))
+    with pytest.raises(data.DataError, match=r"cannot be read as \.npz"):
+        data.read_table(tmp_path / "a.npz")
+
+
+def test_an_object_array_among_features_is_refused(trap, tmp_path, monkeypatch):
+    (tmp_path / "cifar").mkdir()
+    path = tmp_path / "cifar" / "cifar10-efficientnet-lite0.npz"
+    np.savez(path, x=np.array([trap], object), y=np.zeros(1))
+    monkeypatch.setenv("FORETUNE_DATA", str(tmp_path))
+    with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
+        data.load("cifar10")
+
+
+def test_an_object_array_in_the_cache_of_speech_is_made_again(trap, tmp_path):
+    def make():
+        part = np.zeros((1, 2), np.float32), ["a"], np.zeros(1, int), np.zeros(1, int)
+        return [_corpus.Utterance("1", "who", None, *part)], {}
+
+    _corpus.stored("kind", {}, make, tmp_path)
+    (path,) = tmp_path.glob("*.npz")
+    np.savez(path, about=np.array(trap, object))
+    found, _ = _corpus.stored("kind", {}, make, tmp_path)
+    assert found[0].speaker == "who"
+
+
+def test_a_checkpoint_of_pickles_is_passed_over(trap, tmp_path):
+    problem, hparams = regression(steps=4)
+
+    def run():
+        ft.minimize(
+            problem, hparams, steps=1, optimizer=optax.sgd(0.0),
+            callbacks=[ft.Checkpoint(tmp_path / "run")],
+        )  # fmt: skip
+
+    run()
+    for file in (tmp_path / "run").rglob("*"):
+        if file.is_file():
+            file.write_bytes(pickle.dumps(trap))
+    with (
+        pytest.warns(UserWarning, match=r"checkpoint of step \d .* cannot be used"),
+        pytest.raises(RuntimeError, match=r"none of the checkpoints in .* can be read"),
+    ):
+        run()
+
+
+UNSAFE_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve", "subprocess"}
+UNSAFE_CALLS = {"eval", "exec", "joblib.load", "os.popen", "os.system", "torch.load"}
+
+
+def unsafe(node):
+    """Whether a part of a program may run what it reads."""
+    match node:
+        case ast.Import(names=names):
+            return any(name.name.split(".")[0] in UNSAFE_MODULES for name in names)
+        case ast.ImportFrom(module=str(module)):
+            return module.split(".")[0] in UNSAFE_MODULES
+        case ast.Call(func=function, keywords=keywords):
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in keywords}
+            pickled = given.get("allow_pickle", "False") != "False"
+            return pickled or ast.unparse(function) in UNSAFE_CALLS
+    return False
+
+
+def test_the_source_has_no_way_to_run_what_it_reads():
+    assert unsafe(ast.parse("np.load(path, allow_pickle=True)").body[0].value)
+    paths = sorted(SOURCE.rglob("*.py"))
+    assert len(paths) > 50
+    for path in paths:
+        found = [ast.unparse(n) for n in ast.walk(ast.parse(path.read_text())) if unsafe(n)]
+        assert not found, path
