@@ -23,7 +23,7 @@ import foretune as ft
 from benchmarks.harness import record, time_in_turns
 from foretune._engines.auto import show_bytes
 from foretune._engines.costs import compile_all
-from foretune._problem.checks import validated
+from foretune._problem.problem import validated
 
 Case = tuple[ft.Problem, dict[str, Any]]
 

@@ -28,8 +28,7 @@ from foretune import Forward, Minibatches, Problem, Reverse, Training
 from foretune._engines.auto import show_bytes
 from foretune._engines.base import AbstractEngine
 from foretune._engines.costs import compile_all, free_bytes
-from foretune._problem.checks import validated
-from foretune._problem.problem import _response
+from foretune._problem.problem import _response, validated
 
 EXAMPLES = 5000
 VALIDATION = 500

@@ -10,7 +10,8 @@ import pytest
 
 import foretune as ft
 from foretune._engines.base import check_options
-from foretune._problem.checks import check_count, check_objective, validated
+from foretune._problem.checks import check_count, check_objective
+from foretune._problem.problem import validated
 
 from ..problems import penalised, regression, squared_error
 
@@ -46,7 +47,10 @@ def rejects(error, pattern, problem, hparams):
     [
         (jnp.array(3), r"hparams\['lr'\] is int32\[\]; only floating-point"),
         (jnp.array([True]), r"hparams\['lr'\] is bool\[1\]"),
-        (0.1, r"hparams\['lr'\] is the float 0.1; hyperparameters are float arrays. Write `jnp"),
+        (
+            1,
+            r"hparams\['lr'\] is the int 1; hyperparameters are floats and float arrays. Write `1.0`",
+        ),
         ("0.1", r"hparams\['lr'\] is the str '0.1'"),
         (jnp.array(1j), r"hparams\['lr'\] is complex64\[\]"),
         (jnp.zeros(0), r"hparams\['lr'\] is float32\[0\]: it holds no number"),
@@ -338,10 +342,83 @@ def test_errors_in_user_code_say_what_was_called():
     problem, hparams = regression(objective=lambda s, h, val: val[0].sum(), validation=None)
     with pytest.raises(TypeError) as error:
         ft.Reverse()(problem, hparams)
-    (note,) = (n for n in error.value.__notes__ if "foretune" in n)
-    assert "objective(state, hparams, validation)" in note
-    assert "validation: None" in note
-    assert "state.params['w']: float32[3]" in note
+    message = str(error.value)
+    assert "objective(state, hparams, validation)" in message
+    assert "validation: None" in message
+    assert "state.params['w']: float32[3]" in message
+
+
+def test_a_name_that_the_loss_or_the_optimizer_does_not_find():
+    problem, hparams = regression(optimizer=lambda h: optax.sgd(h["rate"]))
+    rejects(ValueError, r"there is no 'rate'[\s\S]*hparams\['lr'\]: float32", problem, hparams)
+    problem, _ = regression()
+    rejects(ValueError, r"there is no 'decay'[\s\S]*step\(state", problem, {"lr": 0.1})
+
+
+def test_data_of_another_width_is_named():
+    x = np.ones((20, 4), np.float32)
+    problem, hparams = regression(validation=(x, np.ones(20, np.float32)))
+    rejects(TypeError, r"objective\(state[\s\S]*validation\[0\]: float32\[20,4\]", problem, hparams)
+
+
+def test_schedules_that_branch_on_their_constants():
+    problem, hparams = regression(
+        optimizer=lambda h: optax.sgd(optax.exponential_decay(0.1, 10, h["lr"]))
+    )
+    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+        ft.Reverse()(problem, hparams)
+    assert "Write the schedule as a formula in the step" in "".join(error.value.__notes__)
+
+
+def test_multisteps_names_its_transformation():
+    wrapped = optax.MultiSteps(optax.sgd(0.1), 2)
+    with pytest.raises(TypeError, match=r"\.gradient_transformation\(\)"):
+        ft.Training(penalised, wrapped)
+    problem, hparams = regression(optimizer=lambda h: optax.MultiSteps(optax.sgd(h["lr"]), 2))
+    rejects(TypeError, r"\.gradient_transformation\(\)", problem, hparams)
+
+
+X, Y = np.ones((40, 3), np.float32), np.ones(40, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: ft.Training("mse", optax.sgd(0.1)), TypeError, "loss is the str 'mse'"),
+        (lambda: ft.FullBatch((X[:0], Y[:0]), 3), ValueError, r"data\[0\] is float32\[0,3\]"),
+        (
+            lambda: ft.FullBatch([[1.0, 2.0], [3.0, 4.0]], 3),
+            TypeError,
+            "a Python list of 2 numbers",
+        ),
+        (lambda: ft.Minibatches(([1.0, 2.0], Y), [[0]]), TypeError, r"data\[0\] is a Python list"),
+        (lambda: ft.FullBatch(np.array(["a", "b"]), 3), TypeError, "holds no numbers"),
+        (lambda: regression(validation=(X, [1.0, 2.0])), TypeError, r"validation\[1\] is a Python"),
+        (lambda: regression(trajectory="text"), TypeError, "trajectory='text'"),
+        (
+            lambda: ft.Minibatches(X, np.array([[2**32 + 1]])),
+            ValueError,
+            "run from 4294967297 to 4294967297",
+        ),
+        (lambda: ft.Minibatches(X, np.array([[2**31]], np.uint32)), ValueError, "2147483648"),
+    ],
+)
+def test_arguments_that_were_accepted_in_silence(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_whole_data_set_as_batches():
+    with pytest.warns(UserWarning, match="looks like a whole data set"):
+        regression(batches=(X, Y), validation=(X, Y))
+    stacked = np.ones((25, 8, 3), np.float32), np.ones((25, 8), np.float32)
+    regression(batches=stacked, validation=(X, Y))  # minibatches: nothing is said
+
+
+def test_python_floats_are_hyperparameters():
+    problem, hparams = regression(2)
+    floats = {name: float(value) for name, value in hparams.items()}
+    assert problem.response(floats)[0] == problem.response(hparams)[0]
 
 
 def test_a_loop_of_unknown_length_points_to_forward_mode():

@@ -23,8 +23,8 @@ import jax
 from jaxtyping import PyTree
 
 from .._problem.arguments import Structure
-from .._problem.checks import validated
-from .._problem.problem import Problem, System
+from .._problem.problem import Problem, validated
+from .._problem.system import System
 from .base import AbstractEngine, Hypergradient, Solution, check_options
 from .costs import Costs, byte_seconds, compile_all, concrete, free_bytes, measure, run_time
 from .forward import Forward

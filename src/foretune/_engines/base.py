@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._problem.arguments import Output, Structure, unflatten
-from .._problem.checks import describe, validated
-from .._problem.problem import Problem, System
+from .._problem.checks import describe
+from .._problem.problem import Problem, validated
+from .._problem.system import System, make_system
 from .nonfinite import NonFiniteError, explain, guard_finite, is_finite
 
 
@@ -117,8 +118,8 @@ def _compute(
 ) -> tuple[PyTree, PyTree, Output, Any, Bool[Array, ""] | None]:
     """Return value, gradient and s_T, and where `flagged` whether the first two are finite."""
     problem, hparams = unflatten(structure, arrays)
-    system = problem.system(hparams)
+    system = make_system(problem, hparams)
     errors, rows, s_T, report = engine.solve_problem(problem, system, hparams)
-    value, grad = problem.value(errors), problem.gradient(rows)
+    value, grad = system.value(errors), system.gradient(rows)
     finite = is_finite((value, grad)) if flagged else None
     return value, grad, Output(system.restore(s_T)), report, finite

@@ -20,8 +20,9 @@ import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from .._problem.arguments import unflatten
-from .._problem.checks import check_count, named_leaves, validated
-from .._problem.problem import Problem
+from .._problem.checks import check_count, named_leaves
+from .._problem.problem import Problem, validated
+from .._problem.system import make_system, owners, rows_of
 from .forward import directional
 from .reverse import Reverse
 
@@ -134,11 +135,11 @@ def check_hypergradient(
 def _rows(problem, hparams, count, tolerance, eps, key) -> Iterator[CheckRow]:
     _, grad, _ = Reverse()(problem, hparams)
     names = named_leaves(hparams, "hparams")
-    for i, (name, owner) in enumerate(zip(names, problem.owners(hparams), strict=True)):
+    for i, (name, owner) in enumerate(zip(names, owners(problem, hparams), strict=True)):
         V = _directions(hparams, i, jax.random.fold_in(key, i), count)
         for v in V:
             stacked = jax.tree.map(lambda leaf: leaf[None], v)
-            forward = _along(problem, hparams, stacked)[problem.rows()[owner]]
+            forward = _along(problem, hparams, stacked)[rows_of(problem)[owner]]
             terms = np.asarray(jax.tree.leaves(grad)[i] * jax.tree.leaves(v)[i], np.float64)
 
             def f(h, v=v, owner=owner):
@@ -206,7 +207,7 @@ def _directions(hparams: PyTree, index: int, key: Any, count: int) -> list[PyTre
 
 @eqx.filter_jit
 def _along(problem: Problem, hparams: PyTree, V: PyTree) -> Float[Array, "K c"]:
-    return directional(problem.system(hparams), hparams, V)[1]
+    return directional(make_system(problem, hparams), hparams, V)[1]
 
 
 def _precision(problem: Problem, hparams: PyTree) -> float:

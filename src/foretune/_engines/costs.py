@@ -24,7 +24,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import PyTree
 
 from .._problem.arguments import Structure, unflatten
-from .._problem.problem import System
+from .._problem.system import System, make_system
 from .forward import directional
 from .products import apart
 from .reverse import Reverse
@@ -77,7 +77,7 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
 
     def count(arrays):
         problem, hparams = unflatten(structure, arrays)
-        system = problem.system(hparams)
+        system = make_system(problem, hparams)
         sizes["T"], sizes["m"] = system.steps, ravel_pytree(hparams)[0].size
         sizes["K"] = len(jax.eval_shape(system.errors, system.initial(hparams), hparams))
         return system.initial(hparams)
@@ -90,7 +90,7 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
 
         def program(solve, arrays):
             problem, hparams = unflatten(structure, arrays)
-            return solve(_shortened(problem.system(hparams), steps, sizes["K"]), hparams)
+            return solve(_shortened(make_system(problem, hparams), steps, sizes["K"]), hparams)
 
         found, lowered = dict.fromkeys(solves, (math.inf, 0.0)), {}
         for name, solve in solves.items():

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from .._problem.checks import check_count, check_mesh
-from .._problem.problem import System
+from .._problem.system import System
 from .base import AbstractEngine, Solution, check_options
 from .products import apart, error_gradients, inner_products, pushforward, stacked
 

@@ -31,8 +31,10 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
+from .._problem.batches import Whole
 from .._problem.checks import check_count, named_leaves
-from .._problem.problem import FullBatch, Minibatches, Problem, System
+from .._problem.problem import Problem
+from .._problem.system import System, make_system
 from .base import AbstractEngine, Solution, check_options
 from .nonfinite import is_finite
 from .products import error_gradients, pull_rows
@@ -168,14 +170,13 @@ class Implicit(AbstractEngine):
 
 def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
     """Return -v d(grad J)/dlambda with H v = alpha, for each of K rows, and the report."""
-    gradient = getattr(problem.dynamics, "gradient", None)
-    if gradient is None:
+    if not problem.dynamics.offers("gradient"):
         raise TypeError(
-            f"Implicit(solver='cg') needs the loss that the dynamics minimises, a method "
-            "`gradient(state, hparams, batch)` as `Training` has; "
-            f"{type(problem.dynamics).__name__} has none. Use Implicit(solver='neumann')."
+            "Implicit(solver='cg') needs the loss that the dynamics minimises, a method "
+            "`gradient(state, hparams, batch)` as `Training` has. Use Implicit(solver='neumann')."
         )
-    batch, state = whole_batch(problem), system.restore(s)
+    gradient = problem.dynamics.gradient
+    batch, state = problem.batches.whole(), system.restore(s)
     weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
 
     def G(weights, hparams):
@@ -206,7 +207,8 @@ def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
 
 def _by_series(engine, problem, system, hparams, s, alpha):
     """Return alpha (I + A + A^2 + ...) B for each of K rows, and the report."""
-    whole = problem.replace(batches=FullBatch(whole_batch(problem), steps=1)).system(hparams)
+    on_all = eqx.tree_at(lambda p: p.batches, problem, Whole(problem.batches))
+    whole = make_system(on_all, hparams)
     after, pull = eqx.filter_vjp(lambda s, h: whole.step(s, h, None), s, hparams)
 
     def term(carry):
@@ -224,19 +226,6 @@ def _by_series(engine, problem, system, hparams, s, alpha):
     s_0 = system.initial(hparams)
     last, first = (_distance(a, b) for a, b in ((after, s), (whole.step(s_0, hparams, None), s_0)))
     return more, Report(last / _safe(first), residual, jnp.zeros(()))
-
-
-def whole_batch(problem: Problem) -> PyTree:
-    """Return all the data of a problem as one batch."""
-    batches: Any = problem.batches
-    if isinstance(batches, FullBatch):
-        return batches.data
-    if isinstance(batches, Minibatches) and batches.gather is None:
-        return batches.data
-    raise TypeError(
-        f"Implicit needs all the data as one batch, which {type(batches).__name__} does not tell: give "
-        "`FullBatch(data, steps)` or `Minibatches(data, indices)` as the problem's batches."
-    )
 
 
 def _norm(tree: PyTree) -> Float[Array, ""]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from .._problem.checks import describe, named_leaves
 from .._problem.problem import Problem
+from .._problem.system import make_system
 from .products import error_gradients, pull_rows, pushforward
 
 ZERO_MOMENT = (
@@ -176,7 +177,7 @@ def _march(problem: Problem, hparams: PyTree, direction: PyTree) -> tuple[Any, .
 
     With a direction of 0, only s_t counts.
     """
-    system = problem.system(hparams)
+    system = make_system(problem, hparams)
     directions = jax.tree.map(lambda leaf: leaf[None], direction)
 
     def proceed(carry):
@@ -206,14 +207,14 @@ def _peak(tree: PyTree) -> Array:
 
 @eqx.filter_jit
 def _finite_errors(problem: Problem, hparams: PyTree) -> Array:
-    system = problem.system(hparams)
+    system = make_system(problem, hparams)
     return is_finite(system.errors(system.run(hparams), hparams))
 
 
 @eqx.filter_jit
 def _march_back(problem: Problem, hparams: PyTree) -> tuple[Any, PyTree]:
     """Return (t, alpha_t) at the last t where alpha_t is not finite, else at 0."""
-    system = problem.system(hparams)
+    system = make_system(problem, hparams)
     s_0 = system.initial(hparams)
     s_T, states = lax.scan(
         lambda s, x: (system.step(s, hparams, x), s), s_0, system.xs, length=system.steps

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from .._problem.problem import System
+from .._problem.system import System
 
 _FEW = {"cpu": 8}  # columns apart; on other devices two
 

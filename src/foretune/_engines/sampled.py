@@ -26,8 +26,9 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from .._problem.arguments import Output, Structure, unflatten
-from .._problem.checks import check_count, validated
-from .._problem.problem import Problem, System
+from .._problem.checks import check_count
+from .._problem.problem import Problem, validated
+from .._problem.system import System, make_system
 from .base import AbstractEngine, Solution, check_options
 from .forward import directional
 from .nonfinite import is_finite
@@ -117,10 +118,10 @@ def _estimate(
     engine: Sampled, structure: Structure, arrays: list[Array]
 ) -> tuple[PyTree, PyTree, Output, PyTree]:
     problem, hparams = unflatten(structure, arrays)
-    system = problem.system(hparams)
+    system = make_system(problem, hparams)
     errors, samples, s_T = engine.samples(system, hparams)
     _, unravel = ravel_pytree(hparams)
     mean, spread = jnp.mean(samples, axis=1), jnp.std(samples, axis=1, ddof=1)
     rows = (mean, spread / jnp.sqrt(engine.directions))
-    grad, error = (problem.gradient(jax.vmap(unravel)(r)) for r in rows)
-    return problem.value(errors), grad, Output(system.restore(s_T)), error
+    grad, error = (system.gradient(jax.vmap(unravel)(r)) for r in rows)
+    return system.value(errors), grad, Output(system.restore(s_T)), error

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import PyTree
 
-from .._problem.problem import System
+from .._problem.system import System
 from .products import pull_rows
 
 

@@ -21,7 +21,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._problem.checks import check_count
-from .._problem.problem import System
+from .._problem.system import System
 from .base import AbstractEngine, Solution, check_options
 from .products import error_gradients
 from .reverse import Reverse

@@ -21,9 +21,9 @@ from jaxtyping import Array, Key, PyTree
 from .._engines.base import AbstractEngine, Hypergradient
 from .._engines.nonfinite import NonFiniteError
 from .._engines.reverse import Reverse
-from .._problem.checks import check_count, check_hparams, check_leading_axis, validated
+from .._problem.checks import check_count, check_hparams, check_leading_axis
 from .._problem.folds import CrossValidated
-from .._problem.problem import Problem
+from .._problem.problem import Problem, validated
 from .constraints import check_constraints
 from .run import (
     Best,

@@ -1,238 +1,207 @@
 """Dynamics: a training procedure as s_t = Phi_t(s_{t-1}, lambda).
 
-A dynamics is any object with two methods,
+A dynamics has two methods,
 
     init(params, hparams) -> state             s_0
     step(state, hparams, batch) -> state       Phi_t, with batch t as its data
 
 both pure functions that JAX can trace. The state is a pytree; its floating-point leaves are
 what the engines differentiate, its integers and random keys are carried along, and anything
-else in it (a model's activation function, say) stays as it is. Where there is also a method
-`step_and_loss(state, hparams, batch) -> (state, loss)`, as in `Training`, real-time tuning reports
-that loss.
+else in it (a model's activation function, say) stays as it is.
 
-`Training` is the dynamics of gradient descent with any Optax optimizer. Everything else, from
-ISTA to power iteration, is a class with the same two methods written by the user.
+`Dynamics` declares them, and what a dynamics may offer besides, with defaults. Nothing need inherit
+from it: any object with the two methods gets a `Wrapper`, the only place that looks at what an object
+has.
 """
 
+import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import optax
-from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
+from jaxtyping import PyTree
 
-from .checks import check_signature, describe, describe_tree
-
-FLAX = "flax.nnx.module.Module"  # told by name: Flax is not a dependency
+from .checks import check_signature, describe
 
 
-@runtime_checkable
-class Dynamics(Protocol):
-    """What an engine asks of a dynamics: the two methods, and that they are pure."""
+class Dynamics(abc.ABC):
+    """A training procedure. Subclass it, or give any object with the methods `init` and `step`.
 
-    def init(self, params: Any, hparams: Any) -> Any:
-        """Return s_0 from the initial parameters."""
-        ...
+    `step_and_loss`, `gradient` and `in_precision` are optional; `Training` has them all. Where a class
+    overrides only one of `step` and `step_and_loss`, that one counts.
 
-    def step(self, state: Any, hparams: Any, batch: Any) -> Any:
-        """Return s_t = Phi_t(s_{t-1}, lambda): same structure, shapes and dtypes as `state`."""
-        ...
-
-
-class TrainState(NamedTuple):
-    """The state s_t of `Training`: weights, optimizer's accumulators, model state, step number."""
-
-    params: PyTree
-    opt_state: PyTree
-    model_state: PyTree
-    step: Int[Array, ""]
-
-
-class Training(eqx.Module):
-    """Gradient descent on `loss` with an Optax optimizer.
-
-    Args:
-        loss: the inner objective, `loss(params, hparams, batch) -> scalar`. It may use the
-            hyperparameters anywhere: example weights, regularisers, augmentation strengths.
-            With `has_state=True` it is `loss(params, hparams, batch, model_state) ->
-            (scalar, model_state)`. With a `key`, it is also called with `key=`.
-        optimizer: an Optax transformation, or a function of the hyperparameters that returns
-            one. In the second form every constant and schedule of the optimizer is
-            differentiable. Optimizers that ask for `value`, `grad` or `value_fn` get them.
-        has_state: whether the loss takes and returns a model state (batch statistics and the
-            like). The initial parameters are then the pair `(params, model_state)`.
-        key: a random key. Step t calls the loss with `key=jax.random.fold_in(key, t)`, so that a
-            step draws the same numbers each time it is replayed.
-
-    The floating-point arrays of `params` are trained; whatever else it holds is left alone, so an
-    Equinox model can be given as it is. An array that is to stay as it is goes into the batch, the
-    model state or a closure.
-
-    >>> import foretune as ft, jax.numpy as jnp, optax
-    >>> dynamics = ft.Training(
-    ...     lambda params, hparams, batch: jnp.sum((params - batch) ** 2),
-    ...     optimizer=lambda h: optax.sgd(h["lr"]))
-    >>> hparams = {"lr": jnp.array(0.25)}
-    >>> state = dynamics.init(jnp.array([0.0, 4.0]), hparams)
-    >>> dynamics.step(state, hparams, jnp.array([2.0, 2.0])).params
-    Array([1., 3.], dtype=float32)
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> class Halving(ft.Dynamics):
+    ...     def init(self, params, hparams):
+    ...         return params
+    ...     def step(self, state, hparams, batch):
+    ...         return hparams["rate"] * state
+    >>> problem = ft.Problem(
+    ...     Halving(), lambda s, h, _: s, init=jnp.array(8.0), batches=ft.FullBatch(None, steps=2))
+    >>> float(ft.Reverse()(problem, {"rate": jnp.array(0.5)}).grad["rate"])  # f = 8 rate^2
+    8.0
     """
 
-    loss: Callable[..., Any]
-    optimizer: optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
-    has_state: bool = eqx.field(static=True, default=False, kw_only=True)
-    key: Key[Array, ""] | UInt32[Array, "..."] | None = eqx.field(default=None, kw_only=True)
+    @abc.abstractmethod
+    def init(self, params: Any, hparams: Any) -> Any:
+        """Return s_0 from the initial parameters."""
 
-    def __check_init__(self):
-        form = "loss(params, hparams, batch{}{})".format(
-            ", model_state" if self.has_state else "", ", key=..." if self.key is not None else ""
-        )
-        check_signature(self.loss, form, ("key",) if self.key is not None else ())
-        if self.key is not None and not eqx.is_array(self.key):
+    @abc.abstractmethod
+    def step(self, state: Any, hparams: Any, batch: Any) -> Any:
+        """Return s_t = Phi_t(s_{t-1}, lambda): same structure, shapes and dtypes as `state`."""
+
+    def step_and_loss(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
+        """Return s_t and the training loss, which real-time tuning reports and watches."""
+        return self.step(state, hparams, batch), None
+
+    def gradient(self, state: Any, hparams: Any, batch: Any) -> PyTree:
+        """Return the gradient, in `state.params`, of the loss that the training minimises."""
+        raise NotImplementedError
+
+    def in_precision(self, dtype: Any) -> "Dynamics":
+        """Return the same dynamics with its loss computed in another floating-point type."""
+        raise NotImplementedError
+
+    def offers(self, capability: str) -> bool:
+        """Return whether one of the optional methods is there."""
+        return getattr(type(self), capability) is not getattr(Dynamics, capability)
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """The paths of hyperparameters that the initial state may depend on already."""
+        return ()
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether `advance` returns a loss."""
+        return _own_step(self) == "step_and_loss"
+
+    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
+        """Return s_t, and the loss or None: the step as engines and tuners take it."""
+        if self.reports_loss:
+            return self.step_and_loss(state, hparams, batch)
+        return self.step(state, hparams, batch), None
+
+
+def _own_step(dynamics: Any) -> str:
+    """Return which of the two methods the object itself or its most derived class defines."""
+    classes = [vars(base) for base in type(dynamics).__mro__ if base is not Dynamics]
+    for defined in (getattr(dynamics, "__dict__", {}), *classes):
+        if "step_and_loss" in defined:
+            return "step_and_loss"
+        if "step" in defined:
+            return "step"
+    return "step"
+
+
+class Wrapper(Dynamics, eqx.Module):
+    """A dynamics that does as another one, but for what a subclass overrides.
+
+    The other may be any object with `init` and `step`; what else it has is looked for here alone.
+    """
+
+    dynamics: Any  # the object, or its `Identity`
+
+    @property
+    def inner(self) -> Any:
+        """The object."""
+        return self.dynamics.held if isinstance(self.dynamics, Identity) else self.dynamics
+
+    def init(self, params: Any, hparams: Any) -> Any:
+        """Return s_0."""
+        return self.inner.init(params, hparams)
+
+    def step(self, state: Any, hparams: Any, batch: Any) -> Any:
+        """Return s_t."""
+        return self.advance(state, hparams, batch)[0]
+
+    def step_and_loss(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
+        """Return s_t, and the loss or None."""
+        return self.advance(state, hparams, batch)
+
+    def gradient(self, state: Any, hparams: Any, batch: Any) -> PyTree:
+        """Return the gradient of the loss."""
+        return self.inner.gradient(state, hparams, batch)
+
+    def in_precision(self, dtype: Any) -> Dynamics:
+        """Return the same in another floating-point type."""
+        low = as_dynamics(self.inner.in_precision(dtype))
+        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, low)
+
+    def offers(self, capability: str) -> bool:
+        """Return whether the object does."""
+        if isinstance(self.inner, Dynamics):
+            return self.inner.offers(capability)
+        return callable(getattr(self.inner, capability, None))
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether the object's step does."""
+        if isinstance(self.inner, Dynamics):
+            return self.inner.reports_loss
+        return _own_step(self.inner) == "step_and_loss"
+
+    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
+        """Return s_t, and the loss or None."""
+        if self.reports_loss:
+            return self.inner.step_and_loss(state, hparams, batch)
+        return self.inner.step(state, hparams, batch), None
+
+
+class Continued(Wrapper):
+    """A dynamics that starts from a state it is given."""
+
+    carries: tuple[str, ...] = eqx.field(static=True, default=())
+
+    def init(self, params: PyTree, hparams: PyTree) -> PyTree:
+        """Return the state."""
+        return params
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """The paths of hyperparameters that the state may depend on already."""
+        return self.carries
+
+
+class Identity:
+    """Holds an object that cannot be hashed (a dataclass, say); equal where the object is the same."""
+
+    def __init__(self, held: Any):
+        self.held = held
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Identity) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def as_dynamics(dynamics: Any) -> Dynamics:
+    """Return the object as a `Dynamics` that a program can be compiled for, or raise."""
+    check_dynamics(dynamics)
+    if not _hashable(dynamics):
+        return Wrapper(Identity(dynamics))
+    return dynamics if isinstance(dynamics, Dynamics) else Wrapper(dynamics)
+
+
+def _hashable(tree: Any) -> bool:
+    try:
+        hash(tuple(leaf for leaf in jax.tree.leaves(tree) if not eqx.is_array(leaf)))
+    except TypeError:
+        return False
+    return True
+
+
+def check_dynamics(dynamics: Any) -> None:
+    """Raise unless `dynamics` has the two methods."""
+    if isinstance(dynamics, type):
+        raise TypeError(f"the dynamics is a class; give an instance, `{dynamics.__name__}(...)`.")
+    for form in ("init(params, hparams)", "step(state, hparams, batch)"):
+        method: Callable[..., Any] | None = getattr(dynamics, form[:4], None)
+        if not callable(method):
             raise TypeError(
-                f"Training's key is {describe(self.key)}; give a random key, `jax.random.key(0)`."
+                f"the dynamics is {describe(dynamics)}, which has no method `{form}`. A dynamics "
+                "is `foretune.Training(...)` or any object with `init` and `step`."
             )
-        from_optax = str(getattr(self.optimizer, "__module__", "")).split(".")[0] == "optax"
-        if from_optax and not isinstance(self.optimizer, optax.GradientTransformation):
-            raise TypeError(
-                "Training's optimizer is one of Optax's functions. Call it, `optax.sgd(0.1)`, or "
-                'give a function of the hyperparameters, `lambda h: optax.sgd(h["lr"])`.'
-            )
-
-    def init(self, params: PyTree, hparams: PyTree) -> TrainState:
-        """Return s_0; with `has_state`, `params` is the pair `(params, model_state)`."""
-        model_state = None
-        if self.has_state:
-            if not (isinstance(params, tuple) and len(params) == 2):
-                raise ValueError(
-                    "Training(has_state=True) starts from the pair (params, model_state), but the "
-                    f"initial parameters are a {type(params).__name__}. Give "
-                    "`init=(params, model_state)`."
-                )
-            params, model_state = params
-        weights = eqx.filter(params, eqx.is_inexact_array)
-        if not jax.tree.leaves(weights):
-            raise ValueError(
-                "Training found nothing to train: the initial parameters hold no floating-point "
-                f"array (`jnp.array(..., dtype=float)`). They are\n{describe_tree(params, 'params')}"
-            )
-        if any(f"{c.__module__}.{c.__name__}".startswith(FLAX) for c in type(params).__mro__):
-            raise TypeError(
-                "the initial parameters are a Flax NNX module, whose batch statistics and random "
-                "state would be trained or stand still. Split it, `graph, params, rest = "
-                "nnx.split(model, nnx.Param, ...)`, start from `init=(params, rest)` with "
-                "`has_state=True`, and `nnx.merge(graph, params, model_state)` in the loss."
-            )
-        opt_state = self._optimizer(hparams).init(weights)
-        return TrainState(params, opt_state, model_state, jnp.zeros((), jnp.int32))
-
-    def step(self, state: TrainState, hparams: PyTree, batch: PyTree) -> TrainState:
-        """Return s_t: one gradient, one update of the optimizer."""
-        return self.step_and_loss(state, hparams, batch)[0]
-
-    def step_and_loss(
-        self, state: TrainState, hparams: PyTree, batch: PyTree
-    ) -> tuple[TrainState, Float[Array, ""]]:
-        """Return s_t, and the loss at s_{t-1} that the gradient was taken of."""
-        weights, fixed, objective = self._objective(state, hparams, batch)
-        (value, model_state), grads = jax.value_and_grad(objective, has_aux=True)(weights)
-        updates, opt_state = self._optimizer(hparams).update(
-            grads,
-            state.opt_state,
-            weights,
-            value=value,
-            grad=grads,
-            value_fn=lambda weights: objective(weights)[0],
-        )
-        weights = optax.apply_updates(weights, updates)
-        # A constant given as a float32 array would promote a bfloat16 accumulator.
-        opt_state = jax.tree.map(_keep_dtype, opt_state, state.opt_state)
-        state = TrainState(eqx.combine(weights, fixed), opt_state, model_state, state.step + 1)
-        return state, value
-
-    def gradient(self, state: TrainState, hparams: PyTree, batch: PyTree) -> PyTree:
-        """Return the gradient of the loss in the weights, with which a step begins."""
-        weights, _, objective = self._objective(state, hparams, batch)
-        return jax.grad(objective, has_aux=True)(weights)[0]
-
-    def _objective(self, state: TrainState, hparams: PyTree, batch: PyTree) -> tuple:
-        """Return the weights, the rest of the parameters, and weights -> (loss, model state)."""
-        weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
-
-        def objective(weights):
-            params = eqx.combine(weights, fixed)
-            key = {} if self.key is None else {"key": jax.random.fold_in(self.key, state.step)}
-            if self.has_state:
-                # Rebuilt here: Flax's variables may only change in the trace that made them.
-                model_state = jax.tree.map(lambda leaf: leaf, state.model_state)
-                result = self.loss(params, hparams, batch, model_state, **key)
-            else:
-                result = self.loss(params, hparams, batch, **key), None
-            _check_loss(result, self.has_state)
-            return result
-
-        return weights, fixed, objective
-
-    def in_precision(self, dtype: Any) -> "Training":
-        """Return the same training with its loss computed in another floating-point type.
-
-        Parameters and batch are cast inside the loss; the parameters themselves, their gradients
-        and the optimizer stay as they are.
-        """
-        return eqx.tree_at(lambda training: training.loss, self, _Cast(self.loss, dtype))
-
-    def _optimizer(self, hparams: PyTree) -> optax.GradientTransformationExtraArgs:
-        optimizer: Any = self.optimizer
-        if not isinstance(optimizer, optax.GradientTransformation):
-            optimizer = optimizer(hparams)
-        if not isinstance(optimizer, optax.GradientTransformation):
-            raise TypeError(
-                "Training's `optimizer` must be an Optax transformation or a function of the "
-                f"hyperparameters that returns one; it returned {describe(optimizer)}."
-            )
-        return optax.with_extra_args_support(optimizer)
-
-
-class _Cast(eqx.Module):
-    """A loss computed in another floating-point type."""
-
-    loss: Callable[..., Any]
-    dtype: Any = eqx.field(static=True)
-
-    def __call__(self, params: PyTree, hparams: PyTree, batch: PyTree, *state: Any, **key: Any):
-        def cast(leaf):
-            return leaf.astype(self.dtype) if eqx.is_inexact_array(leaf) else leaf
-
-        def restored(new, old):
-            return new.astype(old.dtype) if eqx.is_inexact_array(old) else new
-
-        params, batch = jax.tree.map(cast, (params, batch))
-        result = self.loss(params, hparams, batch, *jax.tree.map(cast, state), **key)
-        if not state:
-            return result.astype(jnp.promote_types(result.dtype, jnp.float32))
-        value, new = result
-        return value.astype(jnp.promote_types(value.dtype, jnp.float32)), jax.tree.map(
-            restored, new, state[0]
-        )
-
-
-def _check_loss(result: Any, has_state: bool) -> None:
-    if not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(
-            "with `has_state=True` the loss must return the pair (value, model_state), it returned "
-            f"{describe(result)}."
-        )
-    value = result[0]
-    if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
-        hint = "" if has_state else " (a loss with a model state needs `has_state=True`)"
-        raise TypeError(
-            f"the loss must return a floating-point scalar, it returned\n{describe_tree(value, 'loss')}"
-            f"\nReduce it, for instance with `jnp.mean`{hint}."
-        )
-
-
-def _keep_dtype(new, old):
-    return new.astype(old.dtype) if eqx.is_inexact_array(new) and eqx.is_array(old) else new
+        check_signature(method, f"dynamics.{form}")

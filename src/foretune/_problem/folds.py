@@ -16,9 +16,12 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
+from .batches import Batches, FullBatch, Minibatches, Whole, as_batches
 from .checks import as_arrays, check_count, describe, named_leaves
+from .dynamics import Continued, Wrapper
 from .equality import same
-from .problem import Batches, Continued, FullBatch, Minibatches, Problem, as_batches
+from .problem import Problem
+from .system import objectives_of
 
 
 class PerFold(eqx.Module):
@@ -83,7 +86,7 @@ class CrossValidated(Problem):
                 raise ValueError(
                     f"trajectory is {problem.trajectory} in fold {k}, but not in fold 0."
                 )
-        objectives = [problem.objectives() for problem in problems]
+        objectives = [objectives_of(problem) for problem in problems]
         names = list(objectives[0])
         for k, others in enumerate(objectives):
             if list(others) != names:
@@ -92,9 +95,10 @@ class CrossValidated(Problem):
             name: FoldMean(_combine([o[name] for o in objectives], "objective"), folds)
             for name in names
         }
+        objective: Any = mean.get(None, mean)
         super().__init__(
             FoldDynamics(_combine([p.dynamics for p in problems], "dynamics"), folds),
-            mean.get(None, mean),
+            objective,
             _combine([p.init for p in problems], "init"),
             FoldBatches([p.batches for p in problems]),
             _combine([p.validation for p in problems], "validation"),
@@ -104,15 +108,19 @@ class CrossValidated(Problem):
     @property
     def folds(self) -> int:
         """How many inner problems there are."""
-        return self.dynamics.folds
+        return next(iter(self._means().values())).folds
 
     def fold_values(self, state: PyTree, hparams: PyTree) -> PyTree[Float[Array, " folds"]]:
         """Return the error of each fold at a final state; their mean is the value."""
-        means: Any = self.objectives()
-        values = {name: f.each(state, hparams, self.validation) for name, f in means.items()}
+        values = {
+            name: f.each(state, hparams, self.validation) for name, f in self._means().items()
+        }
         return values.get(None, values)
 
-    def replace(self, **changes: Any) -> Problem:
+    def _means(self) -> Any:
+        return objectives_of(self)
+
+    def replace(self, **changes: Any) -> "CrossValidated":
         """Return the problem with some of its arguments changed.
 
         `batches`, `init` and `validation` are given as a list with an entry for each fold, as
@@ -133,31 +141,50 @@ class CrossValidated(Problem):
         for name in ("dynamics", "objective"):
             if name in changes:
                 raise ValueError(f"make a new CrossValidated problem to change its {name}.")
-        return super().replace(**changes)
+        return self._replaced(changes)
 
-    def continued(self, state: PyTree) -> Problem:
+    def continued(self, state: PyTree) -> "CrossValidated":
         """Return the problem that starts from a stack of the folds' states."""
-        return super().replace(dynamics=Continued(self.dynamics), init=state)
+        return self._replaced({"dynamics": Continued(self.dynamics), "init": state})
+
+    def _replaced(self, changes: dict[str, Any]) -> "CrossValidated":
+        plain, folds = super().replace(**changes), object.__new__(CrossValidated)
+        for name in Problem.__dataclass_fields__:
+            object.__setattr__(folds, name, getattr(plain, name))
+        return folds
 
 
-class FoldDynamics(eqx.Module):
+class FoldDynamics(Wrapper):
     """The inner dynamics side by side: the state is the stack of their states."""
 
-    dynamics: Any
     folds: int = eqx.field(static=True)
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
         """Return the stack of the s_0."""
         return _each(lambda d, p: d.init(p, hparams), self.folds, self.dynamics, params)
 
-    def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
+    def advance(self, state: PyTree, hparams: PyTree, batch: PyTree) -> tuple[PyTree, None]:
         """Return the stack of the s_t. The batch is the source and its entry, see `FoldBatches`."""
 
         def one(dynamics, s, batch):
             source, x = batch
-            return dynamics.step(s, hparams, source.batch(x))
+            return dynamics.advance(s, hparams, source.batch(x))[0]
 
-        return _each(one, self.folds, self.dynamics, _stacked(state), batch)
+        return _each(one, self.folds, self.dynamics, _of_folds(state), batch), None
+
+    @property
+    def reports_loss(self) -> bool:
+        """No: there is one for each fold."""
+        return False
+
+    def gradient(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
+        """Return the stack of the gradients."""
+
+        def one(dynamics, s, batch):
+            source, x = batch
+            return dynamics.gradient(s, hparams, source.batch(x))
+
+        return _each(one, self.folds, self.dynamics, _of_folds(state), batch)
 
 
 class FoldMean(eqx.Module):
@@ -177,7 +204,7 @@ class FoldMean(eqx.Module):
             lambda f, s, v: jnp.asarray(f(s, hparams, v)),
             self.folds,
             self.objective,
-            _stacked(state),
+            _of_folds(state),
             validation,
         )
 
@@ -213,6 +240,10 @@ class FoldBatches(Batches):
         """Return what `FoldDynamics.step` takes: the source and the entry, not yet brought together."""
         return self.source, x
 
+    def whole(self) -> PyTree:
+        """Return the source and no entry, for the whole data of each fold."""
+        return Whole(self.source), None
+
 
 def _source(batches: Any) -> Any:
     if isinstance(batches, FullBatch):
@@ -221,7 +252,7 @@ def _source(batches: Any) -> Any:
     return eqx.tree_at(lambda b: getattr(b, scanned), batches, None)
 
 
-def _stacked(state: PyTree) -> PyTree:
+def _of_folds(state: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: PerFold(leaf) if eqx.is_array(leaf) else leaf, state)
 
 

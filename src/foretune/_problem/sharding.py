@@ -18,9 +18,10 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from .batches import Batches, FullBatch, Minibatches, Stacked
 from .checks import as_arrays, check_count, check_mesh, describe, describe_tree
 from .folds import CrossValidated, PerFold
-from .problem import Batches, FullBatch, Minibatches, Problem, Stacked
+from .problem import Problem
 
 DATA, TANGENTS = "data", "tangents"
 

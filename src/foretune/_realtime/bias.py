@@ -18,8 +18,8 @@ from .._engines.forward import Forward
 from .._engines.nonfinite import NonFiniteError
 from .._outer.callbacks import Callback
 from .._problem.arguments import copied
+from .._problem.batches import FullBatch, Minibatches
 from .._problem.checks import check_count
-from .._problem.problem import FullBatch, Minibatches
 
 
 class BiasReport(NamedTuple):

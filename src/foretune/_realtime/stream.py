@@ -26,8 +26,8 @@ from .._outer.run import (
     on_host,
     start_callbacks,
 )
+from .._problem.batches import Minibatches
 from .._problem.checks import check_count, describe, named_leaves
-from .._problem.problem import Minibatches
 
 
 def windows(stream: Any, n: int) -> Iterator[Any]:

@@ -18,8 +18,10 @@ from jaxtyping import Array, Float, PyTree
 
 from .._outer.constraints import Box, NonNegative
 from .._problem.arguments import copied
-from .._problem.checks import check_count, check_signature, validated
-from .._problem.dynamics import Training
+from .._problem.checks import check_count, check_signature
+from .._problem.problem import validated
+from .._problem.system import make_system
+from .._problem.training import Training
 from .stream import readable
 from .tuner import RealTime
 from .window import Progressing, RealTimeState, begin, finish, make_step
@@ -163,7 +165,7 @@ def tuned(
     def program(state: TunedState, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
         anchor = state.anchor
         problem = settings.problem(anchor.train, _stacked(batch), validation)
-        system = problem.system(anchor.hparams)
+        system = make_system(problem, anchor.hparams, whole=True)
         window = make_step(settings, problem, system, anchor.hparams)(state.window, 0)
 
         def tune():

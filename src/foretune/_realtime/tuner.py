@@ -35,6 +35,7 @@ from .._outer.constraints import check_constraints
 from .._outer.relative_adam import relative_adam
 from .._outer.run import Outer, Result, check_optimizer, feasible
 from .._problem.arguments import Structure, copied, flatten, unflatten
+from .._problem.batches import FullBatch, Minibatches
 from .._problem.checks import (
     as_arrays,
     check_count,
@@ -43,10 +44,10 @@ from .._problem.checks import (
     check_mesh,
     describe,
     named_leaves,
-    validated,
 )
-from .._problem.problem import FullBatch, Minibatches, Problem
+from .._problem.problem import Problem, validated
 from .._problem.sharding import place_state
+from .._problem.system import make_system
 from .stream import run_stream
 from .window import RealTimeState, Settings, column_norms, directions_of, run_window
 
@@ -128,7 +129,7 @@ class RealTime:
         for name, count in {"reset": reset, "chunk": chunk}.items():
             if count is not None:
                 check_count(count, f"RealTime({name}={count})")
-        if tangents is not None and not hasattr(dynamics, "in_precision"):
+        if tangents is not None and not problem.dynamics.offers("in_precision"):
             raise TypeError(
                 f"RealTime(tangents={tangents}) needs a dynamics with the method `in_precision`, as "
                 f"`foretune.Training` has; the dynamics is {describe(dynamics)}."
@@ -179,7 +180,7 @@ class RealTime:
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(hparams)):
             hparams = feasible(hparams, constraints)
         problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
-        system = problem.system(hparams)
+        system = make_system(problem, hparams, whole=True)
         s_0, Z = pushforward(system.initial, (hparams,), (directions_of(hparams)[0],))
         nothing = jnp.full((), -jnp.inf)
         opt_state = Outer(settings.optimizer, constraints).init(hparams)

@@ -22,7 +22,9 @@ from .._engines.nonfinite import is_finite
 from .._engines.products import Apart, apart, error_gradients, inner_products, pushforward, stacked
 from .._outer.constraints import check_constraints
 from .._outer.run import Outer
-from .._problem.problem import Continued, Problem, System
+from .._problem.dynamics import Continued
+from .._problem.problem import Problem
+from .._problem.system import System, make_system
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
 SPIKE = 1.25  # a loss so many times what it was has spiked
@@ -88,7 +90,7 @@ def run_window(
     tuner: Settings, state: RealTimeState, problem: Problem, count: Int[Array, ""]
 ) -> tuple[RealTimeState, dict[str, Any], Array]:
     """One window, then one step of the hyperparameters: a pure function, to be traced."""
-    system = problem.system(state.hparams)
+    system = make_system(problem, state.hparams, whole=True)
     step = make_step(tuner, problem, system, state.hparams)
     start = begin(tuner, state)
     if tuner.chunk is None and tuner.mesh is None:
@@ -110,8 +112,7 @@ def begin(tuner: Settings, state: RealTimeState) -> Progressing:
     if tuner.reset is not None:
         again = (state.window % tuner.reset == 0) & (state.window > 0)
         Z = _select(again, jax.tree.map(jnp.zeros_like, Z), Z)
-    reports = hasattr(tuner.dynamics, "step_and_loss")
-    zero = jnp.zeros((), state.highest.dtype) if reports else None
+    zero = jnp.zeros((), state.highest.dtype) if tuner.dynamics.reports_loss else None
     flat = jax.tree.map(jnp.zeros_like, state.hparams)
     count = jnp.zeros((), jnp.int32)
     return Progressing(count, s, Z, zero, flat, zero, state.highest, jnp.array(True))
@@ -125,7 +126,7 @@ def make_step(
     rough = system
     if tuner.tangents is not None:
         low = Continued(tuner.dynamics.in_precision(tuner.tangents))
-        rough = problem.replace(dynamics=low).system(hparams)
+        rough = make_system(problem.replace(dynamics=low), hparams, whole=True)
 
     def advance(s, Z, x):  # s_t = Phi(s_{t-1}, lambda) and Z_t = A_t Z_{t-1} + B_t
         phi = lambda s, h: rough.step_and_loss(s, h, x)  # noqa: E731
@@ -179,8 +180,8 @@ def finish(
     errors, alpha, explicit = error_gradients(system, end.s, hparams)
     rows = inner_products((alpha, explicit), (end.Z, directions))  # grad E(s) Z + dE/dlambda
     flat, _ = ravel_pytree(hparams)
-    grad = problem.gradient(jax.vmap(unravel)(rows.astype(flat.dtype)))
-    value = problem.value(errors)
+    grad = system.gradient(jax.vmap(unravel)(rows.astype(flat.dtype)))
+    value = system.value(errors)
     norms = column_norms(end.Z)
 
     finite = is_finite((value, grad, norms, end.s, end.loss))

@@ -29,9 +29,10 @@ from .._outer.callbacks import Callback
 from .._outer.checkpoint import Checkpoint
 from .._outer.constraints import AbstractConstraint, Log, SymmetricNonNegative
 from .._outer.minimize import minimize
-from .._problem.dynamics import Training
+from .._problem.batches import FullBatch
 from .._problem.folds import CrossValidated
-from .._problem.problem import FullBatch, Problem
+from .._problem.problem import Problem
+from .._problem.training import Training
 from ._noise import make_folds
 
 MOMENTUM = 0.9

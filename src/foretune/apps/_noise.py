@@ -32,8 +32,9 @@ from scipy.special import expit, logit
 from .._outer.constraints import Box
 from .._outer.minimize import minimize
 from .._outer.run import Result
-from .._problem.dynamics import Training
-from .._problem.problem import FullBatch, Problem
+from .._problem.batches import FullBatch
+from .._problem.problem import Problem
+from .._problem.training import Training
 
 START_RIGHT = 0.8
 """The start supposes four labels of five to be right."""

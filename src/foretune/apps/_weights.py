@@ -21,8 +21,9 @@ from jaxtyping import Array, Float
 from .._outer.constraints import CappedSimplex
 from .._outer.minimize import minimize
 from .._outer.run import Result
-from .._problem.dynamics import Training
-from .._problem.problem import FullBatch, Problem
+from .._problem.batches import FullBatch
+from .._problem.problem import Problem
+from .._problem.training import Training
 
 SUSPECT_BELOW = 1e-3
 OPTIMIZER = optax.adam(0.005)

@@ -1,0 +1,242 @@
+"""Batches: what the steps train on, one entry for each of T steps."""
+
+import abc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Int, Key, PyTree, UInt32
+
+from .checks import as_arrays, check_count, check_data, check_leading_axis, describe, named_leaves
+
+ROWS = 20  # steps of a row each, from which on they are suspected to be a whole data set
+
+
+class Batches(eqx.Module):
+    """What the steps train on: `xs`, which the loop scans over, and `batch(x)`, an entry's batch."""
+
+    @abc.abstractmethod
+    def batch(self, x: Any) -> PyTree:
+        """Return the batch of one entry of `xs`."""
+
+    def whole(self) -> PyTree:
+        """Return all the data as one batch, where that is known."""
+        raise TypeError(
+            f"all the data is needed as one batch, which {type(self).__name__} does not tell: give "
+            "`FullBatch(data, steps)` or `Minibatches(data, indices)` as the problem's batches."
+        )
+
+
+class Minibatches(Batches):
+    """T minibatches as indices into data that lies on the device once.
+
+    Step t sees `data` with its leading axis indexed by `indices[t]`; the gather happens inside the
+    training loop, so memory is the data's own, whatever T is.
+
+    Args:
+        data: a pytree of arrays that share their leading axis, the examples.
+        indices: integers of shape (T, batch size), or (T, ...) in general.
+        gather: makes the minibatch, `gather(data, indices[t])`, where it is not rows of the data:
+            windows of a signal, crops, pairs. The data may then be any pytree of arrays, and the
+            indices are yours to keep in range.
+
+    >>> import foretune as ft, jax, jax.numpy as jnp
+    >>> batches = ft.Minibatches(jnp.arange(10.0), jnp.array([[0, 1], [8, 9], [4, 4]]))
+    >>> batches.steps
+    3
+    >>> batches.batch(batches.xs[1])
+    Array([8., 9.], dtype=float32)
+    >>> def context(signal, i):  # each sample with its neighbours
+    ...     return signal[i[:, None] + jnp.arange(-1, 2)]
+    >>> batches = ft.Minibatches(jnp.arange(10.0), jnp.array([[3, 8]]), gather=context)
+    >>> batches.batch(batches.xs[0])
+    Array([[2., 3., 4.],
+           [7., 8., 9.]], dtype=float32)
+    """
+
+    data: PyTree[Array]
+    indices: Int[Array, "T ..."]
+    gather: Callable[[PyTree, Array], PyTree] | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        data: PyTree,
+        indices: Any,
+        gather: Any = None,
+    ):
+        if gather is not None and not callable(gather):
+            raise TypeError(
+                f"Minibatches' gather must be a function (data, indices) -> batch, got "
+                f"{describe(gather)}."
+            )
+        check_data(data, "Minibatches' data")
+        self.data, self.gather = as_arrays(data), gather
+        raw = indices  # 64-bit and unsigned ones may wrap on their way to the device
+        self.indices = as_arrays(indices)
+        n = check_leading_axis(self.data, "Minibatches' data") if gather is None else None
+        if not (eqx.is_array(self.indices) and jnp.issubdtype(self.indices.dtype, jnp.integer)):
+            raise TypeError(
+                f"Minibatches' indices must be an integer array, got {describe(self.indices)}."
+            )
+        if self.indices.ndim == 0:
+            raise ValueError("Minibatches' indices need a leading axis of T steps, got a scalar.")
+        check_count(self.indices.shape[0], "the leading axis of Minibatches' indices, T = 0")
+        if self.indices.size == 0:
+            raise ValueError(
+                f"Minibatches' batches are empty: the indices have shape {self.indices.shape}."
+            )
+        if n is not None and not isinstance(self.indices, Tracer):
+            low, high = int(raw.min()), int(raw.max())
+            if low < 0 or high >= n:
+                raise ValueError(
+                    f"Minibatches' indices run from {low} to {high}, but the data has {n} examples "
+                    f"(0 to {n - 1}). JAX would clamp them silently."
+                )
+
+    def at(self, indices: Any) -> "Minibatches":
+        """Return other minibatches of the same data, without looking at the indices' values."""
+        return eqx.tree_at(lambda batches: batches.indices, self, indices)
+
+    @classmethod
+    def shuffled(
+        cls,
+        data: PyTree,
+        *,
+        batch_size: int,
+        steps: int,
+        key: Key[Array, ""] | UInt32[Array, "..."],
+    ) -> "Minibatches":
+        """Draw `steps` minibatches by reshuffling the examples at each epoch.
+
+        >>> import foretune as ft, jax, jax.numpy as jnp
+        >>> data = {"x": jnp.ones((100, 3)), "y": jnp.zeros(100)}
+        >>> key = jax.random.key(0)
+        >>> ft.Minibatches.shuffled(data, batch_size=20, steps=12, key=key).indices.shape
+        (12, 20)
+        """
+        n = check_leading_axis(as_arrays(data), "Minibatches' data")
+        check_count(steps, f"steps={steps}")
+        if not 1 <= batch_size <= n:
+            raise ValueError(f"batch_size={batch_size} must lie between 1 and the {n} examples.")
+        per_epoch = n // batch_size
+        keys = jax.random.split(key, -(-steps // per_epoch))
+        order = jax.vmap(lambda k: jax.random.permutation(k, n))(keys)
+        indices = order[:, : per_epoch * batch_size].reshape(-1, batch_size)
+        return cls(data, indices[:steps])
+
+    @property
+    def steps(self) -> int:
+        """T, the number of steps."""
+        return self.indices.shape[0]
+
+    @property
+    def xs(self) -> Int[Array, "T ..."]:
+        """What the training loop scans over."""
+        return self.indices
+
+    def batch(self, x: Int[Array, "..."]) -> PyTree[Array]:
+        """Return the minibatch of one entry of `xs`."""
+        if self.gather is not None:
+            return self.gather(self.data, x)
+        return jax.tree.map(lambda leaf: leaf[x], self.data)
+
+    def whole(self) -> PyTree:
+        """Return the data, where minibatches are rows of it."""
+        return super().whole() if self.gather is not None else self.data
+
+
+class FullBatch(Batches):
+    """The same data at each of T steps: full-batch descent.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> ft.FullBatch({"x": jnp.ones((5, 2))}, steps=100).steps
+    100
+    """
+
+    data: PyTree[Array]
+    steps: int = eqx.field(static=True)
+
+    def __init__(self, data: PyTree, steps: int):
+        check_count(steps, f"FullBatch's steps={steps}")
+        check_data(data, "FullBatch's data")
+        self.data, self.steps = as_arrays(data), steps
+        for path, leaf in named_leaves(self.data, "FullBatch's data").items():
+            if eqx.is_array(leaf) and leaf.size == 0:
+                raise ValueError(f"{path} is {describe(leaf)}: it holds no number.")
+
+    @property
+    def xs(self) -> None:
+        """Nothing: every step sees the same data."""
+        return None
+
+    def batch(self, x: None) -> PyTree[Array]:
+        """Return the data."""
+        return self.data
+
+    def whole(self) -> PyTree[Array]:
+        """Return the data."""
+        return self.data
+
+
+class Stacked(Batches):
+    """A pytree of arrays with leading axis T, one entry a step."""
+
+    xs: PyTree[Array]
+
+    def __init__(self, xs: PyTree):
+        check_data(xs, "batches")
+        self.xs = as_arrays(xs)
+        steps = check_leading_axis(self.xs, "batches", "T, one entry per step")
+        check_count(steps, f"the leading axis of the batches, T = {steps}")
+
+    @property
+    def steps(self) -> int:
+        """T, the number of steps."""
+        return jax.tree.leaves(self.xs)[0].shape[0]
+
+    def batch(self, x: PyTree[Array]) -> PyTree[Array]:
+        """Return the batch of one entry of `xs`."""
+        return x
+
+
+class Whole(Batches):
+    """All the data of other batches, as the batch of a single step."""
+
+    batches: Any
+    xs: None = None
+    steps: int = eqx.field(static=True, default=1)
+
+    def batch(self, x: None) -> PyTree:
+        """Return the data."""
+        return self.batches.whole()
+
+
+def as_batches(batches: Any) -> Any:
+    """Return the batches as `Batches`: a pytree of arrays has an entry for each step."""
+    return batches if isinstance(batches, Batches) else Stacked(batches)
+
+
+def warn_of_rows(batches: Any, validation: PyTree) -> None:
+    """Warn where stacked batches look like a whole data set: as many steps, each of a single row.
+
+    The sign is validation data of the same form: the same leaves with the same shape of a row.
+    """
+    if not isinstance(batches, Stacked) or batches.steps < ROWS:
+        return
+    rows, others = jax.tree.leaves(batches.xs), jax.tree.leaves(validation)
+    same = jax.tree.structure(batches.xs) == jax.tree.structure(validation) and all(
+        eqx.is_array(b) and b.ndim > 0 and a.shape[1:] == b.shape[1:]
+        for a, b in zip(rows, others, strict=True)
+    )
+    if same and any(leaf.ndim > 1 for leaf in rows):
+        warnings.warn(
+            f"batches has one row for each of {batches.steps} steps, and rows of the validation data "
+            "have the same shape: it looks like a whole data set, and a step would train on a single "
+            "row. Give `FullBatch(data, steps=T)` or `Minibatches.shuffled(data, ...)`; or stack "
+            "minibatches on a leading axis of steps, (T, batch size, ...).",
+            stacklevel=4,
+        )

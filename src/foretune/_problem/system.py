@@ -1,0 +1,205 @@
+"""Systems: a problem as the engines see it, pure functions of an array-only state.
+
+What is not an array in the user's state (a model's activation function, say) is kept aside, and so is
+every array that no step changes: it is no state, and is neither stored for each step nor
+differentiated. An error averaged over the whole trajectory is a system too, with one more state
+variable that accumulates it, so no engine has a case for it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, Var
+from jaxtyping import Array, Float, PyTree
+
+from .arguments import Structure, flatten, unflatten
+
+
+class System(NamedTuple):
+    """A problem as pure functions of an array-only state s."""
+
+    initial: Callable[[PyTree], PyTree]  # lambda -> s_0
+    step: Callable[[PyTree, PyTree, PyTree], PyTree]  # Phi: s_{t-1}, lambda, x_t -> s_t
+    step_and_loss: Callable[..., tuple[PyTree, Any]]  # the same, and the training loss or None
+    errors: Callable[[PyTree, PyTree], tuple[Float[Array, ""], ...]]  # s_T, lambda -> K errors
+    xs: PyTree[Array]  # x_1 .. x_T
+    steps: int  # T
+    restore: Callable[[PyTree], PyTree]  # s -> the user's state
+    rows: dict[str | None, int]  # hyperparameter's name -> the error it follows; None: all of them
+
+    def run(self, hparams: PyTree) -> PyTree:
+        """Return s_T: plain training."""
+        s_0 = self.initial(hparams)
+        s_T, _ = lax.scan(
+            lambda s, x: (self.step(s, hparams, x), None), s_0, self.xs, length=self.steps
+        )
+        return s_T
+
+    def value(self, errors: tuple[Float[Array, ""], ...]) -> PyTree[Float[Array, ""]]:
+        """Return the error, or the dict of errors by hyperparameter name."""
+        values = {name: errors[k] for name, k in self.rows.items()}
+        return values.get(None, values)
+
+    def gradient(self, rows: PyTree[Float[Array, "K ..."]]) -> PyTree[Float[Array, "..."]]:
+        """Return, from the gradients of all K errors, each hyperparameter's own."""
+        if None in self.rows:
+            return jax.tree.map(lambda row: row[0], rows)
+        return {
+            name: jax.tree.map(lambda row, k=k: row[k], rows[name]) for name, k in self.rows.items()
+        }
+
+
+def make_system(problem: Any, hparams: PyTree, *, whole: bool = False) -> System:
+    """Return a problem as functions of array-only states (call it inside a trace).
+
+    With `whole`, the state has all arrays of the user's, those that no step changes included.
+    """
+    s_0 = eqx.filter_eval_shape(problem.start, hparams)
+    leaves, treedef = jax.tree.flatten(s_0)
+    constants = {} if whole else _constants(problem, hparams)
+    leaves = [constants.get(i, leaf) for i, leaf in enumerate(leaves)]
+    moving = jax.tree.unflatten(treedef, map(_is_abstract, leaves))
+    fixed = eqx.filter(jax.tree.unflatten(treedef, leaves), moving, inverse=True)
+    functions = _distinct_objectives(problem)
+
+    def restore(s):
+        return eqx.combine(s, fixed)
+
+    def initial(hparams):
+        return eqx.filter(problem.start(hparams), moving)
+
+    def step_and_loss(s, hparams, x):
+        state, loss = problem.dynamics.advance(restore(s), hparams, problem.batches.batch(x))
+        return eqx.filter(state, moving), loss
+
+    def step(s, hparams, x):
+        return step_and_loss(s, hparams, x)[0]
+
+    def errors(s, hparams):
+        return tuple(f(restore(s), hparams, problem.validation) for f in functions.values())
+
+    xs, steps, rows = problem.batches.xs, problem.steps, rows_of(problem)
+    plain = System(initial, step, step_and_loss, errors, xs, steps, restore, rows)
+    return _averaged(plain, hparams) if problem.trajectory else plain
+
+
+def objectives_of(problem: Any) -> dict[str | None, Callable[..., Any]]:
+    """Return the objectives by hyperparameter name, sorted; a single one has the name None."""
+    if not isinstance(problem.objective, dict):
+        return {None: problem.objective}
+    return {name: problem.objective[name] for name in sorted(problem.objective)}
+
+
+def rows_of(problem: Any) -> dict[str | None, int]:
+    """Return, by hyperparameter name, the number of the error that it follows."""
+    order = {key: k for k, key in enumerate(_distinct_objectives(problem))}
+    return {name: order[_identity(name, f)] for name, f in objectives_of(problem).items()}
+
+
+def _distinct_objectives(problem: Any) -> dict[Any, Callable[..., Any]]:
+    """Return the objectives, each once though several hyperparameters may follow it."""
+    return {_identity(name, f): f for name, f in objectives_of(problem).items()}
+
+
+def owners(problem: Any, hparams: PyTree) -> list[str | None]:
+    """Return, for each leaf of the hyperparameters, the name of the objective it follows."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(hparams)
+    if not isinstance(problem.objective, dict):
+        return [None] * len(paths)
+    return [path[0].key for path, _ in paths]
+
+
+def _identity(name: Any, objective: Any) -> Any:
+    # a module may hold arrays, which cannot be compared inside a program: it counts by its name,
+    # unless it stands for another objective, as the mean over folds does
+    objective = getattr(objective, "stands_for", objective)
+    return name if isinstance(objective, eqx.Module) else objective
+
+
+def _averaged(system: System, hparams: PyTree) -> System:
+    """The system whose error is the mean of E(s_t) over t: one more state, the running mean."""
+    shapes = jax.eval_shape(lambda h: system.errors(system.initial(h), h), hparams)
+
+    def initial(hparams):
+        return system.initial(hparams), tuple(jnp.zeros((), E.dtype) for E in shapes)
+
+    def step(state, hparams, x):
+        s, mean = state
+        s = system.step(s, hparams, x)
+        return s, tuple(
+            m + E / system.steps for m, E in zip(mean, system.errors(s, hparams), strict=True)
+        )
+
+    def errors(state, hparams):
+        return state[1]
+
+    return system._replace(
+        initial=initial, step=step, errors=errors, restore=lambda state: system.restore(state[0])
+    )
+
+
+def _constants(problem: Any, hparams: PyTree) -> dict[int, Array]:
+    """Return the leaves of the state that are arrays of the problem and that no step changes."""
+    arrays, structure = flatten((problem, hparams))
+    shapes = tuple((a.shape, a.dtype, getattr(a, "weak_type", False)) for a in arrays)
+    return {i: arrays[k] for i, k in _unchanged(structure, shapes).items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _unchanged(structure: Structure, shapes: tuple[tuple[Any, ...], ...]) -> dict[int, int]:
+    """Return, by number of the state's leaf, the number of the array that it is from start to end."""
+    arrays = [jax.ShapeDtypeStruct(s, d, weak_type=weak) for s, d, weak in shapes]
+    problem, hparams = unflatten(structure, arrays)
+    given = len(arrays) - len(jax.tree.leaves(hparams))  # the problem's arrays come first
+    s_0 = eqx.filter_eval_shape(lambda p, h: p.start(h), problem, hparams)
+    s, static = eqx.partition(s_0, _is_abstract)
+
+    def start(arrays):
+        problem, hparams = unflatten(structure, arrays)
+        return eqx.filter(problem.start(hparams), eqx.is_array)
+
+    def step(arrays, s):
+        problem, hparams = unflatten(structure, arrays)
+        batch = problem.batches.batch(jax.tree.map(lambda leaf: leaf[0], problem.batches.xs))
+        state, _ = problem.dynamics.advance(eqx.combine(s, static), hparams, batch)
+        return eqx.filter(state, eqx.is_array)
+
+    first, then = jax.make_jaxpr(start)(arrays).jaxpr, jax.make_jaxpr(step)(arrays, s).jaxpr
+    source = {var: k for k, var in enumerate(first.invars[:given])}
+    origin = _origins(then)
+    found = {}
+    numbers = [i for i, leaf in enumerate(jax.tree.leaves(s_0)) if _is_abstract(leaf)]
+    rows = zip(numbers, first.outvars, then.invars[len(arrays) :], then.outvars, strict=True)
+    for i, begins, before, after in rows:
+        passes = isinstance(after, Var) and origin.get(after, after) is before
+        if passes and isinstance(begins, Var) and begins in source:
+            found[i] = source[begins]
+    return found
+
+
+def _origins(jaxpr: Any) -> dict[Any, Any]:
+    """Return the variables that are others with 0 added, as Optax's update of a frozen weight is."""
+    zeros, origin = set(), {}
+
+    def is_zero(atom):
+        return bool(np.all(atom.val == 0)) if isinstance(atom, Literal) else atom in zeros
+
+    for equation in jaxpr.eqns:
+        name, operands, (result, *_) = equation.primitive.name, equation.invars, equation.outvars
+        if name in ("broadcast_in_dim", "convert_element_type") and is_zero(operands[0]):
+            zeros.add(result)
+        if name in ("add", "add_any"):
+            for x, other in (operands, operands[::-1]):
+                if is_zero(other) and isinstance(x, Var) and x.aval == result.aval:
+                    origin[result] = origin.get(x, x)
+    return origin
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)

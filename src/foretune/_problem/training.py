@@ -1,0 +1,248 @@
+"""Training: the dynamics of gradient descent with any Optax optimizer.
+
+    s = (w, v, model state, t),    (w, v)_t = update((w, v)_{t-1}, grad_w J(w_{t-1}, lambda; batch t))
+
+with v the optimizer's accumulators. Everything else, from ISTA to power iteration, is a `Dynamics`
+written by the user.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
+
+from .checks import check_signature, describe, describe_tree
+from .dynamics import Dynamics
+
+BRANCHES = (
+    "foretune: the optimizer's function compares a hyperparameter with a number in Python, as Optax's "
+    "`exponential_decay`, `warmup_*` and `piecewise_*` schedules do with their constants. Write the "
+    "schedule as a formula in the step, `optax.adam(lambda t: h['lr'] * jnp.minimum(1, (t + 1) / 9))`, "
+    "or give those constants as plain numbers and scale the result, `lambda t: h['lr'] * schedule(t)`."
+)
+FLAX = "flax.nnx.module.Module"  # told by name: Flax is not a dependency
+
+
+class TrainState(NamedTuple):
+    """The state s_t of `Training`: weights, optimizer's accumulators, model state, step number."""
+
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    step: Int[Array, ""]
+
+
+class Training(Dynamics, eqx.Module):
+    """Gradient descent on `loss` with an Optax optimizer.
+
+    Args:
+        loss: the inner objective, `loss(params, hparams, batch) -> scalar`. It may use the
+            hyperparameters anywhere: example weights, regularisers, augmentation strengths.
+            With `has_state=True` it is `loss(params, hparams, batch, model_state) ->
+            (scalar, model_state)`. With a `key`, it is also called with `key=`.
+        optimizer: an Optax transformation, or a function of the hyperparameters that returns
+            one. In the second form every constant and schedule of the optimizer is
+            differentiable. Optimizers that ask for `value`, `grad` or `value_fn` get them.
+        has_state: whether the loss takes and returns a model state (batch statistics and the
+            like). The initial parameters are then the pair `(params, model_state)`.
+        key: a random key. Step t calls the loss with `key=jax.random.fold_in(key, t)`, so that a
+            step draws the same numbers each time it is replayed.
+
+    The floating-point arrays of `params` are trained; whatever else it holds is left alone, so an
+    Equinox model can be given as it is. An array that is to stay as it is goes into the batch, the
+    model state or a closure.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> dynamics = ft.Training(
+    ...     lambda params, hparams, batch: jnp.sum((params - batch) ** 2),
+    ...     optimizer=lambda h: optax.sgd(h["lr"]))
+    >>> hparams = {"lr": jnp.array(0.25)}
+    >>> state = dynamics.init(jnp.array([0.0, 4.0]), hparams)
+    >>> dynamics.step(state, hparams, jnp.array([2.0, 2.0])).params
+    Array([1., 3.], dtype=float32)
+    """
+
+    loss: Any  # a function
+    optimizer: Any  # an Optax transformation, or a function that returns one
+    has_state: bool = eqx.field(static=True, default=False, kw_only=True)
+    key: Key[Array, ""] | UInt32[Array, "..."] | None = eqx.field(default=None, kw_only=True)
+
+    def __check_init__(self):
+        if not callable(self.loss):
+            raise TypeError(
+                f"Training's loss is {describe(self.loss)}; give a function "
+                "loss(params, hparams, batch) -> scalar."
+            )
+        form = "loss(params, hparams, batch{}{})".format(
+            ", model_state" if self.has_state else "", ", key=..." if self.key is not None else ""
+        )
+        check_signature(self.loss, form, ("key",) if self.key is not None else ())
+        if self.key is not None and not eqx.is_array(self.key):
+            raise TypeError(
+                f"Training's key is {describe(self.key)}; give a random key, `jax.random.key(0)`."
+            )
+        _check_not_multisteps(self.optimizer)
+        from_optax = str(getattr(self.optimizer, "__module__", "")).split(".")[0] == "optax"
+        if from_optax and not isinstance(self.optimizer, optax.GradientTransformation):
+            raise TypeError(
+                "Training's optimizer is one of Optax's functions. Call it, `optax.sgd(0.1)`, or "
+                'give a function of the hyperparameters, `lambda h: optax.sgd(h["lr"])`.'
+            )
+
+    def init(self, params: PyTree, hparams: PyTree) -> TrainState:
+        """Return s_0; with `has_state`, `params` is the pair `(params, model_state)`."""
+        model_state = None
+        if self.has_state:
+            if not (isinstance(params, tuple) and len(params) == 2):
+                raise ValueError(
+                    "Training(has_state=True) starts from the pair (params, model_state), but the "
+                    f"initial parameters are a {type(params).__name__}. Give "
+                    "`init=(params, model_state)`."
+                )
+            params, model_state = params
+        weights = eqx.filter(params, eqx.is_inexact_array)
+        if not jax.tree.leaves(weights):
+            raise ValueError(
+                "Training found nothing to train: the initial parameters hold no floating-point "
+                f"array (`jnp.array(..., dtype=float)`). They are\n{describe_tree(params, 'params')}"
+            )
+        if any(f"{c.__module__}.{c.__name__}".startswith(FLAX) for c in type(params).__mro__):
+            raise TypeError(
+                "the initial parameters are a Flax NNX module, whose batch statistics and random "
+                "state would be trained or stand still. Split it, `graph, params, rest = "
+                "nnx.split(model, nnx.Param, ...)`, start from `init=(params, rest)` with "
+                "`has_state=True`, and `nnx.merge(graph, params, model_state)` in the loss."
+            )
+        opt_state = self._optimizer(hparams).init(weights)
+        return TrainState(params, opt_state, model_state, jnp.zeros((), jnp.int32))
+
+    def step(self, state: TrainState, hparams: PyTree, batch: PyTree) -> TrainState:
+        """Return s_t: one gradient, one update of the optimizer."""
+        return self._advanced(state, hparams, batch)[0]
+
+    def step_and_loss(
+        self, state: TrainState, hparams: PyTree, batch: PyTree
+    ) -> tuple[TrainState, Float[Array, ""]]:
+        """Return s_t, and the loss at s_{t-1} that the gradient was taken of."""
+        return self._advanced(state, hparams, batch)
+
+    # Not `step_and_loss` itself, so that a subclass may override one of the two and call the other.
+    def _advanced(
+        self, state: TrainState, hparams: PyTree, batch: PyTree
+    ) -> tuple[TrainState, Array]:
+        weights, fixed, objective = self._objective(state, hparams, batch)
+        (value, model_state), grads = jax.value_and_grad(objective, has_aux=True)(weights)
+        updates, opt_state = self._optimizer(hparams).update(
+            grads,
+            state.opt_state,
+            weights,
+            value=value,
+            grad=grads,
+            value_fn=lambda weights: objective(weights)[0],
+        )
+        weights = optax.apply_updates(weights, updates)
+        # A constant given as a float32 array would promote a bfloat16 accumulator.
+        opt_state = jax.tree.map(_keep_dtype, opt_state, state.opt_state)
+        state = TrainState(eqx.combine(weights, fixed), opt_state, model_state, state.step + 1)
+        return state, value
+
+    def gradient(self, state: TrainState, hparams: PyTree, batch: PyTree) -> PyTree:
+        """Return the gradient of the loss in the weights, with which a step begins."""
+        weights, _, objective = self._objective(state, hparams, batch)
+        return jax.grad(objective, has_aux=True)(weights)[0]
+
+    def _objective(self, state: TrainState, hparams: PyTree, batch: PyTree) -> tuple:
+        """Return the weights, the rest of the parameters, and weights -> (loss, model state)."""
+        weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
+
+        def objective(weights):
+            params = eqx.combine(weights, fixed)
+            key = {} if self.key is None else {"key": jax.random.fold_in(self.key, state.step)}
+            if self.has_state:
+                # Rebuilt here: Flax's variables may only change in the trace that made them.
+                model_state = jax.tree.map(lambda leaf: leaf, state.model_state)
+                result = self.loss(params, hparams, batch, model_state, **key)
+            else:
+                result = self.loss(params, hparams, batch, **key), None
+            _check_loss(result, self.has_state)
+            return result
+
+        return weights, fixed, objective
+
+    def in_precision(self, dtype: Any) -> "Training":
+        """Return the same training with its loss computed in another floating-point type.
+
+        Parameters and batch are cast inside the loss; the parameters themselves, their gradients
+        and the optimizer stay as they are.
+        """
+        return eqx.tree_at(lambda training: training.loss, self, _Cast(self.loss, dtype))
+
+    def _optimizer(self, hparams: PyTree) -> optax.GradientTransformationExtraArgs:
+        optimizer: Any = self.optimizer
+        if not isinstance(optimizer, optax.GradientTransformation):
+            try:
+                optimizer = optimizer(hparams)
+            except jax.errors.ConcretizationTypeError as error:
+                error.add_note(BRANCHES)
+                raise
+        _check_not_multisteps(optimizer)
+        if not isinstance(optimizer, optax.GradientTransformation):
+            raise TypeError(
+                "Training's `optimizer` must be an Optax transformation or a function of the "
+                f"hyperparameters that returns one; it returned {describe(optimizer)}."
+            )
+        return optax.with_extra_args_support(optimizer)
+
+
+class _Cast(eqx.Module):
+    """A loss computed in another floating-point type."""
+
+    loss: Callable[..., Any]
+    dtype: Any = eqx.field(static=True)
+
+    def __call__(self, params: PyTree, hparams: PyTree, batch: PyTree, *state: Any, **key: Any):
+        def cast(leaf):
+            return leaf.astype(self.dtype) if eqx.is_inexact_array(leaf) else leaf
+
+        def restored(new, old):
+            return new.astype(old.dtype) if eqx.is_inexact_array(old) else new
+
+        params, batch = jax.tree.map(cast, (params, batch))
+        result = self.loss(params, hparams, batch, *jax.tree.map(cast, state), **key)
+        if not state:
+            return result.astype(jnp.promote_types(result.dtype, jnp.float32))
+        value, new = result
+        return value.astype(jnp.promote_types(value.dtype, jnp.float32)), jax.tree.map(
+            restored, new, state[0]
+        )
+
+
+def _check_not_multisteps(optimizer: Any) -> None:
+    if isinstance(optimizer, optax.MultiSteps):
+        raise TypeError(
+            "Training's optimizer is an `optax.MultiSteps`, which is no transformation itself: give "
+            "its `.gradient_transformation()`."
+        )
+
+
+def _check_loss(result: Any, has_state: bool) -> None:
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            "with `has_state=True` the loss must return the pair (value, model_state), it returned "
+            f"{describe(result)}."
+        )
+    value = result[0]
+    if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        hint = "" if has_state else " (a loss with a model state needs `has_state=True`)"
+        raise TypeError(
+            f"the loss must return a floating-point scalar, it returned\n{describe_tree(value, 'loss')}"
+            f"\nReduce it, for instance with `jnp.mean`{hint}."
+        )
+
+
+def _keep_dtype(new, old):
+    return new.astype(old.dtype) if eqx.is_inexact_array(new) and eqx.is_array(old) else new

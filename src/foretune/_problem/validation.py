@@ -1,0 +1,181 @@
+"""What is checked of a whole problem before anything is compiled, and the words it is reported in.
+
+The checks trace the user's functions abstractly (no arithmetic, no compilation), once per combination
+of structures and shapes.
+"""
+
+import contextlib
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+from jaxtyping import PyTree
+
+from .arguments import Structure, unflatten
+from .checks import describe, describe_tree, named_leaves
+from .system import make_system, objectives_of, owners, rows_of
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+@functools.lru_cache(maxsize=256)
+def check_shapes(structure: Structure, shapes: tuple[tuple[Any, Any], ...]) -> None:
+    """Raise where the parts of a problem do not fit each other, or the hyperparameters."""
+    problem, hparams = unflatten(structure, (jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    _check_names(problem, hparams)
+    with _noting("init(params, hparams) of the dynamics", params=problem.init, hparams=hparams):
+        s_0 = eqx.filter_eval_shape(lambda p, h: p.start(h), problem, hparams)
+    batch = eqx.filter_eval_shape(_first_batch, problem)
+    call = "step(state, hparams, batch) of the dynamics"
+    with _noting(call, state=s_0, hparams=hparams, batch=batch):
+        s_1 = eqx.filter_eval_shape(_first_step, problem, hparams)
+    _check_same_state(s_0, s_1)
+    for name in objectives_of(problem):
+        label = "objective" if name is None else f"objective[{name!r}]"
+        call, validation = f"{label}(state, hparams, validation)", problem.validation
+        with _noting(call, state=s_0, hparams=hparams, validation=validation):
+            value = eqx.filter_eval_shape(
+                lambda p, s, h, name=name: objectives_of(p)[name](s, h, p.validation),
+                problem,
+                s_0,
+                hparams,
+            )
+        _check_scalar(value, label)
+    _check_dependence(problem, hparams)
+
+
+@contextlib.contextmanager
+def _noting(what: str, **arguments: PyTree):
+    """Say with an error from the user's code what was called, and on what."""
+    try:
+        yield
+    except Exception as error:
+        shown = "\n".join(describe_tree(tree, name) for name, tree in arguments.items())
+        context = f"foretune: this happened in {what}, with\n{shown}"
+        if type(error) in (TypeError, ValueError, IndexError, AttributeError):
+            raise type(error)(f"{error}\n{context}") from error
+        if type(error) is KeyError:
+            raise ValueError(f"there is no {error}.\n{context}") from error
+        error.add_note(context)
+        raise
+
+
+def _first_batch(problem: Any) -> PyTree:
+    return problem.batches.batch(jax.tree.map(lambda leaf: leaf[0], problem.batches.xs))
+
+
+def _first_step(problem: Any, hparams: PyTree) -> PyTree:
+    return problem.dynamics.advance(problem.start(hparams), hparams, _first_batch(problem))[0]
+
+
+def _check_names(problem: Any, hparams: PyTree) -> None:
+    if not isinstance(problem.objective, dict):
+        return
+    if not isinstance(hparams, dict):
+        raise TypeError(
+            "a dict of objectives needs a dict of hyperparameters with the same top-level names; "
+            f"hparams is {describe(hparams)}."
+        )
+    unknown = sorted(set(problem.objective) - set(hparams), key=str)
+    missing = sorted(set(hparams) - set(problem.objective), key=str)
+    if unknown or missing:
+        raise ValueError(
+            f"the objectives are given for {sorted(problem.objective, key=str)}, the "
+            f"hyperparameters are {sorted(hparams, key=str)}: "
+            + "; ".join(
+                [f"objective[{name!r}] names no hyperparameter" for name in unknown]
+                + [f"hparams[{name!r}] has no objective" for name in missing]
+            )
+            + ". Give exactly one objective for each top-level hyperparameter."
+        )
+
+
+def _check_same_state(before: PyTree, after: PyTree) -> None:
+    old, new = named_leaves(before, "state"), named_leaves(after, "state")
+    for path in [*old, *(path for path in new if path not in old)]:
+        was, now = old.get(path), new.get(path)
+        if not _is_abstract(was) and not _is_abstract(now):
+            continue
+        if path not in old or path not in new:
+            found, lacking = ("s_1", "s_0") if path in new else ("s_0", "s_1")
+            raise ValueError(
+                f"a step changes the structure of the state: {path} ({describe(old.get(path, now))}"
+                f") is in {found} but not in {lacking}. `step` must return the structure that "
+                f"`init` returns; it returned\n{describe_tree(after, 'state')}"
+            )
+        if describe(was) != describe(now):
+            hint = (
+                "Return it from `init` as an array, `jnp.asarray(...)`."
+                if not _is_abstract(was)
+                else "`step` must keep every shape and dtype; cast or reshape inside it."
+            )
+            raise ValueError(
+                f"a step changes {path} from {describe(was)} to {describe(now)}. {hint}"
+            )
+
+
+def _check_scalar(value: Any, name: str) -> None:
+    if not _is_abstract(value) or value.shape != ():
+        remedy = "Reduce it, for instance with `jnp.mean`."
+        if value is None:
+            remedy = "Is a `return` missing?"
+        elif not _is_abstract(value):
+            remedy = "Return one array of shape ()."
+        raise ValueError(
+            f"the {name} must return one scalar, it returned\n{describe_tree(value, name)}\n{remedy}"
+        )
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(
+            f"the {name} must return a floating-point scalar, it returned {describe(value)}. A "
+            "count of errors has no gradient: use a smooth loss."
+        )
+
+
+def _check_dependence(problem: Any, hparams: PyTree) -> None:
+    """Raise for a hyperparameter that cannot influence its error: its gradient would be 0."""
+    arrays, static = eqx.partition(problem, jax.tree.map(_is_abstract, problem))
+
+    def errors(arrays, hparams):
+        system = make_system(eqx.combine(arrays, static), hparams)
+        return system.errors(system.run(hparams), hparams)
+
+    def tangents(arrays, hparams, direction):
+        return jax.jvp(lambda h: errors(arrays, h), (hparams,), (direction,))[1]
+
+    # A dependence that has a derivative is one of the errors' tangents on the direction. A
+    # custom_vjp function has no tangent: there, dependence of the errors themselves must do.
+    try:
+        jaxpr = jax.make_jaxpr(tangents)(arrays, hparams, hparams).jaxpr
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        jaxpr = jax.make_jaxpr(errors)(arrays, hparams).jaxpr
+
+    rows = rows_of(problem)
+    paths = list(named_leaves(hparams, "hparams"))
+    unused = []
+    for path, owner, i in zip(paths, owners(problem, hparams), range(-len(paths), 0), strict=True):
+        wanted = [k == rows[owner] for k in range(len(jaxpr.outvars))]
+        _, used = partial_eval.dce_jaxpr(jaxpr, wanted)
+        # The direction (or the hyperparameters) are the last inputs.
+        if not used[i] and path not in problem.dynamics.carried:
+            unused.append(path)
+    if unused:
+        remedy = (
+            "Use it in the loss, the optimizer, the initial state or the objective (not only under "
+            "`stop_gradient`, an integer cast or a comparison), or take it out of hparams."
+        )
+        if len(unused) == len(paths):
+            remedy = (
+                "Does the objective depend on the trained state, and smoothly? An accuracy, a sign "
+                "or an argmax has no derivative."
+            )
+        raise ValueError(
+            f"the response does not depend on {', '.join(unused)}: the hypergradient there would "
+            f"be 0 whatever its value. {remedy}"
+        )
