@@ -14,14 +14,14 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from foretune.apps import LabelCleaner
-from foretune.data import corrupt
 
 # %% The data
 x, y = map(np.asarray, load_breast_cancer(return_X_y=True))
 rng = np.random.default_rng(0)
 order = rng.permutation(len(y))
 train, checked, test = np.split(order, [330, 377])
-given, wrong = corrupt(y[train], 0.2, rng)
+wrong = rng.permutation(330) < 66
+given = np.where(wrong, 1 - y[train], y[train])
 
 # %% The cleaner
 cleaner = LabelCleaner(random_state=0).fit(x[train], given, x[checked], y[checked])
