@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 
 
 WITHOUT_CODE = [
-    f"docs/{page}.md" for page in ("about", "api", "comparison", "examples", "experiments", "theory")
+    f"docs/{page}.md"
+    for page in ("about", "api", "comparison", "examples", "experiments", "theory")
 ]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 
