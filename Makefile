@@ -1,46 +1,50 @@
 # `make demo` and `make test` do all their own set-up: a virtual environment in .venv and
 # the package installed in it. They need Python 3.11 or later and a package index, nothing else.
 
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 
-.PHONY: demo test test-torch docs notebooks lint types bench format dist smoke clean
+.PHONY: demo test test-all test-torch lint types format docs bench dist smoke clean
 
-demo: $(VENV)/.apps
-	$(BIN)/foretune run cleaning --data digits --out runs/demo
+demo: $(VENV)/.demo
+	@echo "finding the wrong labels among handwritten digits (about a minute on two CPU cores)"
+	$(BIN)/python -u -m experiments cleaning --data digits --out runs/demo
 
+# The core: within minutes. `make test-all` adds estimators, command line, documentation, experiments.
 test: lint types
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --tier 1
+
+test-all: lint types
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --tier all
 
 # PyTorch is large and no part of `all`: it has an environment of its own.
 test-torch:
-	$(MAKE) VENV=$(VENV)/torch $(VENV)/torch/.data $(VENV)/torch/.test $(VENV)/torch/.torch
-	$(VENV)/torch/bin/pytest tests/test_torch.py src/foretune/torch
+	$(MAKE) VENV=$(VENV)/torch $(VENV)/torch/.torch
+	$(VENV)/torch/bin/pytest --tier all tests/apps/test_torch.py src/foretune/torch
 
-lint: $(VENV)/.all
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/.all
+types: $(VENV)/.dev
 	$(BIN)/pyright
 
-docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
-
-notebooks: $(VENV)/.docs
-	$(BIN)/python examples/notebooks/make.py
-
-format: $(VENV)/.all
+format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.all
-	$(BIN)/python benchmarks/core.py
+# The site, with a notebook of each example, in site/.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.core
 
 # The wheel and the source distribution, with checks of what is in them.
-dist: $(VENV)/.release
+dist: $(VENV)/.dev
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
@@ -57,13 +61,28 @@ smoke: dist
 	cp tests/smoke.py "$$folder" && cd "$$folder" && \
 	env -u PYTHONPATH venv/bin/python smoke.py
 
-$(VENV)/.%: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$*]'
-	touch $@
+# What is installed, by a file for each: all that a developer needs holds what the demo needs, too.
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@echo "installing foretune and its development tools into $(VENV) (some minutes the first time)"
+	$(PIP) --upgrade "pip>=25.1" # the first with --group
+	$(PIP) --editable '.[all]' --group dev
+	@touch $(VENV)/.demo $@
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	@echo "installing foretune into $(VENV) (a minute or two the first time)"
+	$(PIP) --editable '.[apps,data]'
+	@touch $@
+
+$(VENV)/.torch: pyproject.toml | $(BIN)/python
+	@echo "installing foretune and PyTorch into $(VENV) (some minutes the first time)"
+	$(PIP) --upgrade "pip>=25.1" # the first with --group
+	$(PIP) --editable '.[data,torch]' --group test
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "foretune needs Python 3.11 or later; run: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	@echo "setting up $(VENV): a Python environment for this folder"
 	$(PYTHON) -m venv $(VENV)
 
 clean:

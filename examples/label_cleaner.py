@@ -8,7 +8,6 @@ labels by how suspicious they are; what is kept trains a better model than all l
 """
 
 import numpy as np
-from foretune.data import corrupt
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
@@ -21,7 +20,8 @@ x, y = map(np.asarray, load_breast_cancer(return_X_y=True))
 rng = np.random.default_rng(0)
 order = rng.permutation(len(y))
 train, checked, test = np.split(order, [330, 377])
-given, wrong = corrupt(y[train], 0.2, rng)
+wrong = rng.permutation(330) < 66
+given = np.where(wrong, 1 - y[train], y[train])
 
 # %% The cleaner
 cleaner = LabelCleaner(random_state=0).fit(x[train], given, x[checked], y[checked])

@@ -2,6 +2,7 @@
 
 from ._engines.auto import Auto as Auto
 from ._engines.auto import Choice as Choice
+from ._engines.base import AbstractEngine as AbstractEngine
 from ._engines.base import Hypergradient as Hypergradient
 from ._engines.check import HypergradientCheck as HypergradientCheck
 from ._engines.check import HypergradientMismatch as HypergradientMismatch

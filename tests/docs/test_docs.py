@@ -13,7 +13,10 @@ import foretune as ft
 ROOT = Path(__file__).parents[2]
 
 
-WITHOUT_CODE = [f"docs/{page}.md" for page in ("about", "api", "comparison", "examples", "theory")]
+WITHOUT_CODE = [
+    f"docs/{page}.md"
+    for page in ("about", "api", "comparison", "examples", "experiments", "theory")
+]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 
 
@@ -30,7 +33,7 @@ def test_code_blocks_run_in_order(page, capsys, tmp_path, monkeypatch):
 def test_every_public_name_is_in_the_reference():
     listed = re.findall(r"^::: foretune\.(\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     assert len(listed) == len(set(listed))
-    for module in ("", "apps.", "data.", "report."):
+    for module in ("", "apps.", "report."):
         source = (ROOT / "src/foretune" / module.rstrip(".") / "__init__.py").read_text()
         public = {
             f"{module}{name}" for name in re.findall(r"import (\w+) as \1$", source, re.MULTILINE)
@@ -40,12 +43,30 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_the_site_builds_without_warnings(tmp_path):
-    pytest.importorskip("mkdocs", reason="the site needs foretune[docs]")
+    pytest.importorskip("mkdocs", reason="the site needs the dependency group `docs`")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "api" / "index.html").is_file()
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(page):  # those between pages of the site are checked by its build
+    links = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_recorded_figure_has_a_command():
+    page = (ROOT / "docs/experiments.md").read_text()
+    recorded = {path.name for path in (ROOT / "benchmarks/results").glob("*.json")}
+    assert recorded == set(re.findall(r"`([\w-]+\.json)`", page)) - {"config.json", "result.json"}
+    programs = set(re.findall(r"python -m benchmarks\.([a-z]\w*)", page))
+    assert [name for name in programs if not (ROOT / f"benchmarks/{name}.py").is_file()] == []
+
+
+def test_the_citation_has_the_version():
+    assert f"\nversion: {ft.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def minimize(
         steps: the number of updates. The error is evaluated `steps + 1` times, ends included.
         engine: how the hypergradient is computed; `Reverse()` by default.
         optimizer: an Optax optimizer for the hyperparameters. By default `optax.contrib.cocob()`,
-            which needs no hyper-learning rate (the README has the comparison behind this choice).
+            which needs no hyper-learning rate (docs/outer.md has the comparison behind this choice).
             Gradient clipping is Optax's: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
         constraints: sets (`Box`, `CappedSimplex`, ...) or changes of variable (`Log`, `Logit`) as a
             prefix of the hyperparameters; what is left out is free.

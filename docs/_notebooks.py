@@ -1,19 +1,23 @@
-"""Makes a notebook of each script in `examples`: `make notebooks`.
+"""Makes a notebook of each script in `examples`, for the site (`mkdocs.yml` names this file as a hook).
 
 The scripts are in Jupytext's percent format, `# %% Heading` before each part. The docstring becomes the
 first cell, a heading becomes text, and the options, which a notebook has no command line for, a list.
 The same script always gives the same notebook, without outputs.
+
+    python docs/_notebooks.py FOLDER    the notebooks without the site
 """
 
 import ast
+import sys
 from pathlib import Path
 
 import jupytext
 import nbformat
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 from nbformat.v4 import new_markdown_cell, new_notebook
 
-HERE = Path(__file__).parent
-SCRIPTS = sorted(HERE.parent.glob("*.py"))
+SCRIPTS = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 OPTIONS = "parse_args()", "parse_args([])  # options go into this list, as strings"
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -41,6 +45,15 @@ def notebook(script: Path) -> str:
     return nbformat.writes(made) + "\n"
 
 
-if __name__ == "__main__":
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the notebooks to the site's files, as `notebooks/NAME.ipynb`."""
     for script in SCRIPTS:
-        (HERE / script.name).with_suffix(".ipynb").write_text(notebook(script))
+        name = f"notebooks/{script.stem}.ipynb"
+        files.append(File.generated(config, name, content=notebook(script)))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for script in SCRIPTS:
+        (folder / script.name).with_suffix(".ipynb").write_text(notebook(script))
