@@ -1,6 +1,6 @@
 """Is `Auto`'s choice the fastest? Ten problems; every candidate is measured.
 
-    python benchmarks/auto.py [--rounds 3] [--only NAME ...] [--out FILE.json]
+    python -m benchmarks.auto [--rounds 3] [--only NAME ...] [--out FILE.json]
 
 For each problem, without a budget and with one of about twelve states: all candidates that fit are
 timed, and the chosen one is held against the fastest of them. Programs take turns; candidates that a

@@ -4,12 +4,12 @@ MNIST, 5,000 training examples with 10, 30 or 50 % wrong labels (symmetric, or e
 next), and 50, 200, 1000 or 5000 checked examples. Each method gives a mask of suspects; its F1 counts
 wrong labels as positive, and its accuracy is that of softmax regression on kept and checked examples.
 
-    python benchmarks/cleaning.py grid --cache DIR [--seeds 5] [--parts everyday]
-    python benchmarks/cleaning.py kinds --out kinds.json
-    python benchmarks/cleaning.py speed --out speed.json
-    python benchmarks/cleaning.py table --out benchmarks/results/cleaning_grid_h200.json
+    python -m benchmarks.cleaning grid --cache DIR [--seeds 5] [--parts everyday]
+    python -m benchmarks.cleaning kinds --out kinds.json
+    python -m benchmarks.cleaning speed --out speed.json
+    python -m benchmarks.cleaning table --out benchmarks/results/cleaning_grid_h200.json
 
-The grid needs `pip install cleanlab`. Masks are kept in the cache, so that an interrupted run goes on,
+The grid needs `pip install cleanlab`. Masks are kept in the cache, so that an interrupted run continues,
 and parts can be computed on another machine first (`--parts everyday`).
 """
 

@@ -1,6 +1,6 @@
 """The engines beside hand-written JAX and beside plain training, as ratios within one run.
 
-    python benchmarks/core.py [--rounds 7] [--out benchmarks/results/core-cpu.json]
+    python -m benchmarks.core [--rounds 7] [--out benchmarks/results/core-cpu.json]
 
 (a) Reverse: softmax regression, 5,000 examples of 784 features, full batch, T = 200 and 1000, one
     weight per example (m = 5,000).

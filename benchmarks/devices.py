@@ -1,6 +1,6 @@
 """What devices exchange during a hypergradient, from the collectives of the compiled programs.
 
-    python benchmarks/devices.py [--steps 100] [--devices 2 8] [--out FILE.json]
+    python -m benchmarks.devices [--steps 100] [--devices 2 8] [--out FILE.json]
 
 A network 1353-2000x4-483 (d = 15.7 million weights), batches of 512 split over the devices, SGD with
 momentum and a learning rate in m = 8 blocks of steps; the hypergradient of the 8 rates. The programs

@@ -1,6 +1,6 @@
 """Discrete hyperparameters: Optuna alone, and Optuna around gradient-tuned continuous ones.
 
-    [FORETUNE_DATA=...] python benchmarks/discrete.py [--tasks digits mnist] [--clocks cold warm]
+    [FORETUNE_DATA=...] python -m benchmarks.discrete [--tasks digits mnist] [--clocks cold warm]
         [--seconds 60] [--seeds 3] [--out benchmarks/results/discrete_cpu.json]
 
 The space: a network's depth (1, 2, 3 hidden layers), width (32, 128), activation (relu, tanh, gelu) and

@@ -1,6 +1,6 @@
 """Is it worth it to differentiate a step's gradient forward, inside the adjoint (mixed mode)?
 
-    python benchmarks/mixed.py [--steps 20] [--rounds 3] [--out FILE.json]
+    python -m benchmarks.mixed [--steps 20] [--rounds 3] [--out FILE.json]
 
 The adjoint of a step needs, for a row v, the derivative of <v, grad_w L(w, lambda)> in w and lambda.
 Reverse over reverse is what an engine does: it transposes the gradient's own program. Forward over
@@ -138,7 +138,7 @@ def make(gradient, problem, batch, steps):
 
 
 def measure(name, steps, rounds):
-    """Return seconds and bytes of each way, and how far the hypergradients are apart."""
+    """Return seconds and bytes of each way, and how far the hypergradients differ."""
     problem, batch = PROBLEMS[name]
     hparams = {key: jnp.array(value) for key, value in HPARAMS.items()}
     programs, memory, grads = {}, {}, {}

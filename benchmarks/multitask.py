@@ -6,8 +6,8 @@ signal   the correlation, over pairs of classes, of the hypergradient in C on fo
          with the one on thousands of test rows: how much of the direction is more than noise
 oracle   test accuracy with C tuned on half of the test rows, on the other half: what a graph could give
 
-    python benchmarks/multitask.py cifar10 --seeds 8 --oracle-steps 60 --out why.json
-    python benchmarks/multitask.py cifar100 --seeds 2 --out why100.json
+    python -m benchmarks.multitask cifar10 --seeds 8 --oracle-steps 60 --out why.json
+    python -m benchmarks.multitask cifar100 --seeds 2 --out why100.json
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The outer loop's own cost, as ratios within one run.
 
-    python benchmarks/outer.py [--rounds 5] [--out benchmarks/results/outer-cpu.json]
+    python -m benchmarks.outer [--rounds 5] [--out benchmarks/results/outer-cpu.json]
 
 (a) Projection of a million example weights onto `CappedSimplex`, in Adam steps on the same vector.
 (b) `minimize` beside a bare loop of the same hypergradients, Adam steps and projections, on data

@@ -1,6 +1,6 @@
 """Outer optimizers that need no hyper-learning rate, beside Adam over three decades of it.
 
-    python benchmarks/outer_optimizers.py [--steps 100] [--out benchmarks/results/outer-optimizers.json]
+    python -m benchmarks.outer_optimizers [--steps 100] [--out benchmarks/results/outer-optimizers.json]
 
 Two tasks on the digits: data hyper-cleaning (900 weights under `CappedSimplex`) and learning rate,
 momentum and weight decay of a small network (under `Log` and `Logit`). Each optimizer descends for

@@ -1,6 +1,6 @@
 """Hypergradients beside other libraries: seconds, memory, the longest training in 4 GiB, and error.
 
-    python benchmarks/peers.py [--problems cleaning rates decay large] [--libraries foretune higher ...]
+    python -m benchmarks.peers [--problems cleaning rates decay large] [--libraries foretune higher ...]
                                [--rounds 3] [--device cpu|gpu] [--quick] [--out FILE.json]
 
 The peers and how to install them are in `benchmarks/requirements-peers.txt`. The problems

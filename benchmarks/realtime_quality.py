@@ -1,8 +1,8 @@
 """Real-time tuning from badly chosen starts, beside random search, Optuna and no tuning.
 
-    FORETUNE_DATA=... python benchmarks/realtime_quality.py [--tasks digits mnist cnn] [--seeds 5]
+    FORETUNE_DATA=... python -m benchmarks.realtime_quality [--tasks digits mnist cnn] [--seeds 5]
         [--out benchmarks/results/realtime-quality-cpu.json]
-    python benchmarks/realtime_quality.py --options [--out ...]
+    python -m benchmarks.realtime_quality --options [--out ...]
 
 Learning rate and momentum of SGD, on three tasks: a network 64-64-10 on scikit-learn's digits (1,000
 steps), a network 784-128-64-10 on MNIST (4,000 steps) and a small convolutional network on MNIST (2,000

@@ -1,6 +1,6 @@
 """What reverse mode stores, and what that costs: time and memory of `Reverse(store=...)`.
 
-    python benchmarks/schedules.py [--steps 400] [--rounds 3] [--long 100000] [--out FILE.json]
+    python -m benchmarks.schedules [--steps 400] [--rounds 3] [--long 100000] [--out FILE.json]
 
 A network 784-200-200-10 (199,210 weights), batches of 100, SGD with momentum; the hypergradient of
 learning rate and momentum. Memory is the compiler's own figure for temporary arrays, in states (weights
@@ -83,7 +83,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--long", type=int, help="run so many steps once, within little memory")
+    parser.add_argument(
+        "--long", type=int, help="run this number of steps once, within little memory"
+    )
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
     far = long_run(arguments.long) if arguments.long else None  # first: peaks do not fall

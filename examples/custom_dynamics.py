@@ -37,8 +37,8 @@ class Leapfrog:
         """Return the same a moment later, with the squared distance to what was observed."""
 
         def acceleration(x):
-            apart = STARS - x
-            return jnp.sum(hparams["mass"][:, None] * apart / _cubed(apart), axis=0)
+            offset = STARS - x
+            return jnp.sum(hparams["mass"][:, None] * offset / _cubed(offset), axis=0)
 
         v = state["v"] + 0.5 * DT * acceleration(state["x"])
         x = state["x"] + DT * v
@@ -46,8 +46,8 @@ class Leapfrog:
         return {"x": x, "v": v, "error": jnp.sum((x - observed) ** 2)}
 
 
-def _cubed(apart):
-    return (jnp.sum(apart**2, axis=1, keepdims=True) + 0.05) ** 1.5
+def _cubed(offset):
+    return (jnp.sum(offset**2, axis=1, keepdims=True) + 0.05) ** 1.5
 
 
 # %% The observations

@@ -117,7 +117,7 @@ def multitask(
     """Learning task interactions: which classes help each other, from a few rows of each?
 
     STL, NMTL, HMTL and HMTL-S as in Table 2 of the paper, and with folds, beside output-kernel
-    learning, a p-norm method and logistic regression. Interrupted, the same command goes on where it
+    learning, a p-norm method and logistic regression. Interrupted, the same command continues where it
     was. Ends with the path of a report.
     """
     out = out or Path("runs") / f"multitask-{Path(data).stem}{'-quick' if quick else ''}"
@@ -184,7 +184,7 @@ def phones(
 
     Its learning rate, momentum and the weight of an auxiliary task, by random search, Bayesian
     optimization and real-time tuning as in Tables 3 and 5 of the paper, and by this package's
-    defaults, each with the same time. Interrupted, the same command goes on
+    defaults, each with the same time. Interrupted, the same command continues
     where it was. Ends with the path of a report.
     """
     out = out or Path("runs") / f"phones-{Path(data).name}{'-quick' if quick else ''}"
@@ -248,7 +248,7 @@ def complexity(
     """Time and memory of forward and reverse mode, as in Appendix A of the paper.
 
     Against the number of hyperparameters, of weights and of steps, beside plain training. A program
-    that does not fit the device's memory is skipped. Interrupted, the same command goes on where it
+    that does not fit the device's memory is skipped. Interrupted, the same command continues where it
     was. Ends with the path of a report.
     """
     name = f"complexity{f'-{network}' if network else ''}{'-quick' if quick else ''}"

@@ -51,7 +51,7 @@ def imports(name, *, everywhere):
 
 def floor(name):
     parts = name.split(".")
-    top = parts[0] if parts[0] == "experiments" else (parts + [""])[1]
+    top = parts[0] if parts[0] == "experiments" else [*parts, ""][1]
     return next((i for i, names in enumerate(FLOORS) if top in names), None)
 
 

@@ -64,7 +64,7 @@ class Task(NamedTuple):
     folder: RunFolder
 
     def paced(self, pace: int) -> "Task":
-        """Return the same with so many times the hyper-updates."""
+        """Return the same with a multiple of the hyper-updates."""
         fewer = {"window": self.window, "sample": self.sample}
         fewer = {name: max(1, value // pace) for name, value in fewer.items()}
         return self._replace(check=self.check * pace, **fewer)

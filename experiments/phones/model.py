@@ -118,7 +118,7 @@ def drawing(size: int) -> Any:
 
 
 def minibatches(speech: Speech, key: Array, size: int, steps: int) -> Minibatches:
-    """Return so many steps' minibatches: their numbers, and how to draw each."""
+    """Return the minibatches of n steps: their numbers, and how to draw each."""
     return Minibatches((speech, key), jnp.arange(steps, dtype=jnp.int32), gather=drawing(size))
 
 

@@ -143,7 +143,7 @@ def _cautions(corpus: Corpus, settings: Any, found: dict[str, list[dict[str, Any
     notes = []
     if settings.quick:
         notes.append(
-            "A quick run: so small a test set and so few seeds cannot tell the methods apart. It "
+            "A quick run: so small a test set and so few seeds cannot rank the methods. It "
             "shows how the experiment runs."
         )
     if "SMBO (GP)" not in found:

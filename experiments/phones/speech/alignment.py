@@ -13,7 +13,7 @@ def alignment(
     """Return the accuracy of a linear classifier of phones, by shift of the labels in frames.
 
     The classifier (linear discriminant analysis, one frame without its neighbours) is trained and
-    tested with labels of so many frames later. Where labels are aligned, 0 is best.
+    tested with labels of k frames later. Where labels are aligned, 0 is best.
 
     Args:
         corpus: the corpus.

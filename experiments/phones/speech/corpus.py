@@ -186,7 +186,7 @@ def _normalise(frames, first, speakers, part, how: str) -> None:
 def speaker_parts(
     speakers: Sequence[str], shares: tuple[float, float, float], seed: int
 ) -> list[int]:
-    """Return a part for each utterance, by speaker: so many of them in each part, one at least."""
+    """Return a part for each utterance, by speaker: shares of them in each part, one at least."""
     names = sorted(set(speakers))
     if len(names) < len(PARTS):
         raise DataError(

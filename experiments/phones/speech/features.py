@@ -24,7 +24,7 @@ _REACH = 2  # frames on each side of a slope
 
 
 def frame_count(samples: int) -> int:
-    """Return how many whole frames so many samples have."""
+    """Return the number of whole frames in a number of samples."""
     return max(0, 1 + (samples - LENGTH) // HOP)
 
 

@@ -57,7 +57,7 @@ def synthetic_speech(
     cache: Any = "default",
     workers: int | None = None,
 ) -> Corpus:
-    """Make a corpus of about so many frames (100 a second), or read it from the cache.
+    """Make a corpus of about `frames` frames (100 a second), or read it from the cache.
 
     Args:
         frames: how many, about, and 30 utterances at least; 1.5 million are TIMIT's size, and four

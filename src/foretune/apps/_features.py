@@ -17,7 +17,7 @@ from sklearn.kernel_approximation import Nystroem
 WIDEST = 1000
 """A linear model keeps this many principal components at most."""
 BESIDE_KERNEL, KERNEL_WIDTH = 150, 300
-"""With a kernel, the inputs keep so many, and the kernel so many."""
+"""With a kernel: the components that the inputs keep, and those that the kernel keeps."""
 LANDMARKS = 600
 """Rows that stand for the data in the kernel's approximation."""
 

@@ -258,7 +258,7 @@ class Keep(Callback):
     """Keeps, for each split, the hyperparameters of member 0 that are judged best.
 
     A later step takes the place of the kept one where its rows are better by `margin` standard errors
-    of the mean difference. With a file it goes on from there when the run is resumed.
+    of the mean difference. With a file it continues from there when the run is resumed.
     """
 
     def __init__(self, judge: Any, margin: float = 0.0, file: str | Path | None = None):

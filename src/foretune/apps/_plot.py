@@ -19,7 +19,7 @@ def plot_task_graph(
     Args:
         graph: a fitted `TaskGraphClassifier`, or a symmetric matrix C.
         names: the classes' names; by default the estimator's classes.
-        edges: draw so many of the strongest edges; by default twice the number of classes.
+        edges: the number of edges to draw, the strongest; by default twice the number of classes.
         ax: Matplotlib axes to draw on; by default new ones.
         colour: of the edges.
 

@@ -221,7 +221,7 @@ def _label(text: Any) -> str:
 
 
 def _ncols(labels: list[str], width: int) -> int:
-    """How many columns of these labels fit a legend that is so many characters wide."""
+    """How many columns of these labels fit a legend of a width in characters."""
     return max(1, min(len(labels), width // (max(map(len, labels)) + 6)))
 
 
