@@ -9,7 +9,7 @@ wrong labels as positive, and its accuracy is that of softmax regression on kept
     python -m benchmarks.cleaning speed --out speed.json
     python -m benchmarks.cleaning table --out benchmarks/results/cleaning_grid_h200.json
 
-The grid needs `pip install cleanlab`. Masks are kept in the cache, so that an interrupted run continues,
+The grid needs `pip install cleanlab`. Masks are kept in the cache, so an interrupted run continues,
 and parts can be computed on another machine first (`--parts everyday`).
 """
 
