@@ -9,6 +9,7 @@ import pytest
 
 import foretune as ft
 from foretune._problem.equality import same
+from foretune._problem.system import rows_of
 
 from ..problems import assert_trees_close
 
@@ -112,7 +113,7 @@ def test_each_hyperparameter_follows_its_own_mean_error(trajectory):
     one = ft.CrossValidated(
         lambda k: data.problem(k, objective={"lr": error, "decay": error}), folds=FOLDS
     )
-    assert set(one.rows().values()) == {0}  # one error, one adjoint
+    assert set(rows_of(one).values()) == {0}  # one error, one adjoint
 
 
 @pytest.mark.usefixtures("x64")

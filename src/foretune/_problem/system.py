@@ -191,7 +191,9 @@ def _origins(jaxpr: Any) -> dict[Any, Any]:
         return bool(np.all(atom.val == 0)) if isinstance(atom, Literal) else atom in zeros
 
     for equation in jaxpr.eqns:
-        name, operands, (result, *_) = equation.primitive.name, equation.invars, equation.outvars
+        if len(equation.outvars) != 1:
+            continue
+        name, operands, (result,) = equation.primitive.name, equation.invars, equation.outvars
         if name in ("broadcast_in_dim", "convert_element_type") and is_zero(operands[0]):
             zeros.add(result)
         if name in ("add", "add_any"):
