@@ -72,13 +72,13 @@ def main(folder):
     report["records"] = len(result.history)
 
     mesh = ft.mesh(data=4, tangents=2)
-    programs = ft._realtime._donating._cache_size()
+    programs = ft._realtime.tuner._donating._cache_size()
     batches = [ft.shard(batch, mesh) for batch in tasks.stream()]
     validation = ft.shard(tasks.VALIDATION, mesh)
     tasks.tuned(batches, validation, 2, mesh, folder / "realtime")
     result = tasks.tuned(batches, validation, 4, mesh, folder / "realtime")
     report["real time"] = tasks.as_lists(result.hparams)
-    report["real time: compiled"] = ft._realtime._donating._cache_size() - programs
+    report["real time: compiled"] = ft._realtime.tuner._donating._cache_size() - programs
     report["real time: Z stays split"] = result.state.Z.params["a"].sharding.spec == P("tangents")
     print(json.dumps(report))
 
