@@ -1,13 +1,9 @@
 """A run's folder becomes one page, complete, harmless and the same each time."""
 
-import fcntl
 import itertools
 import json
-import os
 import re
 import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -340,38 +336,12 @@ def test_pictures(tmp_path):
         report.picture(tmp_path / "p.png", [[np.nan]])
 
 
-def _have_chromium():
-    return shutil.which("chromium") and shutil.which("chromedriver")
-
-
-def _install_chromium():
-    """Try once; the lock and the mark keep the workers of a parallel run from trying together."""
-    if not shutil.which("apt-get") or os.geteuid() != 0:
-        return
-    run_id = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    mark = Path(tempfile.gettempdir()) / f"foretune-chromium-{run_id}"
-    with (Path(tempfile.gettempdir()) / "foretune-chromium.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if _have_chromium() or mark.exists():
-            return
-        mark.touch()
-        install = ["apt-get", "install", "-y", "chromium", "chromium-driver"]
-        for command in (install, ["apt-get", "update"], install):
-            try:
-                subprocess.run(command, capture_output=True, timeout=240, check=False)
-            except (OSError, subprocess.TimeoutExpired):
-                return
-            if _have_chromium():
-                return
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     webdriver = pytest.importorskip("selenium.webdriver")
-    if not _have_chromium():
-        _install_chromium()
-    if not _have_chromium():
-        pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")
+    absent = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
+    if absent:
+        pytest.skip(f"needs {' and '.join(absent)}, which a test does not install")
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
     quiet = "disable-background-networking disable-component-update disable-sync disable-quic"
