@@ -186,7 +186,7 @@ def test_the_experiment(experiment):
     assert len(records) == 61 * 4 * 2
     assert {"validation_accuracy", "test_accuracy", "false_positives"} <= set(records[0])
     page = (experiment / "report.html").read_text()
-    assert page.count("<svg") == 2
+    assert page.count("data:image/svg+xml") == 2
     assert page.count("data:image/png") == 24
 
 

@@ -1,4 +1,4 @@
-"""Files that are read cannot run code: nothing is unpickled, nothing is evaluated."""
+"""Files that are read cannot run code, and files that are written stay in their folder."""
 
 import ast
 import pickle
@@ -11,6 +11,8 @@ import pytest
 import foretune as ft
 from foretune import data
 from foretune.data import _corpus
+from foretune.experiments._folder import RunFolder
+from foretune.report import write_page, write_whole
 
 from .problems import regression
 
@@ -92,6 +94,54 @@ def test_a_checkpoint_of_pickles_is_passed_over(trap, tmp_path):
         pytest.raises(RuntimeError, match=r"none of the checkpoints in .* can be read"),
     ):
         run()
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A file that no run's folder may change, whatever links to it."""
+    path = tmp_path / "mine.txt"
+    path.write_text("mine")
+    yield path
+    assert path.read_text() == "mine"
+
+
+def test_a_page_is_not_written_through_a_link(tmp_path, outside):
+    pytest.importorskip("jinja2")
+    folder = RunFolder(tmp_path / "run", kind="cleaning", title="A run", settings={})
+    for name in ("report.html", "report.html.part", ".report.html.new"):
+        (folder.path / name).symlink_to(outside)
+    page = write_page(folder.path)
+    assert not page.is_symlink()
+    assert "A run" in page.read_text()
+
+
+def test_a_runs_files_are_not_written_through_links(tmp_path, outside):
+    folder = RunFolder(tmp_path / "run", kind="cleaning", title="", settings={})
+    folder.write_metrics([{"step": 0}, {"step": 1}])
+    lines = folder.metrics.rename(tmp_path / "lines")
+    folder.metrics.symlink_to(lines)
+    folder.keep_metrics(lambda record: record["step"] < 1)
+    assert folder.metrics.read_text() == '{"step": 0}\n'
+    assert lines.read_text() == '{"step": 0}\n{"step": 1}\n'
+    for name in ("result.json", ".result.json.new"):
+        (folder.path / name).symlink_to(outside)
+    folder.write("result.json", {"headline": "done"})
+    assert folder.result == {"headline": "done"}
+    assert not (folder.path / "result.json").is_symlink()
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    write_whole(path, "old")
+
+    def full(_):
+        raise OSError("no space left on the device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_whole(path, "new")
+    assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+    assert path.read_text() == "old"
 
 
 UNSAFE_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve", "subprocess"}

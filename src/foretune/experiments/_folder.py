@@ -20,6 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..report import write_whole
+
 
 class RunError(Exception):
     """A run that cannot begin or go on; the message says what to do."""
@@ -95,16 +97,18 @@ class RunFolder:
             except ValueError:
                 continue
             if stays(record):
-                kept.append(line + "\n")
-        self.metrics.write_text("".join(kept))
+                kept.append(record)
+        self.write_metrics(kept)
+
+    def write_metrics(self, records: list[dict[str, Any]]) -> None:
+        """Write the measurements, one to a line, in place of those that are there."""
+        write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
 
     def write(self, name: str, content: Any) -> None:
         """Write JSON, whole or not at all."""
         path = self.path / name
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(content, indent=2) + "\n")
 
     def read(self, name: str) -> Any:
         """Return what `write` wrote, or None."""

@@ -6,7 +6,6 @@ over m, over the number of weights (the width of the hidden layers) and over T.
 `_complexity_programs` says what is measured, and how.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,7 +120,7 @@ def stage(point: Point) -> str:
 def note(folder: RunFolder, points: list[Point]) -> list[dict[str, Any]]:
     """Write the measurements so far, one to a line, and return them."""
     records = [record for point in points for record in folder.read(stage(point)) or []]
-    folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    folder.write_metrics(records)
     return records
 
 
