@@ -140,7 +140,14 @@ class TestCommand:
         out = tmp_path / "run"
         first = command(*self.options, "--out", out)
         assert first.exit_code == 0, first.output
-        assert "3 of 3: 106 weights, 4 hyperparameters, 4 steps" in first.output
+        said = first.output.splitlines()
+        assert said[0].startswith("Time and memory of a hypergradient")
+        assert "5,000 random examples of 12 inputs and 4 classes, minibatches of 5" in said[1]
+        assert "3 points, 8 programs in all, each compiled and run 3 times" in said[2]
+        assert said[3] == "[1/4] 106 weights, 2 hyperparameters, 1 step"
+        assert "[3/4] 106 weights, 4 hyperparameters, 4 steps" in said
+        assert "[4/4] tables, figures and report" in said
+        assert f"Open it in a browser: {(out / 'report.html').as_uri()}" in said
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert len(records) == 3 + 3 + 2  # no forward mode at m = 4
         result = json.loads((out / "result.json").read_text())
@@ -158,7 +165,7 @@ class TestCommand:
         (out / "metrics.jsonl").write_text('{"cut o')
         second = command(*self.options, "--out", out)
         assert second.exit_code == 0, second.output
-        assert "resumed: 2 of 3 points are there" in second.output
+        assert "resumed: 2 of 3 points are there\n[3/4] 106 weights" in second.output
         after = {p.name: p.read_text() for p in (out / "stages").iterdir()}
         assert before.keys() == after.keys()
         assert [name for name in before if before[name] != after[name]] == ["12-6-4-m4-T4.json"]

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+import types
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
 from foretune import report
+from foretune.experiments import _folder
 
 EVIL = "<script>alert(1)</script>"
 CONFIG = {
@@ -410,6 +412,79 @@ def test_pictures(tmp_path):
             report.picture(tmp_path / "p.png", bad)
     with pytest.raises(ValueError, match="no pixel has a finite value"):
         report.picture(tmp_path / "p.png", [[np.nan]])
+
+
+class TestWhatARunSays:
+    """In a log: at once, in plain lines."""
+
+    @pytest.fixture
+    def cleaning(self, monkeypatch):
+        """The experiment, with one budget and a cleaner that has nothing to compile."""
+        pytest.importorskip("sklearn")
+        from foretune.experiments import cleaning
+
+        class Cleaner(cleaning.LabelCleaner):
+            stopped_ = "finished"
+
+            def __init__(self, *, callbacks, random_state):
+                assert [type(c) for c in callbacks] == [_folder.Lines]
+
+            def fit(self, x, given, *checked):
+                self.ranking_ = np.arange(len(given))
+                self.suspects_ = self.ranking_ < 20
+                self.confidence_, self.suggested_ = np.full(len(given), 0.9), given
+                return self
+
+            def predict(self, x):
+                return np.zeros(len(x), int)
+
+        monkeypatch.setattr(cleaning, "LabelCleaner", Cleaner)
+        monkeypatch.setattr(cleaning, "SHARES", (0.2,))
+        return cleaning
+
+    def test_the_cleaning_experiment(self, cleaning, tmp_path, capfd):
+        settings = cleaning.Settings(seeds=1, steps=2, iterations=4)
+        cleaning.LabelCleaner.stopped_ = "interrupted"
+        with pytest.raises(KeyboardInterrupt):
+            cleaning.run(tmp_path / "run", settings)
+        assert not (tmp_path / "run" / "result.json").exists()
+        lines = capfd.readouterr().err.splitlines()
+        assert lines[0].startswith("Data hyper-cleaning on digits: 50% of the training labels")
+        assert "435 training examples (218 labels wrong), 435 checked, 870 test" in lines[1]
+        assert "5 of 2 steps for the hypergradients, 4 final ones of 8 steps" in lines[2]
+        assert lines[3].startswith("[1/4] DH-87, all at once: compiling, then 4 hyper-iterations")
+        assert [line.partition(",")[0] for line in lines[4:9]] == [
+            f"  {k} of 4 hyper-iterations" for k in range(5)
+        ]
+        assert lines[9].startswith("[2/4] LabelCleaner, seed 1 of 1")
+        assert len(lines) == 10
+        cleaning.LabelCleaner.stopped_ = "finished"  # the same command now finishes it
+        page = cleaning.run(tmp_path / "run", settings)
+        out, err = capfd.readouterr()
+        assert "  4 of 4 hyper-iterations" in err
+        assert "[3/4] final trainings: Oracle, Baseline, DH-87, LabelCleaner" in err
+        assert "[4/4] tables, figures and report" in err
+        assert f"Open it in a browser: {page.as_uri()}" in err
+        assert not out  # which is for results
+        assert (tmp_path / "run" / "result.json").exists()
+
+    @pytest.mark.parametrize(
+        ("platform", "opener"), [("linux", "xdg-open"), ("darwin", "open"), ("win32", "start")]
+    )
+    def test_how_to_open_a_page(self, monkeypatch, platform, opener):
+        monkeypatch.setattr("sys.platform", platform)
+        said = _folder.how_to_open(Path("/runs/my run/report.html"))
+        assert "Open it in a browser: file:///runs/my%20run/report.html\n" in said
+        assert said.endswith(f"or: {opener} '/runs/my run/report.html'")
+
+    def test_no_lines_beside_a_bar(self, monkeypatch, capsys):
+        for terminal, expected in ((False, 11), (True, 0)):
+            monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
+            lines = _folder.Lines("steps")
+            lines.start(None)
+            for step in range(41):
+                lines.step(types.SimpleNamespace(step=step, steps=40))
+            assert len(capsys.readouterr().err.splitlines()) == expected
 
 
 @pytest.fixture(scope="module")

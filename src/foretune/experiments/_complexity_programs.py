@@ -155,11 +155,16 @@ def lowered(engine: AbstractEngine | None, problem: Problem, hparams: PyTree) ->
     return _response.lower(structure, arrays)
 
 
+def engines_of(point: Point, settings: Any) -> dict[str, AbstractEngine]:
+    """Return the engines that are measured at a point: forward mode not beyond `settings.forward`."""
+    few = point.hyperparameters <= settings.forward
+    return {n: e for n, e in ENGINES.items() if few or not isinstance(e, Forward)}
+
+
 def measure(point: Point, settings: Any, data: Any) -> list[dict[str, Any]]:
     """Return a record for each program: seconds, plain trainings, bytes, or why it was skipped."""
     problem, hparams = make_problem(point, settings.batch, settings.seed, data)
-    few = point.hyperparameters <= settings.forward
-    engines = {n: e for n, e in ENGINES.items() if few or not isinstance(e, Forward)}
+    engines = engines_of(point, settings)
     at = {"network": point.shape, "weights": point.weights}
     at |= {"hyperparameters": point.hyperparameters, "steps": point.steps}
     records: Records = {name: {"series": name, **at} for name in (TRAINING, *engines)}

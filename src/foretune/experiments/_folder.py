@@ -1,4 +1,4 @@
-"""The folder of a run, the same for every experiment.
+"""The folder of a run, and what a run says as it proceeds: the same for every experiment.
 
 config.json     what was asked for: title, command, settings, versions, device, date
 metrics.jsonl   one measurement per line, as the run goes
@@ -6,6 +6,9 @@ result.json     tables, figures and gallery, when it is finished
 figures/        *.svg, *.png
 report.html     the page made of these
 checkpoints/    to resume from
+
+A run announces itself and each of its phases in plain lines on standard error, which a log shows at
+once. Within a phase there is a progress bar on a terminal, and `Lines` elsewhere.
 """
 
 import hashlib
@@ -15,12 +18,14 @@ import os
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..report import write_whole
+from .._callbacks import Callback
+from ..report import write_page, write_whole
 
 
 class RunError(Exception):
@@ -110,6 +115,12 @@ class RunFolder:
         path.parent.mkdir(exist_ok=True)
         write_whole(path, json.dumps(content, indent=2) + "\n")
 
+    def page(self) -> Path:
+        """Write the report, say how to open it, and return its path."""
+        page = write_page(self.path)
+        say(how_to_open(page))
+        return page
+
     def read(self, name: str) -> Any:
         """Return what `write` wrote, or None."""
         path = self.path / name
@@ -121,6 +132,54 @@ class RunFolder:
             raise RunError(
                 f"{path} is damaged ({error}): remove it, or give another folder."
             ) from error
+
+
+def say(line: str) -> None:
+    """Print a line at once, on standard error: results alone go to standard output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Phases:
+    """Says which of a run's phases begins, as in `[2/4] LabelCleaner`.
+
+    Args:
+        count: how many phases there are.
+        done: how many of them are there from before, in a run that is resumed.
+    """
+
+    def __init__(self, count: int, done: int = 0):
+        self.count, self.done = count, done
+
+    def begin(self, what: str) -> None:
+        """Say that the next phase begins, and what it does."""
+        self.done += 1
+        say(f"[{self.done}/{self.count}] {what}")
+
+
+class Lines(Callback):
+    """Progress where there is no terminal for a bar: a line for the first step and each tenth."""
+
+    def __init__(self, what: str = "hyper-iterations"):
+        self.what = what
+
+    def start(self, run: Any) -> None:
+        """Start the clock."""
+        self._began, self._tenth = time.monotonic(), -1
+
+    def step(self, run: Any) -> None:
+        """Say how far the run is, when another tenth is done."""
+        tenth = 10 * run.step // max(run.steps, 1)
+        if tenth > self._tenth and not sys.stdout.isatty():
+            self._tenth = tenth
+            seconds = time.monotonic() - self._began
+            say(f"  {run.step:,} of {run.steps:,} {self.what}, {seconds:.0f} s")
+
+
+def how_to_open(page: Path) -> str:
+    """Return where the page is for a browser, and the command that opens it on this platform."""
+    opener = {"darwin": "open", "win32": "start"}.get(sys.platform, "xdg-open")
+    page = page.resolve()
+    return f"Open it in a browser: {page.as_uri()}\n  or: {opener} {shlex.quote(str(page))}"
 
 
 def digest(path: str | Path) -> str:
