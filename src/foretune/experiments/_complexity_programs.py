@@ -37,12 +37,13 @@ EXAMPLES = 5000
 VALIDATION = 500
 TRAINING = "training"
 ENGINES: dict[str, AbstractEngine] = {
-    "Forward": Forward(),
-    "Forward by columns": Forward(chunk=1),
-    "Reverse": Reverse(),
-    "Reverse by segments": Reverse(store="segments"),
-    "Reverse with 10 states": Reverse(store=10),
+    "Forward()": Forward(),
+    "Forward(chunk=1)": Forward(chunk=1),
+    "Reverse()": Reverse(),
+    'Reverse(store="segments")': Reverse(store="segments"),
+    "Reverse(store=10)": Reverse(store=10),
 }
+"""What is measured, by the call that a user writes."""
 Records = dict[str, dict[str, Any]]
 """What is known of each program, by its name."""
 
@@ -161,7 +162,7 @@ def engines_of(point: Point, settings: Any) -> dict[str, AbstractEngine]:
     return {n: e for n, e in ENGINES.items() if few or not isinstance(e, Forward)}
 
 
-def measure(point: Point, settings: Any, data: Any) -> list[dict[str, Any]]:
+def measure_point(point: Point, settings: Any, data: Any) -> list[dict[str, Any]]:
     """Return a record for each program: seconds, plain trainings, bytes, or why it was skipped."""
     problem, hparams = make_problem(point, settings.batch, settings.seed, data)
     engines = engines_of(point, settings)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .._engines.auto import show_bytes
-from ._complexity_page import describe
-from ._complexity_programs import EXAMPLES, Point, engines_of, make_data, measure
+from ._complexity_page import describe, with_present_names
+from ._complexity_programs import EXAMPLES, Point, engines_of, make_data, measure_point
 from ._folder import Phases, RunError, RunFolder, say
 
 
@@ -61,7 +61,7 @@ def run(out: str | Path, settings: Settings) -> Path:
     phases = Phases(len(points) + 1, done=len(points) - len(left))
     for point in left:
         phases.begin(str(point))
-        records = measure(point, settings, data)
+        records = measure_point(point, settings, data)
         folder.write(stage(point), records)
         say(f"  {sentence(records)}")
         note(folder, points)
@@ -132,7 +132,8 @@ def stage(point: Point) -> str:
 
 def note(folder: RunFolder, points: list[Point]) -> list[dict[str, Any]]:
     """Write the measurements so far, one to a line, and return them."""
-    records = [record for point in points for record in folder.read(stage(point)) or []]
+    found = [record for point in points for record in folder.read(stage(point)) or []]
+    records = with_present_names(found)
     folder.write_metrics(records)
     return records
 
