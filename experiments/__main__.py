@@ -10,22 +10,10 @@ from typing import Annotated
 
 import typer
 
-from foretune.report import note_finished, plain_errors, show_tables
+from foretune.cli import Debug, Label, Out
+from foretune.report import command_line, note_finished, plain_errors, show_result
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Repeat an experiment of the paper.",
-)
-
-Label = Annotated[str | None, typer.Option(help="A file's column (or array) of labels.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", "-o", help="The run's folder.", show_default=False)
-]
+app = command_line("Repeat an experiment of the paper.")
 
 
 @app.command(
@@ -68,9 +56,7 @@ def cleaning(
             label,
         )
         note_finished(out)
-        page = experiment.run(out, settings)
-        show_tables(page.parent)
-        print(page)
+        show_result(experiment.run(out, settings))
 
 
 @app.command(
@@ -136,9 +122,7 @@ def multitask(
         usual = experiment.defaults(data, quick)
         settings = experiment.Settings(data=data, quick=quick, label=label, **(usual | asked))
         note_finished(out)
-        page = experiment.run(out, settings)
-        show_tables(page.parent)
-        print(page)
+        show_result(experiment.run(out, settings))
 
 
 @app.command(
@@ -206,9 +190,8 @@ def phones(
         asked = {name: value for name, value in given.items() if value is not None}
         usual = experiment.QUICK if quick else experiment.Settings()
         note_finished(out)
-        page = experiment.run(out, usual._replace(data=data, cepstral=cepstral, **asked))
-        show_tables(page.parent)
-        print(page)
+        settings = usual._replace(data=data, cepstral=cepstral, **asked)
+        show_result(experiment.run(out, settings))
 
 
 @app.command(
@@ -270,9 +253,7 @@ def complexity(
         settings = usual._replace(seed=seed, **asked)
         experiment.check(settings)
         note_finished(out)
-        page = experiment.run(out, settings)
-        show_tables(page.parent)
-        print(page)
+        show_result(experiment.run(out, settings))
 
 
 def _numbers(text: str | None, separator: str, example: str) -> tuple[int, ...] | None:

@@ -36,7 +36,7 @@ from foretune import (
 from foretune.apps import LabelCleaner
 from foretune.apps._features import Scale
 from foretune.apps._weights import SUSPECT_BELOW
-from foretune.report import RunFolder, digest, write_page
+from foretune.report import Lines, Phases, RunFolder, digest, say
 
 from ..datasets import load
 from .page import draw, gallery, tables
@@ -207,6 +207,10 @@ def final_accuracies(splits: list[Split], kept: list[list[np.ndarray]], steps: i
 
 def run(out: str | Path, settings: Settings) -> Path:
     """Run the experiment, or what is left of it, and return the report's path."""
+    say(
+        f"Data hyper-cleaning on {settings.data}: {settings.noise:.0%} of the training labels are "
+        "made wrong; which ones?"
+    )
     dataset = load(settings.data, settings.label)
     if settings.data not in ("digits", "mnist"):
         length = np.sqrt(SQUARED_LENGTH)
@@ -219,22 +223,26 @@ def run(out: str | Path, settings: Settings) -> Path:
         asked["data digest"] = digest(settings.data)
     folder = RunFolder(out, kind="cleaning", title=title, settings=asked)
     if folder.result is not None:
-        return write_page(folder.path)
+        return folder.page()
     n = len(splits[0].given)
     budgets = sorted({max(round(share * n), 1) for share in SHARES})
+    announce(splits, budgets, settings)
+    phases = Phases(3 + settings.seeds)
 
+    phases.begin(
+        f"{', '.join(f'DH-{R}' for R in budgets)}, all at once: compiling, then "
+        f"{settings.iterations:,} hyper-iterations"
+    )
     weights = hyper_clean(splits, budgets, settings, folder)
     found = {f"DH-{R}": [w < SUSPECT_BELOW for w in weights[R]] for R in budgets}
-    cleaners = []
-    for seed, s in enumerate(splits):
-        cleaner = LabelCleaner(random_state=seed)
-        cleaners.append(cleaner.fit(s.x, s.given, s.x_checked, s.checked))
+    cleaners = fit_cleaners(splits, phases)
     found["LabelCleaner"] = [cleaner.suspects_ for cleaner in cleaners]
     masks = {
         "Oracle": [~s.wrong for s in splits],
         "Baseline": [np.ones(n, bool) for _ in splits],
         **{name: [~f for f in masks] for name, masks in found.items()},
     }
+    phases.begin(f"final trainings: {', '.join(masks)}")
     kept = [[masks[name][k] for name in masks] for k in range(settings.seeds)]
     accuracy = dict(
         zip(masks, final_accuracies(splits, kept, FINAL * settings.steps).T, strict=True)
@@ -246,6 +254,7 @@ def run(out: str | Path, settings: Settings) -> Path:
         name: [score(f, s.wrong) for f, s in zip(masks, splits, strict=True)]
         for name, masks in found.items()
     }
+    phases.begin("tables, figures and report")
     figures = draw(folder, budgets, weights[budgets[0]][0], splits[0])
     folder.write(
         "result.json",
@@ -255,7 +264,34 @@ def run(out: str | Path, settings: Settings) -> Path:
             "gallery": gallery(folder, cleaners[0], splits[0], dataset),
         },
     )
-    return write_page(folder.path)
+    return folder.page()
+
+
+def announce(splits: list[Split], budgets: list[int], settings: Settings) -> None:
+    """Say what the run is about to do: the sizes of its data, and how many trainings."""
+    first, seeds = splits[0], len(splits)
+    say(
+        f"  data: {len(first.given):,} training examples ({first.wrong.sum():,} labels wrong), "
+        f"{len(first.checked):,} checked, {len(first.test):,} test; {first.x.shape[1]:,} inputs, "
+        f"{first.checked.max() + 1} classes; seeds: {seeds}"
+    )
+    say(
+        f"  trainings: {(settings.iterations + 1) * len(budgets) * seeds:,} of {settings.steps:,} "
+        f"steps for the hypergradients, {(len(budgets) + 3) * seeds} final ones of "
+        f"{FINAL * settings.steps:,} steps, and those of LabelCleaner"
+    )
+
+
+def fit_cleaners(splits: list[Split], phases: Phases) -> list[LabelCleaner]:
+    """Return this package's default cleaner, fitted to each seed."""
+    cleaners = []
+    for seed, s in enumerate(splits):
+        phases.begin(f"LabelCleaner, seed {seed + 1} of {len(splits)}: compiling, then descending")
+        cleaner = LabelCleaner(callbacks=[Lines()], random_state=seed)
+        cleaners.append(cleaner.fit(s.x, s.given, s.x_checked, s.checked))
+        if cleaner.stopped_ == "interrupted":
+            raise KeyboardInterrupt
+    return cleaners
 
 
 def hyper_clean(
@@ -274,6 +310,7 @@ def hyper_clean(
             Checkpoint(folder.checkpoints, every=max(settings.iterations // 20, 1)),
             Measure(folder, splits, budgets),
             Progress(f"{len(budgets)} budgets x {len(splits)} seeds"),
+            Lines(),
         ],
     )
     if result.stopped == "interrupted":

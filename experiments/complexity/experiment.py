@@ -6,18 +6,16 @@ over m, over the number of weights (the width of the hidden layers) and over T.
 `_complexity_programs` says what is measured, and how.
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from foretune._engines.auto import show_bytes
-from foretune.report import RunError, RunFolder, write_page
+from foretune.report import Phases, RunError, RunFolder, say
 
-from .page import describe
-from .programs import EXAMPLES, Point, make_data, measure
+from .page import describe, with_present_names
+from .programs import EXAMPLES, Point, engines_of, make_data, measure_point
 
 
 class Settings(NamedTuple):
@@ -49,27 +47,42 @@ def run(out: str | Path, settings: Settings) -> Path:
     """Run the experiment, or what is left of it, and return the report's path."""
     check(settings)
     title = "Time and memory of a hypergradient"
+    say(f"{title}: what do forward and reverse mode cost, beside plain training?")
     folder = RunFolder(out, kind="complexity", title=title, settings=settings._asdict())
     if folder.result is not None:
-        return write_page(folder.path)
+        return folder.page()
     points = points_of(settings)
     left = [point for point in points if folder.read(stage(point)) is None]
+    announce(settings, points)
     if 0 < len(left) < len(points):
-        print(
-            f"resumed: {len(points) - len(left)} of {len(points)} points are there", file=sys.stderr
-        )
+        say(f"resumed: {len(points) - len(left)} of {len(points)} points are there")
     if left and jax.default_backend() == "cpu" and not settings.quick:
-        print("note: no GPU is used; this can take hours (--quick)", file=sys.stderr)
+        say("note: no GPU is used; this can take hours (--quick)")
     data = make_data(settings.network, settings.seed) if left else None
-    for number, point in enumerate(left, start=len(points) - len(left) + 1):
-        print(f"{number} of {len(points)}: {point}", file=sys.stderr, flush=True)
-        records = measure(point, settings, data)
+    phases = Phases(len(points) + 1, done=len(points) - len(left))
+    for point in left:
+        phases.begin(str(point))
+        records = measure_point(point, settings, data)
         folder.write(stage(point), records)
-        print(f"  {sentence(records)}", file=sys.stderr, flush=True)
+        say(f"  {sentence(records)}")
         note(folder, points)
+    phases.begin("tables, figures and report")
     records = note(folder, points)
     folder.write("result.json", describe(folder, settings, records))
-    return write_page(folder.path)
+    return folder.page()
+
+
+def announce(settings: Settings, points: list[Point]) -> None:
+    """Say what the run is about to do: the sizes of its data, and how many trainings."""
+    programs = sum(1 + len(engines_of(point, settings)) for point in points)
+    say(
+        f"  data: {EXAMPLES:,} random examples of {settings.network[0]:,} inputs and "
+        f"{settings.network[-1]:,} classes, minibatches of {settings.batch:,}"
+    )
+    say(
+        f"  trainings: {len(points)} points, {programs} programs in all, each compiled and run "
+        f"{settings.rounds + 1} times"
+    )
 
 
 def check(settings: Settings) -> None:
@@ -120,8 +133,9 @@ def stage(point: Point) -> str:
 
 def note(folder: RunFolder, points: list[Point]) -> list[dict[str, Any]]:
     """Write the measurements so far, one to a line, and return them."""
-    records = [record for point in points for record in folder.read(stage(point)) or []]
-    folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = [record for point in points for record in folder.read(stage(point)) or []]
+    records = with_present_names(found)
+    folder.write_metrics(records)
     return records
 
 

@@ -8,10 +8,24 @@ from foretune.report import RunFolder, curves
 
 MIB = 2**20
 Records = list[dict[str, Any]]
+FORMER_NAMES = {
+    "Forward": "Forward()",
+    "Forward by columns": "Forward(chunk=1)",
+    "Reverse": "Reverse()",
+    "Reverse by segments": 'Reverse(store="segments")',
+    "Reverse with 10 states": "Reverse(store=10)",
+}
+"""How series were called up to version 0.1: in a run to be resumed, and in benchmarks/results."""
+
+
+def with_present_names(records: Records) -> Records:
+    """Return the records with their series named as they are now."""
+    return [r | {"series": FORMER_NAMES.get(r["series"], r["series"])} for r in records]
 
 
 def describe(folder: RunFolder, settings: Any, records: Records) -> dict[str, Any]:
     """Return the result: headline, tables, figures, and every number behind them."""
+    records = with_present_names(records)
     sweeps = sweeps_of(settings, records)
     names = list(dict.fromkeys(r["series"] for r in records))
     slopes = {name: slopes_of(name, sweeps) for name in names[1:]}
@@ -19,9 +33,8 @@ def describe(folder: RunFolder, settings: Any, records: Records) -> dict[str, An
         "headline": headline(slopes),
         "notes": notes(settings, records),
         "tables": [
-            slope_table(slopes),
-            point_table("Seconds", skipped(records), records, "seconds", 1),
-            point_table("Memory, MiB", "As compiled, run or not.", records, "bytes", MIB),
+            *slope_tables(slopes),
+            point_table(records),
             *allocator_table(records),
         ],
         "figures": draw(folder, names, sweeps),
@@ -78,7 +91,7 @@ def slopes_of(name: str, sweeps: dict[str, Records]) -> dict[str, Any]:
 def headline(slopes: dict[str, dict[str, Any]]) -> str:
     """Return the outcome in a sentence or two."""
     parts = []
-    forward, reverse = slopes["Forward"], slopes["Reverse"]
+    forward, reverse = slopes["Forward()"], slopes["Reverse()"]
     if forward["trainings_per_hyperparameter"] is not None:
         parts.append(
             "Each further hyperparameter costs forward mode "
@@ -104,8 +117,7 @@ def notes(settings: Any, records: Records) -> list[str]:
         f"Seconds: the median of {settings.rounds} rounds in which the programs take turns, without "
         "compilation. Memory: temporary arrays and results of the compiled program. A state is the "
         "weights and their momentum.",
-        f"Forward mode was measured with up to {settings.forward} hyperparameters. By columns: "
-        'Forward(chunk=1). By segments: Reverse(store="segments"). With 10 states: Reverse(store=10).',
+        f"Forward mode was measured with up to {settings.forward} hyperparameters.",
     ]
     if differences:
         found.append(
@@ -116,61 +128,82 @@ def notes(settings: Any, records: Records) -> list[str]:
     return found
 
 
-def slope_table(slopes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return what one more hyperparameter and one more step costs, by program."""
+def slope_tables(slopes: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what one more hyperparameter and one more step costs, by program: time, then memory."""
 
     def shown(end: Any) -> str | None:
-        return end and f"{end[1]:.2f} (of {end[0]:,})"
+        return end and f"{end[1]:.2f} (m = {end[0]:,})"
 
+    time = [
+        [
+            name,
+            shown(s["from"]),
+            shown(s["to"]),
+            _rounded(s["trainings_per_hyperparameter"], 4),
+        ]
+        for name, s in slopes.items()
+    ]
+    memory = [
+        [
+            name,
+            _rounded(s["states"], 1),
+            _rounded(s["states_per_hyperparameter"], 4),
+            _rounded(s["states_per_step"], 3),
+        ]
+        for name, s in slopes.items()
+    ]
+    lines = "Per further: the slope of the least-squares line."
+    return [
+        {
+            "title": "Time of a hypergradient",
+            "note": f"For the fewest and the most hyperparameters m. {lines}",
+            "columns": [
+                "engine",
+                "at fewest m, trainings",
+                "at most m, trainings",
+                "per further m, trainings",
+            ],
+            "rows": time,
+        },
+        {
+            "title": "Memory of a hypergradient",
+            "note": f"A state is the weights and their momentum. {lines}",
+            "columns": [
+                "engine",
+                "at fewest m, states",
+                "per further m, states",
+                "per further step, states",
+            ],
+            "rows": memory,
+        },
+    ]
+
+
+def point_table(records: Records) -> dict[str, Any]:
+    """Return every measurement, a program and a point to a row."""
+
+    def cell(record: dict[str, Any], measured: str, scale: int = 1) -> Any:
+        if measured in record:
+            return float(f"{record[measured] / scale:.4g}")
+        return "skipped" if "skipped" in record else None  # no ratio without plain training
+
+    note = "m hyperparameters, T steps. Memory: as compiled, run or not."
     return {
-        "title": "What one more costs",
-        "note": "Time in plain trainings and memory in states, for the fewest and the most "
-        "hyperparameters m, and slopes of least-squares lines: each further hyperparameter costs so "
-        "many plain trainings and so many states, each further step so many states.",
-        "columns": [
-            "engine",
-            "time, fewest m",
-            "time, most m",
-            "time per m",
-            "memory, fewest m",
-            "memory per m",
-            "memory per step",
-        ],
+        "title": "All points",
+        "note": f"{note} {skipped(records)}".strip(),
+        "columns": ["engine", "weights", "m", "T", "time, s", "time, trainings", "memory, MiB"],
         "rows": [
             [
-                name,
-                shown(s["from"]),
-                shown(s["to"]),
-                _rounded(s["trainings_per_hyperparameter"], 4),
-                _rounded(s["states"], 1),
-                _rounded(s["states_per_hyperparameter"], 4),
-                _rounded(s["states_per_step"], 3),
+                r["series"],
+                r["weights"],
+                r["hyperparameters"],
+                r["steps"],
+                cell(r, "seconds"),
+                cell(r, "trainings"),
+                cell(r, "bytes", MIB),
             ]
-            for name, s in slopes.items()
+            for r in records
         ],
-    }
-
-
-def point_table(
-    title: str, note: str, records: Records, measured: str, unit: float | int
-) -> dict[str, Any]:
-    """Return a measurement of all programs at all points."""
-    names = list(dict.fromkeys(r["series"] for r in records))
-    rows: dict[tuple[int, ...], dict[str, Any]] = {}
-    for r in records:
-        at = (r["weights"], r["hyperparameters"], r["steps"])
-        rows.setdefault(at, {})[r["series"]] = r
-
-    def cell(record: dict[str, Any] | None) -> Any:
-        if record is None:
-            return None
-        return float(f"{record[measured] / unit:.4g}") if measured in record else "skipped"
-
-    return {
-        "title": title,
-        "note": note,
-        "columns": ["weights", "m", "T", *names],
-        "rows": [[*at, *(cell(found.get(n)) for n in names)] for at, found in rows.items()],
     }
 
 
@@ -200,10 +233,10 @@ def allocator_table(records: Records) -> list[dict[str, Any]]:
         if "allocator_bytes" in r
     ]
     note = (
-        "What the program added to the bytes in use, in MiB. The peak never falls within a process: it "
+        "What the program added to the bytes in use. The peak never falls within a process: it "
         "is known only for programs that raised it."
     )
-    columns = ["engine", "weights", "m", "T", "compiler", "allocator"]
+    columns = ["engine", "weights", "m", "T", "compiler, MiB", "allocator, MiB"]
     table = {"title": "The allocator's peak", "note": note, "columns": columns, "rows": rows}
     return [table] if rows else []
 

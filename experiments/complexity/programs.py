@@ -34,12 +34,13 @@ EXAMPLES = 5000
 VALIDATION = 500
 TRAINING = "training"
 ENGINES: dict[str, AbstractEngine] = {
-    "Forward": Forward(),
-    "Forward by columns": Forward(chunk=1),
-    "Reverse": Reverse(),
-    "Reverse by segments": Reverse(store="segments"),
-    "Reverse with 10 states": Reverse(store=10),
+    "Forward()": Forward(),
+    "Forward(chunk=1)": Forward(chunk=1),
+    "Reverse()": Reverse(),
+    'Reverse(store="segments")': Reverse(store="segments"),
+    "Reverse(store=10)": Reverse(store=10),
 }
+"""What is measured, by the call that a user writes."""
 Records = dict[str, dict[str, Any]]
 """What is known of each program, by its name."""
 
@@ -152,11 +153,16 @@ def lowered(engine: AbstractEngine | None, problem: Problem, hparams: PyTree) ->
     return _response.lower(structure, arrays)
 
 
-def measure(point: Point, settings: Any, data: Any) -> list[dict[str, Any]]:
+def engines_of(point: Point, settings: Any) -> dict[str, AbstractEngine]:
+    """Return the engines that are measured at a point: forward mode not beyond `settings.forward`."""
+    few = point.hyperparameters <= settings.forward
+    return {n: e for n, e in ENGINES.items() if few or not isinstance(e, Forward)}
+
+
+def measure_point(point: Point, settings: Any, data: Any) -> list[dict[str, Any]]:
     """Return a record for each program: seconds, plain trainings, bytes, or why it was skipped."""
     problem, hparams = make_problem(point, settings.batch, settings.seed, data)
-    few = point.hyperparameters <= settings.forward
-    engines = {n: e for n, e in ENGINES.items() if few or not isinstance(e, Forward)}
+    engines = engines_of(point, settings)
     at = {"network": point.shape, "weights": point.weights}
     at |= {"hyperparameters": point.hyperparameters, "steps": point.steps}
     records: Records = {name: {"series": name, **at} for name in (TRAINING, *engines)}

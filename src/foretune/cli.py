@@ -12,16 +12,9 @@ from typing import Annotated
 
 import typer
 
-from .report import note_finished, plain_errors, show_tables, write_page
+from .report import command_line, note_finished, plain_errors, show_result, write_page
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Hyperparameters by gradients: find wrong labels, read the reports.",
-)
+app = command_line("Hyperparameters by gradients: find wrong labels, read the reports.")
 
 Label = Annotated[str | None, typer.Option(help="A file's column (or array) of labels.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -123,9 +116,8 @@ def clean(
                 seed,
             ),
         )
-        show_tables(page.parent)
         print(page.parent / "suspects.csv")
-        print(page)
+        show_result(page)
 
 
 @app.command(epilog="Example: `foretune report runs/cleaning-digits`")

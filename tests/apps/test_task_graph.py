@@ -336,7 +336,7 @@ def test_the_experiment_and_its_report(tmp_path, tiny, monkeypatch):
     assert len(result["figures"]) == 3
     assert not list((out / "checkpoints").iterdir())  # no longer needed
     html = page.read_text()
-    assert "<svg" in html
+    assert "data:image/svg+xml" in html
     assert "HMTL-S" in html
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert {r["seed"] for r in records} == {0, 1}

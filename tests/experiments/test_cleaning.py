@@ -15,7 +15,7 @@ from experiments.cleaning.splits import split
 from experiments.datasets import load
 from foretune import cli
 from foretune.apps import LabelCleaner
-from foretune.report import RunFolder
+from foretune.report import Lines, RunFolder
 
 runner = CliRunner()
 
@@ -61,7 +61,7 @@ def test_the_experiment(experiment):
     assert len(records) == 61 * 4 * 2
     assert {"validation_accuracy", "test_accuracy", "false_positives"} <= set(records[0])
     page = (experiment / "report.html").read_text()
-    assert page.count("<svg") == 2
+    assert page.count("data:image/svg+xml") == 2
     assert page.count("data:image/png") == 24
 
 
@@ -120,3 +120,56 @@ def test_your_own_data_in_the_experiment(tmp_path, monkeypatch):
     items = json.loads((tmp_path / "out" / "result.json").read_text())["gallery"]["items"]
     assert items[0]["image"] is None
     assert items[0]["row"]
+
+
+class TestWhatARunSays:
+    """In a log: at once, in plain lines."""
+
+    @pytest.fixture
+    def cleaning(self, monkeypatch):
+        """The experiment, with one budget and a cleaner that has nothing to compile."""
+        from experiments.cleaning import experiment as cleaning
+
+        class Cleaner(cleaning.LabelCleaner):
+            stopped_ = "finished"
+
+            def __init__(self, *, callbacks, random_state):
+                assert [type(c) for c in callbacks] == [Lines]
+
+            def fit(self, x, given, *checked):
+                self.ranking_ = np.arange(len(given))
+                self.suspects_ = self.ranking_ < 20
+                self.confidence_, self.suggested_ = np.full(len(given), 0.9), given
+                return self
+
+            def predict(self, x):
+                return np.zeros(len(x), int)
+
+        monkeypatch.setattr(cleaning, "LabelCleaner", Cleaner)
+        monkeypatch.setattr(cleaning, "SHARES", (0.2,))
+        return cleaning
+
+    def test_the_cleaning_experiment(self, cleaning, tmp_path, capfd):
+        settings = cleaning.Settings(seeds=1, steps=2, iterations=4)
+        cleaning.LabelCleaner.stopped_ = "interrupted"
+        with pytest.raises(KeyboardInterrupt):
+            cleaning.run(tmp_path / "run", settings)
+        assert not (tmp_path / "run" / "result.json").exists()
+        lines = capfd.readouterr().err.splitlines()
+        assert lines[0].startswith("Data hyper-cleaning on digits: 50% of the training labels")
+        assert "435 training examples (218 labels wrong), 435 checked, 870 test" in lines[1]
+        assert "5 of 2 steps for the hypergradients, 4 final ones of 8 steps" in lines[2]
+        assert lines[3].startswith("[1/4] DH-87, all at once: compiling, then 4 hyper-iterations")
+        assert [line.partition(",")[0] for line in lines[4:9]] == [
+            f"  {k} of 4 hyper-iterations" for k in range(5)
+        ]
+        assert lines[9].startswith("[2/4] LabelCleaner, seed 1 of 1")
+        assert len(lines) == 10
+        cleaning.LabelCleaner.stopped_ = "finished"  # the same command now finishes it
+        cleaning.run(tmp_path / "run", settings)
+        out, err = capfd.readouterr()
+        assert "  4 of 4 hyper-iterations" in err
+        assert "[3/4] final trainings: Oracle, Baseline, DH-87, LabelCleaner" in err
+        assert "[4/4] tables, figures and report" in err
+        assert not out  # which is for results
+        assert (tmp_path / "run" / "result.json").exists()

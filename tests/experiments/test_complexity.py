@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -24,12 +25,14 @@ def command(*arguments):
 
 @pytest.fixture
 def two_engines(monkeypatch):
-    few = {name: programs.ENGINES[name] for name in ("Forward", "Reverse")}
+    few = {name: programs.ENGINES[name] for name in ("Forward()", "Reverse()")}
     monkeypatch.setattr(programs, "ENGINES", few)
 
 
 def measure(point, settings=TINY):
-    return programs.measure(point, settings, programs.make_data(settings.network, settings.seed))
+    return programs.measure_point(
+        point, settings, programs.make_data(settings.network, settings.seed)
+    )
 
 
 class TestPoints:
@@ -52,7 +55,7 @@ class TestPoints:
 
 class TestMeasure:
     def test_engines_find_the_same(self, monkeypatch):
-        names = ["Forward by columns", "Reverse", "Reverse by segments"]
+        names = ["Forward(chunk=1)", "Reverse()", 'Reverse(store="segments")']
         monkeypatch.setattr(programs, "ENGINES", {n: programs.ENGINES[n] for n in names})
         records = measure(programs.Point((12, 6, 4), 4, 4), TINY._replace(forward=4))
         assert [r["series"] for r in records] == [programs.TRAINING, *names]
@@ -73,9 +76,10 @@ class TestMeasure:
         assert "seconds" not in records[skipped[0]]
         folder = RunFolder(tmp_path, kind="complexity", title="", settings={})
         result = describe(folder, TINY, list(records.values()))
-        seconds = next(t for t in result["tables"] if t["title"] == "Seconds")
-        assert "skipped" in seconds["rows"][0]
-        assert f"{skipped[0]} at 106 weights, m = 2, T = 4: needs" in seconds["note"]
+        table = next(t for t in result["tables"] if t["title"] == "All points")
+        times = {row[0]: row[4] for row in table["rows"]}
+        assert [name for name, seconds in times.items() if seconds == "skipped"] == skipped
+        assert f"{skipped[0]} at 106 weights, m = 2, T = 4: needs" in table["note"]
 
     @pytest.mark.usefixtures("two_engines")
     def test_running_out_of_memory_is_no_end(self, monkeypatch, tmp_path):
@@ -115,20 +119,41 @@ def test_slopes_are_those_of_the_measurements(tmp_path):
         for m, T in [(2, 1), (2, 4), (4, 4), (10, 4)]
         for series, trainings, states in [
             (programs.TRAINING, 1.0, 2.0),
-            ("Forward", 1 + 1.5 * m, m + 1.0),
-            ("Reverse", 4.0, T + 3.0),
+            ("Forward()", 1 + 1.5 * m, m + 1.0),
+            ("Reverse()", 4.0, T + 3.0),
         ]
     ]
     folder = RunFolder(tmp_path, kind="complexity", title="", settings={})
     result = describe(folder, TINY, records)
     slopes = result["values"]["slopes"]
-    assert slopes["Forward"]["trainings_per_hyperparameter"] == pytest.approx(1.5)
-    assert slopes["Forward"]["states_per_hyperparameter"] == pytest.approx(1)
-    assert slopes["Forward"]["states_per_step"] == pytest.approx(0, abs=1e-9)
-    assert slopes["Reverse"]["trainings_per_hyperparameter"] == pytest.approx(0, abs=1e-9)
-    assert slopes["Reverse"]["states_per_step"] == pytest.approx(1)
+    assert slopes["Forward()"]["trainings_per_hyperparameter"] == pytest.approx(1.5)
+    assert slopes["Forward()"]["states_per_hyperparameter"] == pytest.approx(1)
+    assert slopes["Forward()"]["states_per_step"] == pytest.approx(0, abs=1e-9)
+    assert slopes["Reverse()"]["trainings_per_hyperparameter"] == pytest.approx(0, abs=1e-9)
+    assert slopes["Reverse()"]["states_per_step"] == pytest.approx(1)
     assert "costs forward mode 1.50 plain trainings and 1.00 states" in result["headline"]
     assert "4.0 plain trainings for 2 hyperparameters and 4.0 for 10" in result["headline"]
+
+
+def test_series_are_named_as_a_user_writes_them():
+    for name, engine in programs.ENGINES.items():
+        assert repr(engine) == name.replace('"', "'")
+
+
+@pytest.mark.parametrize("name", ["complexity_cpu", "complexity_15M_h200"])
+def test_results_of_before_are_read(tmp_path, name):
+    root = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
+    found = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text())
+    settings = complexity.Settings(**found["settings"])
+    settings = settings._replace(network=tuple(settings.network))
+    folder = RunFolder(tmp_path, kind="complexity", title="", settings={})
+    result = describe(folder, settings, found["records"])
+    for table in result["tables"][:2]:
+        assert [row[0] for row in table["rows"]] == list(programs.ENGINES)
+    assert result["headline"] == found["headline"]
+    for table in result["tables"]:  # they fit a log, 110 wide: no name or unit is cut off
+        columns = zip(table["columns"], *table["rows"], strict=True)
+        assert sum(max(len(str(x)) for x in column) + 3 for column in columns) < 110
 
 
 class TestCommand:
@@ -140,17 +165,29 @@ class TestCommand:
         out = tmp_path / "run"
         first = command(*self.options, "--out", out)
         assert first.exit_code == 0, first.output
-        assert "3 of 3: 106 weights, 4 hyperparameters, 4 steps" in first.output
+        said = first.output.splitlines()
+        assert said[0].startswith("Time and memory of a hypergradient")
+        assert "5,000 random examples of 12 inputs and 4 classes, minibatches of 5" in said[1]
+        assert "3 points, 8 programs in all, each compiled and run 3 times" in said[2]
+        assert said[3] == "[1/4] 106 weights, 2 hyperparameters, 1 step"
+        assert "[3/4] 106 weights, 4 hyperparameters, 4 steps" in said
+        assert "[4/4] tables, figures and report" in said
+        assert f"Open it in a browser: {(out / 'report.html').as_uri()}" in said
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert len(records) == 3 + 3 + 2  # no forward mode at m = 4
         result = json.loads((out / "result.json").read_text())
         assert [t["title"] for t in result["tables"]] == [
-            "What one more costs",
-            "Seconds",
-            "Memory, MiB",
+            "Time of a hypergradient",
+            "Memory of a hypergradient",
+            "All points",
         ]
+        units = [{c.partition(", ")[2] for c in t["columns"]} - {""} for t in result["tables"]]
+        assert units == [{"trainings"}, {"states"}, {"s", "trainings", "MiB"}]
         assert "Time against weights" in (out / "figures" / "complexity.svg").read_text()
         assert "Time and memory of a hypergradient" in (out / "report.html").read_text()
+        # A run of before, whose series had other names, is resumed.
+        for path in (out / "stages").iterdir():
+            path.write_text(path.read_text().replace('()"', '"'))
         # A point that is lost is measured again, and nothing else.
         before = {p.name: p.read_text() for p in (out / "stages").iterdir()}
         (out / "stages" / "12-6-4-m4-T4.json").unlink()
@@ -158,12 +195,14 @@ class TestCommand:
         (out / "metrics.jsonl").write_text('{"cut o')
         second = command(*self.options, "--out", out)
         assert second.exit_code == 0, second.output
-        assert "resumed: 2 of 3 points are there" in second.output
+        assert "resumed: 2 of 3 points are there\n[3/4] 106 weights" in second.output
         after = {p.name: p.read_text() for p in (out / "stages").iterdir()}
         assert before.keys() == after.keys()
         assert [name for name in before if before[name] != after[name]] == ["12-6-4-m4-T4.json"]
-        assert len((out / "metrics.jsonl").read_text().splitlines()) == 8
-        monkeypatch.setattr(complexity, "measure", None)  # finished: it is only shown
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert len(records) == 8
+        assert {r["series"] for r in records} == {"training", "Forward()", "Reverse()"}
+        monkeypatch.setattr(complexity, "measure_point", None)  # finished: it is only shown
         third = command(*self.options, "--out", out)
         assert third.exit_code == 0, third.output
         assert "holds a finished run" in third.output

@@ -1,4 +1,4 @@
-"""Files that are read cannot run code: nothing is unpickled, nothing is evaluated."""
+"""Files that are read cannot run code, and files that are written stay in their folder."""
 
 import ast
 import pickle
@@ -9,8 +9,10 @@ import optax
 import pytest
 
 import foretune as ft
+from experiments.datasets import load
 from experiments.phones.speech import corpus as _corpus
-from foretune import data
+from foretune.apps._tables import DataError, read_table
+from foretune.report import RunFolder, write_page, write_whole
 
 from ..problems import regression
 
@@ -42,15 +44,15 @@ def trap(tmp_path):
 def test_an_object_array_in_a_table_is_refused(trap, tmp_path, name):
     arrays = {"x": np.zeros((2, 3)), "y": np.zeros(2)} | {name: np.array([trap, trap], object)}
     np.savez(tmp_path / "a.npz", **arrays)
-    for read in (data.read_table, data.load):
-        with pytest.raises(data.DataError, match=r"a\.npz cannot be read as \.npz: Object arrays"):
+    for read in (read_table, load):
+        with pytest.raises(DataError, match=r"a\.npz cannot be read as \.npz: Object arrays"):
             read(str(tmp_path / "a.npz"))
 
 
 def test_a_pickle_that_is_called_npz_is_refused(trap, tmp_path):
     (tmp_path / "a.npz").write_bytes(pickle.dumps(trap))
-    with pytest.raises(data.DataError, match=r"cannot be read as \.npz"):
-        data.read_table(tmp_path / "a.npz")
+    with pytest.raises(DataError, match=r"cannot be read as \.npz"):
+        read_table(tmp_path / "a.npz")
 
 
 def test_an_object_array_among_features_is_refused(trap, tmp_path, monkeypatch):
@@ -59,7 +61,7 @@ def test_an_object_array_among_features_is_refused(trap, tmp_path, monkeypatch):
     np.savez(path, x=np.array([trap], object), y=np.zeros(1))
     monkeypatch.setenv("FORETUNE_DATA", str(tmp_path))
     with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
-        data.load("cifar10")
+        load("cifar10")
 
 
 def test_an_object_array_in_the_cache_of_speech_is_made_again(trap, tmp_path):
@@ -92,6 +94,54 @@ def test_a_checkpoint_of_pickles_is_passed_over(trap, tmp_path):
         pytest.raises(RuntimeError, match=r"none of the checkpoints in .* can be read"),
     ):
         run()
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A file that no run's folder may change, whatever links to it."""
+    path = tmp_path / "mine.txt"
+    path.write_text("mine")
+    yield path
+    assert path.read_text() == "mine"
+
+
+def test_a_page_is_not_written_through_a_link(tmp_path, outside):
+    pytest.importorskip("jinja2")
+    folder = RunFolder(tmp_path / "run", kind="cleaning", title="A run", settings={})
+    for name in ("report.html", "report.html.part", ".report.html.new"):
+        (folder.path / name).symlink_to(outside)
+    page = write_page(folder.path)
+    assert not page.is_symlink()
+    assert "A run" in page.read_text()
+
+
+def test_a_runs_files_are_not_written_through_links(tmp_path, outside):
+    folder = RunFolder(tmp_path / "run", kind="cleaning", title="", settings={})
+    folder.write_metrics([{"step": 0}, {"step": 1}])
+    lines = folder.metrics.rename(tmp_path / "lines")
+    folder.metrics.symlink_to(lines)
+    folder.keep_metrics(lambda record: record["step"] < 1)
+    assert folder.metrics.read_text() == '{"step": 0}\n'
+    assert lines.read_text() == '{"step": 0}\n{"step": 1}\n'
+    for name in ("result.json", ".result.json.new"):
+        (folder.path / name).symlink_to(outside)
+    folder.write("result.json", {"headline": "done"})
+    assert folder.result == {"headline": "done"}
+    assert not (folder.path / "result.json").is_symlink()
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    write_whole(path, "old")
+
+    def full(_):
+        raise OSError("no space left on the device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_whole(path, "new")
+    assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
+    assert path.read_text() == "old"
 
 
 UNSAFE_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve", "subprocess"}

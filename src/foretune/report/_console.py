@@ -1,55 +1,120 @@
-"""What a command says: errors in plain words, a finished run's tables, where its page is."""
+"""What a command says: its phases, errors in plain words, a finished run's tables, where its page is.
+
+A run announces itself and each of its phases in plain lines on standard error, which a log shows at
+once. Within a phase there is a progress bar on a terminal, and `Lines` elsewhere.
+"""
 
 import contextlib
 import json
+import shlex
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from .._outer.callbacks import Callback
+
+
+def command_line(about: str) -> typer.Typer:
+    """Return an empty command line, with what `--help` says of it."""
+    return typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="markdown",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help=about,
+    )
 
 
 @contextlib.contextmanager
 def plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
     """Say what is wrong in a sentence and exit with 1, or after an interrupt with 130."""
     show = warnings.showwarning
-    warnings.showwarning = lambda message, *_, **__: say(f"note: {message}")
+    warnings.showwarning = lambda message, *_, **__: say(f"foretune: note: {message}")
     try:
         yield
     except KeyboardInterrupt:
         if resume is not None and resume.exists():
             say(
-                f"interrupted: what there is lies in {resume}; the same command continues from there."
+                f"foretune: interrupted. What there is lies in {resume}; the same command continues "
+                "from there."
             )
         raise typer.Exit(130) from None
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
         if debug:
             raise
-        say("\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])]))
+        words = [str(error) or type(error).__name__, *getattr(error, "__notes__", [])]
+        say("foretune: " + "\n".join(words))
         raise typer.Exit(1) from None
     except (MemoryError, RuntimeError) as error:
         if debug or not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
             raise
-        say("out of memory: give fewer rows, steps or units (see --help).")
+        say("foretune: out of memory: give fewer rows, steps or units (see --help).")
         raise typer.Exit(1) from None
     finally:
         warnings.showwarning = show
 
 
-def say(message: str) -> None:
-    """Print a sentence on standard error."""
-    Console(stderr=True).print(
-        f"foretune: {message}", markup=False, highlight=False, soft_wrap=True
-    )
+def say(line: str) -> None:
+    """Print a line at once, on standard error: results alone go to standard output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Phases:
+    """Says which of a run's phases begins, as in `[2/4] LabelCleaner`.
+
+    Args:
+        count: how many phases there are.
+        done: how many of them are there from before, in a run that is resumed.
+    """
+
+    def __init__(self, count: int, done: int = 0):
+        self.count, self.done = count, done
+
+    def begin(self, what: str) -> None:
+        """Say that the next phase begins, and what it does."""
+        self.done += 1
+        say(f"[{self.done}/{self.count}] {what}")
+
+
+class Lines(Callback):
+    """Progress where there is no terminal for a bar: a line for the first step and each tenth."""
+
+    def __init__(self, what: str = "hyper-iterations"):
+        self.what = what
+
+    def start(self, run: Any) -> None:
+        """Start the clock."""
+        self._began, self._tenth = time.monotonic(), -1
+
+    def step(self, run: Any) -> None:
+        """Say how far the run is, when another tenth is done."""
+        tenth = 10 * run.step // max(run.steps, 1)
+        if tenth > self._tenth and not sys.stdout.isatty():
+            self._tenth = tenth
+            seconds = time.monotonic() - self._began
+            say(f"  {run.step:,} of {run.steps:,} {self.what}, {seconds:.0f} s")
+
+
+def how_to_open(page: Path) -> str:
+    """Return where the page is for a browser, and the command that opens it on this platform."""
+    opener = {"darwin": "open", "win32": "start"}.get(sys.platform, "xdg-open")
+    page = page.resolve()
+    return f"Open it in a browser: {page.as_uri()}\n  or: {opener} {shlex.quote(str(page))}"
 
 
 def note_finished(folder: Path) -> None:
     """Say so where the folder holds a finished run."""
     if (folder / "result.json").is_file():
-        say(f"note: {folder} holds a finished run; with the same settings it is shown again.")
+        say(f"foretune: note: {folder} holds a finished run, which is shown again.")
 
 
 def _cell(value: object) -> str:
@@ -58,15 +123,18 @@ def _cell(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def show_tables(folder: Path) -> None:
-    """Print the result's headline and tables; to a log as well as to a terminal."""
+def show_result(page: Path) -> None:
+    """Print a finished run's headline and tables, to a log as well, then where its page is."""
     console = Console(width=None if sys.stdout.isatty() else 110)
-    result = json.loads((folder / "result.json").read_text())
-    console.print(result["headline"], markup=False, highlight=False)
+    result = json.loads((page.parent / "result.json").read_text())
+    console.print(Text(result["headline"]))
     for content in result["tables"]:
-        table = Table(title=content["title"], title_justify="left")
+        # Labels are the user's: as `Text` they are shown, not read as markup.
+        table = Table(title=Text(content["title"]), title_justify="left")
         for i, name in enumerate(content["columns"]):
-            table.add_column(name, justify="right" if i else "left")
+            table.add_column(Text(name), justify="right" if i else "left")
         for row in content["rows"]:
-            table.add_row(*map(_cell, row))
+            table.add_row(*(Text(_cell(value)) for value in row))
         console.print(table)
+    print(page)
+    say(how_to_open(page))

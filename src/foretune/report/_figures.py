@@ -1,8 +1,7 @@
 """Figures for a run's page: curves and histograms as SVG, pictures as PNG.
 
-An SVG keeps its text as text, has no background, and draws text and axes in `currentColor`, so that
-inlined in a page it takes the page's font and follows its dark mode. The same data give the same
-bytes.
+An SVG keeps its text as text, in the reader's font, and has no background: in dark mode the page puts
+a light card behind it. The same data give the same bytes.
 """
 
 import importlib
@@ -15,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
-_INK = "#010203"  # stands for currentColor, which matplotlib does not know
-# Apart for the colour-blind, and with a contrast of 3 or more on white and on near-black.
+from .._outer.files import write_whole
+
+_INK = "#1d1c1a"
+# Distinct for the colour-blind, and with a contrast of 3 or more on white.
 _COLOURS = ("#2b7bba", "#d55e00", "#00936b", "#b8609a", "#947a00", "#7d7d85")
 _STYLE = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "grid.color"), _INK),
@@ -181,9 +182,10 @@ def picture(path: str | Path, pixels: Any) -> Path:
         x = x.repeat(3, axis=2)
     factor = -(-84 // max(x.shape[:2]))
     imsave = _matplotlib("image").imsave
-    path = _made(path)
+    path, file = _made(path), io.BytesIO()
     metadata = {"Software": None}  # a version there would change the bytes
-    imsave(path, x.repeat(factor, 0).repeat(factor, 1), format="png", metadata=metadata)
+    imsave(file, x.repeat(factor, 0).repeat(factor, 1), format="png", metadata=metadata)
+    write_whole(path, file.getvalue())
     return path
 
 
@@ -249,7 +251,6 @@ def _save_svg(path: str | Path, size: tuple[float, float], draw: Any) -> Path:
         figure = figure_class(figsize=size, layout="constrained")
         draw(figure)
         figure.savefig(file, format="svg", metadata=no_metadata)
-    svg = file.getvalue().replace(_INK, "currentColor")
-    svg = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", svg)
-    path.write_text(svg, encoding="utf-8", newline="\n")
+    svg = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", file.getvalue())
+    write_whole(path, svg)
     return path

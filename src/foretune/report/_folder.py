@@ -20,9 +20,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from .._outer.files import write_whole
+from ._page import write_page
+
 
 class RunError(ValueError):
-    """A run that cannot begin or go on; the message says what to do."""
+    """A run that cannot begin or continue; the message says what to do."""
 
 
 class RunFolder:
@@ -95,16 +98,22 @@ class RunFolder:
             except ValueError:
                 continue
             if stays(record):
-                kept.append(line + "\n")
-        self.metrics.write_text("".join(kept))
+                kept.append(record)
+        self.write_metrics(kept)
+
+    def write_metrics(self, records: list[dict[str, Any]]) -> None:
+        """Write the measurements, one to a line, in place of those that are there."""
+        write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
 
     def write(self, name: str, content: Any) -> None:
         """Write JSON, whole or not at all."""
         path = self.path / name
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(content, indent=2) + "\n")
+
+    def page(self) -> Path:
+        """Write the report and return its path."""
+        return write_page(self.path)
 
     def read(self, name: str) -> Any:
         """Return what `write` wrote, or None."""
@@ -126,9 +135,13 @@ def digest(path: str | Path) -> str:
 
 def command() -> str:
     """Return the command line as a reader would type it."""
-    name = Path(sys.argv[0]).name
-    name = "foretune" if name in ("foretune", "__main__.py", "") else f"python {sys.argv[0]}"
-    return shlex.join([*name.split(), *sys.argv[1:]])
+    path = Path(sys.argv[0])
+    words = ["python", sys.argv[0]]
+    if path.name == "__main__.py":
+        words = ["python", "-m", path.parent.name]
+    if path.name in ("foretune", "") or words[-1] == "foretune":
+        words = ["foretune"]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def device() -> str:

@@ -1,20 +1,21 @@
 """From a run's folder to one HTML page that needs nothing beside itself.
 
 A folder has `config.json`, `metrics.jsonl` and, once the run is finished, `result.json` and the
-figures it names. All text is escaped, figures are inlined, nothing is fetched, no script runs, and
-the same folder gives the same bytes.
+figures it names. All text is escaped, nothing is fetched, no script runs, and the same folder gives
+the same bytes. Figures are images with their bytes in the page: in an image a browser runs no script,
+follows no link and fetches nothing, whatever an SVG holds.
 """
 
 import base64
-import html
 import json
 import math
-import os
 import re
 from datetime import datetime
 from importlib import resources
 from pathlib import Path, PureWindowsPath
 from typing import Any
+
+from .._outer.files import write_whole
 
 # What the files hold, by example: the types of their entries.
 _CONFIG: dict[str, Any] = {
@@ -33,7 +34,7 @@ _RESULT: dict[str, Any] = {
     "gallery": {"title": str, "note": str, "items": [_ITEM]},
 }
 _NUMERIC = re.compile(r"[-+\u2212<>]?\s?\d[\d.,eE+\u2212-]*\s?%?(\s?[±(].*)?")
-_ACTIVE = re.compile(r"<script|<foreignobject|<!entity|\son\w+\s*=\s*[\"']|javascript:", re.I)
+_WIDTH = re.compile(rb"viewBox=\"[\d.]+ [\d.]+ (\d{1,5})")
 
 
 class ReportError(ValueError):
@@ -79,10 +80,9 @@ def write_page(folder: str | Path) -> Path:
     page = environment.from_string(template).render(
         config=config, result=result, records=records, series=series
     )
-    path, part = folder / "report.html", folder / "report.html.part"
+    path = folder / "report.html"
     try:
-        part.write_bytes(page.encode("utf-8", "replace"))
-        os.replace(part, path)  # a reader never sees half a page
+        write_whole(path, page.encode("utf-8", "replace"))
     except OSError as error:
         raise ReportError(f"cannot write {path}: {error.strerror}. Make it writable.") from error
     return path
@@ -146,12 +146,13 @@ def _prepare(folder: Path, result: dict[str, Any]) -> None:
         columns = [_column([row[i] for row in table["rows"]]) for i in range(width)]
         table["cells"] = [[column[i] for column in columns] for i in range(len(table["rows"]))]
         table["numeric"] = [any(c[1] for c in x) and all(c[1] for c in x) for x in columns]
-    for i, figure in enumerate(result["figures"], 1):
-        figure["html"] = _embed(folder, figure["file"], figure["title"], f"figure-{i}-")
+    for figure in result["figures"]:
+        alt = figure["title"] or figure["caption"] or figure["file"]
+        figure["html"] = _embed(folder, figure["file"], alt)
     gallery = result["gallery"]
-    for i, item in enumerate(gallery["items"], 1):
+    for item in gallery["items"]:
         alt = f"Example {_plain(item['index'])}, labelled {_plain(item['given'])}"
-        item["html"] = item["image"] and _embed(folder, item["image"], alt, f"item-{i}-")
+        item["html"] = item["image"] and _embed(folder, item["image"], alt)
     pictures = [item for item in gallery["items"] if item["image"]]
     others = [item for item in gallery["items"] if not item["image"]]
     gallery |= {"pictures": pictures, "others": others}
@@ -207,8 +208,8 @@ def _when(text: str) -> str:
     return f"{time:%Y-%m-%d %H:%M} {time.tzname() or ''}".strip()
 
 
-def _embed(folder: Path, name: str, alt: str, prefix: str) -> Any:
-    """The figure as HTML: a PNG as a data URI, an SVG inline; a note where there is none."""
+def _embed(folder: Path, name: str, alt: str) -> Any:
+    """The figure as an image with its bytes in the page; a note where there is none."""
     from markupsafe import Markup  # pyright: ignore[reportMissingImports]
 
     parts = PureWindowsPath(name)  # knows / and \, and drives
@@ -220,23 +221,15 @@ def _embed(folder: Path, name: str, alt: str, prefix: str) -> Any:
             "figures relative to that folder, without '..'."
         )
     data = path.read_bytes() if path else b""
-    if data.startswith(b"\x89PNG"):
-        uri = "data:image/png;base64," + base64.b64encode(data).decode()
-        return Markup('<img src="{}" alt="{}">').format(uri, alt)
-    svg = data.decode("utf-8", "replace")
-    svg = svg[svg.find("<svg") :] if "<svg" in svg else ""
-    if not svg or _ACTIVE.search(data.decode("utf-8", "replace")):
-        why = "missing" if not path else "refused, for it holds a script" if svg else "unreadable"
+    kind = "png" if data.startswith(b"\x89PNG") else "svg+xml" if b"<svg" in data else None
+    if kind is None:
+        why = "unreadable" if path else "missing"
         return Markup('<p class="absent">(figure {}: {})</p>').format(why, name)
-    # Ids are one namespace on a page, and a style sheet in an SVG would hold for all of it.
-    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.S)
-    svg = re.sub(r"""(\bid=["']|url\(#|href=["']#)""", rf"\g<1>{prefix}", svg)
-    size = re.search(r"viewBox=\"[\d.]+ [\d.]+ ([\d.]+)", svg)
-    width = float(size[1]) if size else 400.0
-    # In pixels per point: text stays readable on a phone (its box scrolls) and does not get huge.
-    style = f"min-width:{0.84 * width:.0f}px;max-width:{1.45 * width:.0f}px"
-    attributes = f'role="img" stroke-linejoin="round" style="{style}"'
-    title = f"<title>{html.escape(alt)}</title>"
-    head, _, rest = svg.partition(">")
-    head = re.sub(r'\s(width|height|style|role)="[^"]*"', "", head)
-    return Markup(f"{head} {attributes}>{title}{rest}")
+    style = ""
+    if kind == "svg+xml" and (size := _WIDTH.search(data)):
+        # In pixels per point: text stays readable on a phone (its box scrolls) and does not get huge.
+        width = int(size[1])
+        bounds = f"min-width:{0.84 * width:.0f}px;max-width:{1.45 * width:.0f}px"
+        style = Markup(' style="width:100%;{}"').format(bounds)
+    uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return Markup('<img src="{}" alt="{}"{}>').format(uri, alt, style)

@@ -1,0 +1,40 @@
+"""What a command says: progress in a log, the tables of a result, and how to open its page."""
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+
+from foretune.report import Lines, show_result
+from foretune.report._console import how_to_open
+
+
+@pytest.mark.parametrize(
+    ("platform", "opener"), [("linux", "xdg-open"), ("darwin", "open"), ("win32", "start")]
+)
+def test_how_to_open_a_page(monkeypatch, platform, opener):
+    monkeypatch.setattr("sys.platform", platform)
+    said = how_to_open(Path("/runs/my run/report.html"))
+    assert "Open it in a browser: file:///runs/my%20run/report.html\n" in said
+    assert said.endswith(f"or: {opener} '/runs/my run/report.html'")
+
+
+def test_no_lines_beside_a_bar(monkeypatch, capsys):
+    for terminal, expected in ((False, 11), (True, 0)):
+        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
+        lines = Lines("steps")
+        lines.start(None)
+        for step in range(41):
+            lines.step(types.SimpleNamespace(step=step, steps=40))
+        assert len(capsys.readouterr().err.splitlines()) == expected
+
+
+def test_labels_are_shown_as_they_are(tmp_path, capfd):
+    """Rich would read them as markup: swallow one, and raise at the other."""
+    table = {"title": "[/b] classes", "columns": ["class", "[red]"], "rows": [["[/b]", 1.0]]}
+    (tmp_path / "result.json").write_text(json.dumps({"headline": "[b]?", "tables": [table]}))
+    show_result(tmp_path / "report.html")
+    out = capfd.readouterr().out
+    for words in ("[b]?", "[/b] classes", "[red]", "[/b]"):
+        assert words in out
