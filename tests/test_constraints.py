@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from scipy.optimize import LinearConstraint, minimize
 
 import foretune as ft
 from foretune._constraints import check_constraints
+from foretune._driver import Outer
 
 numbers = st.floats(-5, 5, allow_nan=False).map(lambda x: round(x, 3))
 # Few sizes, since each is a compilation.
@@ -191,6 +193,68 @@ def test_changes_of_variable():
     assert 0 < ft.Logit(0.0, 1.0).project(jnp.array(1.0)) < 1
 
 
+CHANGES = [
+    ft.Log(),
+    *[
+        ft.Logit(*bounds)
+        for bounds in [
+            (0.0, 1.0),
+            (-1.0, 0.0),
+            (0.9, 0.999),
+            (-3e4, 5e4),
+            (0.0, 1e-3),
+            (1e3, 1001.0),
+        ]
+    ],
+    ft.Logit(-1e6, 1e6),
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("change", CHANGES, ids=repr)
+@pytest.mark.usefixtures("x64")
+def test_a_change_of_variable_comes_back_from_its_ends(change, dtype):
+    if isinstance(change, ft.Logit):
+        lower, upper = jnp.array([change.lower, change.upper]).astype(dtype)
+        span = upper - lower
+        if span == 0 or not jnp.isfinite(span):
+            with pytest.raises(ValueError, match="has no numbers between the bounds"):
+                change.check_start(lower)
+            return
+    outer = Outer(optax.sign_sgd(0.5), change)
+    ends = jnp.array([-jnp.inf, -1e3, 1e3, jnp.inf], dtype)  # of the search variable
+    x = change.project(change.from_search(ends))
+    np.testing.assert_array_equal(x, change.project(x))
+    assert x.dtype == dtype
+    assert change.contains(x)
+    assert change.check_start(x) is x
+    u = change.to_search(x)
+    slope = jax.jvp(change.from_search, (u,), (jnp.ones_like(u),))[1]
+    assert np.all(np.isfinite(u))
+    assert np.all(slope > 0)
+    again = change.project(change.from_search(u))
+    np.testing.assert_allclose(again.astype(float), x.astype(float), rtol=0.3)
+    inwards = jnp.array([-1.0, -1.0, 1.0, 1.0], dtype)  # a descent goes the other way
+    moved, _ = outer.update(x, outer.init(x), jnp.array(1.0), inwards)
+    if dtype != jnp.float16 or change != ft.Logit(1e3, 1001.0):  # which is 1000.5 alone
+        assert np.all((moved - x) * inwards < 0), (x, moved)
+
+
+def test_logits_are_exact_at_both_bounds_and_in_the_middle():
+    for lower, upper in [(-1.0, 0.0), (0.0, 1.0), (-2.0, 3.0)]:
+        logit = ft.Logit(lower, upper)
+        u = np.linspace(-12, 12, 25).astype(np.float32)
+        x = logit.from_search(u)
+        exact = lower + (upper - lower) / (1 + np.exp(-u.astype(np.float64)))
+        np.testing.assert_allclose(x, exact, rtol=1e-6, atol=1e-7 * max(abs(lower), abs(upper)))
+        slope = jax.jvp(logit.from_search, (u,), (np.ones_like(u),))[1]
+        s = 1 / (1 + np.exp(-u.astype(np.float64)))
+        np.testing.assert_allclose(slope, (upper - lower) * s * (1 - s), rtol=1e-5)
+    near = np.array([-1e-5], np.float32)
+    logit = ft.Logit(-1.0, 0.0)
+    np.testing.assert_allclose(logit.from_search(logit.to_search(near)), near, rtol=2e-6)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -226,6 +290,6 @@ def test_constraints_that_do_not_fit():
         ft.Intersection(ft.Log(), ft.Box(0.0, 1.0))
     with pytest.raises(ValueError, match="no point in common"):
         ft.Intersection(ft.Box(0.0, 0.1), ft.Box(0.2, 0.3)).check_start(jnp.array(0.1))
-    for change, start in ((ft.Log(), 0.0), (ft.Logit(), 1.0)):
+    for change, start in ((ft.Log(), 0.0), (ft.Log(), np.inf), (ft.Logit(), 1.0)):
         with pytest.raises(ValueError, match="Start inside"):
             change.check_start(jnp.array(start))

@@ -31,6 +31,7 @@ from ._validate import describe, named_leaves
 
 NEWTON_STEPS = 100
 DYKSTRA_STEPS = 1000
+HAIR = 1e-7  # of an interval; nearer a bound, Adam's epsilon of 1e-8 would outweigh the slope
 
 
 class AbstractConstraint(eqx.Module):
@@ -298,12 +299,18 @@ class Log(AbstractConstraint):
     """
 
     def project(self, x: PyTree) -> PyTree:
-        """Return x, with what is not positive raised to the smallest normal number."""
-        return jax.tree.map(lambda leaf: jnp.maximum(leaf, jnp.finfo(leaf.dtype).tiny), x)
+        """Return x, with what is not positive (or infinite) moved to the ends of what exp can reach."""
+
+        def inside(leaf):
+            # A factor of 4 from the ends: log(x) is rounded, and exp of it must stay a normal number.
+            least, most = 4 * jnp.finfo(leaf.dtype).tiny, jnp.finfo(leaf.dtype).max / 4
+            return jnp.clip(leaf, *_like(leaf, least, most))
+
+        return jax.tree.map(inside, x)
 
     def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
-        """Return whether all of x is positive."""
-        return _all(jax.tree.map(lambda leaf: leaf > 0, x))
+        """Return whether all of x is positive and finite."""
+        return _all(jax.tree.map(lambda leaf: (leaf > 0) & jnp.isfinite(leaf), x))
 
     def check_start(self, x: PyTree) -> PyTree:
         """Return x if it is positive, or raise."""
@@ -339,12 +346,24 @@ class Logit(AbstractConstraint):
 
     def project(self, x: PyTree) -> PyTree:
         """Return x, moved inside the open interval by a hair where it is not."""
+        return jax.tree.map(lambda leaf: jnp.clip(leaf, *self._ends(leaf.dtype)), x)
 
-        def inside(leaf):
-            hair = (self.upper - self.lower) * jnp.finfo(leaf.dtype).eps
-            return jnp.clip(leaf, *_like(leaf, self.lower + hair, self.upper - hair))
+    def _ends(self, dtype: Any) -> tuple[Array, Array]:
+        """Return the ends of what a hyperparameter may be, from where it can still come back.
 
-        return jax.tree.map(inside, x)
+        The logit's slope there is that of the hair's share of the interval, which an optimizer must
+        be able to see; and around a bound b numbers lie eps |b| apart, of which the hair must hold
+        several, or x + dx would be rounded to x.
+        """
+        lower, upper = _like(jnp.zeros((), dtype), self.lower, self.upper)
+        span, eps = upper - lower, float(jnp.finfo(dtype).eps)
+
+        def hair(bound):
+            least = jnp.maximum(max(eps, HAIR) * span, jnp.finfo(dtype).tiny)
+            return jnp.minimum(jnp.maximum(least, eps**0.75 * jnp.abs(bound)), span / 4)
+
+        low = jnp.maximum(lower + hair(lower), jnp.nextafter(lower, upper))
+        return low, jnp.minimum(upper - hair(upper), jnp.nextafter(upper, lower))
 
     def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
         """Return whether all of x lies strictly between the bounds."""
@@ -352,6 +371,14 @@ class Logit(AbstractConstraint):
 
     def check_start(self, x: PyTree) -> PyTree:
         """Return x if it lies strictly between the bounds, or raise."""
+        for leaf in jax.tree.leaves(x):
+            lower, upper = _like(leaf, self.lower, self.upper)
+            low, high = self._ends(leaf.dtype)
+            if not (lower < low <= high < upper and jnp.isfinite(upper - lower)):
+                raise ValueError(
+                    f"{leaf.dtype} has no numbers between the bounds of {self}, which it rounds to "
+                    f"{lower} and {upper}. Take others, or hyperparameters of a wider type."
+                )
         return _inside(self, x)
 
     def to_search(self, x: PyTree) -> PyTree:
@@ -360,8 +387,15 @@ class Logit(AbstractConstraint):
 
     def from_search(self, u: PyTree) -> PyTree:
         """Return x from its logit."""
-        span = self.upper - self.lower
-        return jax.tree.map(lambda u: self.lower + span * jax.nn.sigmoid(u), u)
+
+        def between(u):
+            lower, upper = _like(u, self.lower, self.upper)
+            span = upper - lower
+            # From the nearer bound, where it is not rounded to the bound's own precision.
+            from_lower, from_upper = span * jax.nn.sigmoid(u), span * jax.nn.sigmoid(-u)
+            return jnp.where(u < 0, lower + from_lower, upper - from_upper)
+
+        return jax.tree.map(between, u)
 
     def reach(self, u: PyTree, unit: PyTree) -> PyTree:
         """Return 1: a change of the logit is relative already."""
@@ -507,7 +541,8 @@ def _on_vector(f: Callable[[Array], Array], x: PyTree) -> PyTree:
 
 
 def _like(leaf: Any, *bounds: Any) -> tuple[Array, ...]:
-    return tuple(jnp.asarray(bound, jnp.asarray(leaf).dtype) for bound in bounds)
+    with np.errstate(over="ignore"):  # beyond the type's range: infinite, as it should be
+        return tuple(jnp.asarray(bound, jnp.asarray(leaf).dtype) for bound in bounds)
 
 
 def _square(x: PyTree) -> Float[Array, ""]:
