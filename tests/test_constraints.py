@@ -176,6 +176,68 @@ def test_huge_numbers():
     np.testing.assert_allclose(ft.Simplex(1.0).project(x).sum(), 1.0, rtol=1e-5)
 
 
+def shifted(x, total, upper=np.inf, at_most=False):
+    """Return clip(x - tau, 0, upper) with sum = total by sorting, in float64."""
+    x = x.astype(np.float64)
+    clipped = np.clip(x, 0, upper)
+    if at_most and clipped.sum() <= total:
+        return clipped
+    ends = np.sort(np.append(x, x - upper)) if np.isfinite(upper) else np.sort(x)
+    low, high = -1, len(ends) - 1  # the sum is total between these ends, or left of all of them
+    while high - low > 1:
+        middle = (low + high) // 2
+        enough = np.clip(x - ends[middle], 0, upper).sum() > total
+        low, high = (middle, high) if enough else (low, middle)
+    middle = (ends[low] + ends[high]) / 2 if low >= 0 else ends[0] - 1
+    inside = np.sum((x > middle) & (x - upper < middle))
+    w = x - ends[high]
+    return np.clip(w + (total - np.clip(w, 0, upper).sum()) / inside, 0, upper)
+
+
+SHIFTS = {  # a set, and its description
+    "simplex": (ft.Simplex(1.0), {"total": 1.0}),
+    "small simplex": (ft.Simplex(1e-3), {"total": 1e-3}),
+    "capped simplex": (ft.CappedSimplex(1.5), {"total": 1.5, "upper": 1.0, "at_most": True}),
+    "low cap": (ft.CappedSimplex(100.0, 0.3), {"total": 100.0, "upper": 0.3, "at_most": True}),
+    "l1": (ft.L1Ball(2.0), {"total": 2.0, "at_most": True}),
+    "symmetric": (ft.SymmetricNonNegative(3.0), {"total": 3.0, "at_most": True}),
+}
+
+
+MANY = [("simplex", 1000), ("low cap", 1000)]
+
+
+@pytest.mark.parametrize(("name", "n"), [(name, n) for name in SHIFTS for n in (1, 7, 40)] + MANY)
+def test_sums_are_exact_for_large_and_for_many_entries(name, n):
+    constraint, description = SHIFTS[name]
+    shape = (n, n)
+    total, noise = description["total"], np.random.default_rng(0).normal(size=shape)
+    for size in (1.0, 1e4, 1e8):
+        for x in (size + noise, size * noise, -size + noise, size * np.ones(shape)):
+            x = (x + x.T).astype(np.float32) / 2
+            y = np.asarray(compiled(constraint, "project")(x))
+            positive = np.abs(x) if name == "l1" else x
+            expected = shifted(positive.ravel(), **description).reshape(shape)
+            assert y.dtype == np.float32
+            assert np.abs(y).sum(dtype=np.float64) == pytest.approx(expected.sum(), rel=1e-6)
+            expected = expected * np.sign(x) if name == "l1" else expected
+            np.testing.assert_allclose(y, expected, rtol=1e-5, atol=3e-7 * total)
+            assert np.array_equal(y, y.T)
+
+
+def test_half_precision_and_the_ends_of_its_range():
+    many = jnp.full(70_000, 0.5, jnp.float16)
+    total = np.asarray(ft.Simplex(70.0).project(many)).sum(dtype=np.float64)
+    assert total == pytest.approx(70.0, rel=1e-3)
+    length = np.linalg.norm(ft.L2Ball(2.0).project(many * 600).astype(np.float32))
+    assert length == pytest.approx(2.0, rel=1e-2)
+    for size in (1e-30, 1e30):
+        x = np.array([3 * size, 4 * size], np.float32)
+        np.testing.assert_allclose(ft.L2Ball(size).project(x), x / 5, rtol=1e-6)
+        assert ft.L2Ball(2e29).contains(x) == (size < 1)
+    np.testing.assert_allclose(ft.L1Ball(1e30).project(x), [0, 1e30], rtol=1e-6)
+
+
 def test_a_set_over_a_subtree_holds_for_all_its_numbers():
     x = {"a": jnp.array([1.0, 1.0]), "b": jnp.array(1.0)}
     y = ft.Simplex(1.0).project(x)

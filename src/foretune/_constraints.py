@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from ._validate import describe, named_leaves
 
 NEWTON_STEPS = 100
+PARTS = 3  # of a common shift
 DYKSTRA_STEPS = 1000
 HAIR = 1e-7  # of an interval; nearer a bound, Adam's epsilon of 1e-8 would outweigh the slope
 
@@ -141,11 +142,12 @@ class L2Ball(AbstractConstraint):
 
     def project(self, x: PyTree) -> PyTree:
         """Return x, scaled down if it is too long."""
-        square = _square(x)
-        outside = square > self.radius**2
+        unit, square = _scaled_square(x)
+        outside = unit * jnp.sqrt(square) > self.radius
         # A root of 1 inside the ball: at 0 Optax's has no value (radius 0).
-        scale = jnp.where(outside, self.radius / jnp.sqrt(jnp.where(outside, square, 1.0)), 1.0)
-        return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), x)
+        length = unit * jnp.sqrt(jnp.where(outside, square, 1.0))
+        scale = jnp.where(outside, self.radius / length, 1.0)
+        return jax.tree.map(lambda leaf: (leaf * scale).astype(leaf.dtype), x)
 
 
 class Simplex(AbstractConstraint):
@@ -484,42 +486,47 @@ def _shift(v: Float[Array, " n"], total: Any, upper: Any, *, at_most: bool) -> F
 
     The sum is piecewise linear and decreasing in tau. Newton's method on it, kept inside a
     bracket, ends in finitely many steps; the last step, on the final pieces, carries the derivative.
+
+    Where the entries are large, or many for a small total, tau rounded to one number would leave an
+    error of n eps |tau| in the sum. So it is found in parts, tau = tau_1 + tau_2 + ..., each the
+    root for the entries less the parts before it: v - tau_1 is exact for the entries near tau_1.
     """
+    given, v, n = v.dtype, _wide(v), v.size
     total, upper = _like(v, total, upper)
-    free, n = lax.stop_gradient(v), v.size
 
-    def excess(tau):
-        return jnp.sum(jnp.clip(free - tau, 0, upper)) - total
+    def pieces(w):
+        return (w > 0) & (w < upper), w >= upper
 
-    def pieces(tau):
-        inside = (free > tau) & (free - tau < upper)
-        return inside, free - tau >= upper
+    def root(w):
+        def newton(carry):
+            count, low, high, tau, _ = carry
+            value = jnp.sum(jnp.clip(w - tau, 0, upper)) - total
+            inside, _ = pieces(w - tau)
+            low, high = jnp.where(value >= 0, tau, low), jnp.where(value <= 0, tau, high)
+            step = tau + value / jnp.maximum(jnp.sum(inside), 1)
+            good = jnp.any(inside) & (step > low) & (step < high)
+            return count + 1, low, high, jnp.where(good, step, (low + high) / 2), tau
 
-    def newton(carry):
-        count, low, high, tau, _ = carry
-        value, (inside, _) = excess(tau), pieces(tau)
-        low, high = jnp.where(value >= 0, tau, low), jnp.where(value <= 0, tau, high)
-        step = tau + value / jnp.maximum(jnp.sum(inside), 1)
-        good = jnp.any(inside) & (step > low) & (step < high)
-        return count + 1, low, high, jnp.where(good, step, (low + high) / 2), tau
+        def unfinished(carry):
+            count, low, high, tau, before = carry
+            return (count < NEWTON_STEPS) & (tau != before) & (low < high)
 
-    def unfinished(carry):
-        count, low, high, tau, before = carry
-        return (count < NEWTON_STEPS) & (tau != before) & (low < high)
+        # sum = 0 <= total at tau = max w, and sum >= total at min w - total / n, if it ever is.
+        low, high = jnp.min(w) - total / n, jnp.max(w)
+        start = (0, low, high, jnp.clip(0, low, high), jnp.full((), jnp.nan, v.dtype))
+        return lax.while_loop(unfinished, newton, start)[3]
 
-    # sum = 0 <= total at tau = max v, and sum >= total at v_(n) - total / n, whatever upper is.
-    low = jnp.zeros((), v.dtype) if at_most else jnp.min(free) - total / n
-    high = jnp.maximum(jnp.max(free), low)
-    start = (0, low, high, low, jnp.full((), jnp.nan, v.dtype))
-    _, _, _, tau, _ = lax.while_loop(unfinished, newton, start)
-    inside, capped = pieces(tau)
-    held = jnp.sum(jnp.where(inside, v, 0)) + jnp.sum(jnp.where(capped, upper, 0)) - total
-    exact = jnp.where(jnp.any(inside), held / jnp.maximum(jnp.sum(inside), 1), tau)
-    shifted = jnp.clip(v - exact, 0, upper)
-    if not at_most:
-        return shifted
-    clipped = jnp.clip(v, 0, upper)
-    return jnp.where(jnp.sum(clipped) <= total, clipped, shifted)
+    free = lax.stop_gradient(v)
+    centred = lax.fori_loop(0, PARTS, lambda _, w: w - root(w), free)
+    inside, capped = pieces(centred)
+    centred = centred + (v - free)  # the same, as a function of v
+    held = jnp.sum(jnp.where(inside, centred, 0)) + jnp.sum(jnp.where(capped, upper, 0)) - total
+    rest = jnp.where(jnp.any(inside), held / jnp.maximum(jnp.sum(inside), 1), 0)
+    shifted = jnp.clip(centred - rest, 0, upper)
+    if at_most:
+        clipped = jnp.clip(v, 0, upper)
+        shifted = jnp.where(jnp.sum(clipped) <= total, clipped, shifted)
+    return shifted.astype(given)
 
 
 def _all(tree: PyTree) -> Bool[Array, ""]:
@@ -545,12 +552,22 @@ def _like(leaf: Any, *bounds: Any) -> tuple[Array, ...]:
         return tuple(jnp.asarray(bound, jnp.asarray(leaf).dtype) for bound in bounds)
 
 
-def _square(x: PyTree) -> Float[Array, ""]:
-    return functools.reduce(jnp.add, [jnp.sum(leaf**2) for leaf in jax.tree.leaves(x)])
+def _wide(x: Array) -> Array:
+    """Return x in single precision at least: sums of many numbers overflow in half precision."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _scaled_square(x: PyTree) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the largest entry's size c and sum (x / c)^2, which cannot overflow."""
+    leaves = [_wide(jnp.asarray(leaf)) for leaf in jax.tree.leaves(x)]
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(leaf), initial=0) for leaf in leaves])
+    unit = lax.stop_gradient(jnp.where(largest > 0, largest, 1.0))
+    return unit, functools.reduce(jnp.add, [jnp.sum((leaf / unit) ** 2) for leaf in leaves])
 
 
 def _norm(x: PyTree) -> Float[Array, ""]:
-    return jnp.sqrt(_square(x))
+    unit, square = _scaled_square(x)
+    return unit * jnp.sqrt(square)
 
 
 def _check_size(name: str, field: str, value: Any, *, least: float, infinite: bool = False) -> None:
