@@ -1,7 +1,10 @@
 """Projections: against a generic solver, and their own laws, on inputs that try them."""
 
 import functools
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, minimize
 
 import foretune as ft
-from foretune._constraints import check_constraints
+from foretune._constraints import apply_constraints, check_constraints, check_starts
 from foretune._driver import Outer
 
 numbers = st.floats(-5, 5, allow_nan=False).map(lambda x: round(x, 3))
@@ -336,6 +339,77 @@ def test_empty_sets_are_refused(make):
         make()
 
 
+class Tuple(NamedTuple):
+    lr: Any
+    penalty: Any = None
+
+
+class Module(eqx.Module):
+    lr: Any
+    penalty: Any = None
+    name: str = eqx.field(static=True, default="rates")
+
+
+LR, PENALTY = jnp.array(0.3), {"w": jnp.array([0.5, -0.2]), "b": [jnp.array(0.1)]}
+BOX, LOG, SIMPLEX = ft.Box(0.0, 0.2), ft.Log(), ft.Simplex(1.0)
+CONTAINERS = {  # hyperparameters, and their constraints
+    "dict": ({"lr": LR, "penalty": PENALTY}, {"lr": BOX, "penalty": {"w": SIMPLEX}}),
+    "ordered": (OrderedDict(lr=LR, penalty=PENALTY), {"lr": BOX, "penalty": {"w": SIMPLEX}}),
+    "list": ([LR, PENALTY], [BOX, {"w": SIMPLEX}]),
+    "tuple": ((LR, PENALTY), (BOX, {"w": SIMPLEX})),
+    "NamedTuple": (Tuple(LR, PENALTY), Tuple(BOX, {"w": SIMPLEX})),
+    "NamedTuple, dict": (Tuple(LR, PENALTY), {"lr": BOX, "penalty": {"w": SIMPLEX}}),
+    "Module": (Module(LR, PENALTY), Module(BOX, {"w": SIMPLEX})),
+    "Module, dict": (Module(LR, PENALTY), {"lr": BOX, "penalty": {"w": SIMPLEX}}),
+    "Module, renamed": (Module(LR, PENALTY, name="mine"), Module(BOX, {"w": SIMPLEX})),
+    "Module in a list": ([Module(LR), Tuple(PENALTY)], [{"lr": BOX}, Tuple({"w": SIMPLEX})]),
+    "empty": ([LR, PENALTY, (), {}], [BOX, {"w": SIMPLEX}, (), {}]),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_constraints_are_a_prefix_of_any_container(name):
+    hparams, constraints = CONTAINERS[name]
+    full = check_constraints(constraints, hparams)
+    check_starts(full, hparams)
+    y = apply_constraints(full, "project", hparams)
+    assert jax.tree.structure(y) == jax.tree.structure(hparams)
+    expected = [jnp.array(0.2), jnp.array(0.1), jnp.array([0.85, 0.15])]  # lr, b, w
+    for leaf, value in zip(jax.tree.leaves(y), expected, strict=True):
+        np.testing.assert_allclose(leaf, value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Tuple, Module])
+@pytest.mark.parametrize("form", ["same", "dict", "left out"])
+def test_the_drivers_take_hyperparameters_with_fields(kind, form):
+    hparams = kind(jnp.array(0.1), jnp.array([0.5, 0.5]))
+    constraints = kind(LOG, SIMPLEX) if form == "same" else {"lr": LOG, "penalty": SIMPLEX}
+    if form == "left out":
+        constraints = {"penalty": SIMPLEX}
+    dynamics = ft.Training(
+        lambda w, h, x: jnp.sum((w - x) ** 2) + jnp.sum(h.penalty * w**2), lambda h: optax.sgd(h.lr)
+    )
+    problem = ft.Problem(
+        dynamics, lambda s, h, x: s.params @ jnp.arange(2.0), jnp.zeros(2), jnp.ones((3, 2))
+    )
+    result = ft.minimize(
+        problem, hparams, steps=2, optimizer=optax.sgd(0.5), constraints=constraints
+    )
+    tuner = ft.RealTime(
+        dynamics, lambda s, h, x: s.params @ jnp.arange(2.0), constraints=constraints
+    )
+    state, _ = tuner.update(tuner.init(jnp.zeros(2), hparams), jnp.ones((3, 2)), None)
+    for found in (result.hparams, state.hparams):
+        assert jax.tree.structure(found) == jax.tree.structure(hparams)
+        assert float(jnp.sum(found.penalty)) == pytest.approx(1.0)
+        assert not np.allclose(found.penalty, hparams.penalty)
+        assert found.lr != hparams.lr
+    with pytest.raises(ValueError, match=r"hparams\.lr: .*Start inside"):
+        ft.minimize(
+            problem, kind(0 * hparams.lr, hparams.penalty), steps=1, constraints={"lr": LOG}
+        )
+
+
 def test_constraints_that_do_not_fit():
     hparams = {"lr": jnp.array(0.1), "net": {"w": jnp.ones(3)}}
     with pytest.raises(ValueError, match=r"constraints\['rate'\] names no hyperparameter"):
@@ -346,6 +420,21 @@ def test_constraints_that_do_not_fit():
         check_constraints({"lr": ft.Box(np.zeros(3), np.ones(3))}, hparams)
     with pytest.raises(ValueError, match=r"does not fit hparams\['net'\]: .*square matrices"):
         check_constraints({"net": ft.Symmetric(ft.NonNegative())}, hparams)
+    with pytest.raises(TypeError, match=r"constraints of hparams are 1, but it has 2 parts"):
+        check_constraints((ft.NonNegative(),), (jnp.array(0.1), jnp.array(0.1)))
+    with pytest.raises(TypeError, match=r"is a list, which does not fit.*the same container"):
+        check_constraints([ft.NonNegative()], (jnp.array(0.1),))
+    with pytest.raises(TypeError, match=r"constraint of hparams is a dict, which does not fit"):
+        check_constraints({0: ft.NonNegative()}, [jnp.array(0.1)])
+    with pytest.raises(TypeError, match=r"of hparams is float32\[\], which does not fit"):
+        check_constraints(jnp.array(0.1), jnp.array(0.1))
+    for fields in (Tuple(jnp.array(0.1), jnp.ones(2)), Module(jnp.array(0.1), jnp.ones(2))):
+        with pytest.raises(ValueError, match=r"'rate'\] names no .*has \['lr', 'penalty'\]"):
+            check_constraints({"rate": ft.NonNegative()}, fields)
+        with pytest.raises(TypeError, match=r"constraint of hparams\.lr is float32\[\]"):
+            check_constraints(fields, fields)
+        with pytest.raises(TypeError, match=r"constraint of hparams is a Tuple, which does not"):
+            check_constraints(Tuple(None), {"lr": jnp.array(0.1)})
     with pytest.raises(TypeError, match=r"is a class; write `NonNegative\(...\)`"):
         check_constraints({"lr": ft.NonNegative}, hparams)
     with pytest.raises(ValueError, match="Log and Logit are changes of variable"):

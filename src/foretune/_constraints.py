@@ -1,9 +1,11 @@
 """Constraints: the set Lambda, with exact Euclidean projections.
 
 A set has `project(x)`, the nearest point of the set, and `contains(x)`. Sets are given as a prefix of
-the hyperparameters: `{"weight": CappedSimplex(1000.0), "lr": NonNegative()}`. One that stands over a
-whole subtree holds for all its numbers together, as one vector; `None`, or a name left out, means no
-constraint.
+the hyperparameters: `{"weight": CappedSimplex(1000.0), "lr": NonNegative()}`. Where they are a
+NamedTuple, an `equinox.Module` or another container with fields, the prefix is a dict by field name, or
+the same container with sets in its fields; for a list or tuple it is one as long. A set that stands
+over a whole subtree holds for all its numbers together, as one vector; `None`, or a name left out,
+means no constraint.
 
 `Log` and `Logit` stand in the same places, but constrain by a change of variable: the outer
 optimizer then moves log(x), so that a learning rate changes by factors rather than by differences.
@@ -429,29 +431,53 @@ def check_constraints(constraints: Any, hparams: PyTree, path: str = "hparams") 
                     f"the bounds of {constraints} do not fit {name}, which is {describe(leaf)}."
                 )
         return constraints
-    if isinstance(constraints, Mapping) and isinstance(hparams, Mapping):
-        unknown = sorted(set(constraints) - set(hparams), key=str)
+    parts, structure = _parts(hparams)
+    names = {_name(key): key for key in parts}
+    same = type(constraints) is type(hparams) and structure != jax.tree.structure(0)  # no leaf
+    if isinstance(constraints, Mapping) and names and None not in names:
+        unknown = sorted(set(constraints) - set(names), key=str)
         if unknown:
             raise ValueError(
                 f"constraints[{unknown[0]!r}] names no hyperparameter; {path} has "
-                f"{sorted(hparams, key=str)}."
+                f"{sorted(names, key=str)}."
             )
-        return {
-            name: check_constraints(constraints.get(name), hparams[name], f"{path}[{name!r}]")
-            for name in hparams
-        }
-    same = type(constraints) is type(hparams) and isinstance(constraints, list | tuple)
-    if same and len(constraints) == len(hparams):
-        pairs = enumerate(zip(constraints, hparams, strict=True))
-        return type(hparams)([check_constraints(c, h, f"{path}[{i}]") for i, (c, h) in pairs])
-    if isinstance(constraints, type):
-        raise TypeError(
-            f"the constraint of {path} is a class; write `{constraints.__name__}(...)`."
-        )
-    raise TypeError(
-        f"the constraint of {path} is {describe(constraints)}, which does not fit: give a set "
-        "(`foretune.NonNegative()` and the like), None, or the same containers as in hparams."
+        given = {key: constraints.get(name) for name, key in names.items()}
+    elif same and _parts(constraints)[0].keys() == parts.keys():
+        given = _parts(constraints)[0]
+    else:
+        raise TypeError(_misfit(constraints, hparams, path))
+    return structure.unflatten(
+        check_constraints(given[key], part, path + jax.tree_util.keystr((key,)))
+        for key, part in parts.items()
     )
+
+
+def _misfit(constraints: Any, hparams: PyTree, path: str) -> str:
+    if isinstance(constraints, type):
+        return f"the constraint of {path} is a class; write `{constraints.__name__}(...)`."
+    if type(constraints) is type(hparams) and isinstance(constraints, list | tuple):
+        return (
+            f"the constraints of {path} are {len(constraints)}, but it has {len(hparams)} parts: give "
+            "one for each (None for no constraint)."
+        )
+    return (
+        f"the constraint of {path} is {describe(constraints)}, which does not fit: give a set "
+        "(`foretune.NonNegative()` and the like), None, the same container as in hparams, or a dict "
+        "by the names of its keys or fields."
+    )
+
+
+def _parts(tree: PyTree) -> tuple[dict[Any, PyTree], Any]:
+    """Return the parts of a container by JAX's keys (none for a leaf), and its structure."""
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda n: n is not tree)
+    return {path[0]: part for path, part in flat if path}, structure
+
+
+def _name(key: Any) -> Any:
+    """Return the name that a dict gives to a part: its key or field, or None for a position."""
+    if isinstance(key, jax.tree_util.DictKey):
+        return key.key
+    return key.name if isinstance(key, jax.tree_util.GetAttrKey) else None
 
 
 def apply_constraints(constraints: PyTree, how: str, x: PyTree, *more: PyTree) -> PyTree:
