@@ -324,7 +324,6 @@ def test_logits_are_exact_at_both_bounds_and_in_the_middle():
     "make",
     [
         lambda: ft.L1Ball(-1.0),
-        lambda: ft.L2Ball(float("nan")),
         lambda: ft.Simplex(-0.1),
         lambda: ft.CappedSimplex(-1.0),
         lambda: ft.CappedSimplex(1.0, -1.0),
@@ -339,6 +338,82 @@ def test_empty_sets_are_refused(make):
         make()
 
 
+BOX, LOG, SIMPLEX = ft.Box(0.0, 0.2), ft.Log(), ft.Simplex(1.0)
+NAN, INF = float("nan"), float("inf")
+BALLS = [ft.L1Ball, ft.L2Ball, ft.Simplex, ft.CappedSimplex, ft.SymmetricNonNegative]
+BAD = [  # a call, its error, and some of the words
+    *[(ball, (NAN,), ValueError, "NaN is no bound") for ball in BALLS],
+    *[(ball, (INF,), ValueError, "must be finite") for ball in BALLS],
+    *[(ball, ("1",), TypeError, r"='1'\): a real number expected, got the str") for ball in BALLS],
+    *[(ball, (1j,), TypeError, "got the complex 1j") for ball in BALLS],
+    *[(ball, (True,), TypeError, "got the bool True") for ball in BALLS],
+    *[(ball, (np.ones(2),), TypeError, r"got float64\[2\]") for ball in BALLS],
+    *[(ball, (None,), TypeError, "got None") for ball in BALLS[:-1]],
+    (ft.CappedSimplex, (1.0, NAN), ValueError, "NaN"),
+    (ft.CappedSimplex, (1.0, None), TypeError, "upper=None.*got None"),
+    (ft.CappedSimplex, (1.0, [1.0, 2.0]), TypeError, "a real number expected"),
+    (ft.L1Ball, (jnp.array(-1.0),), ValueError, "empty"),
+    (ft.Box, (NAN, 1.0), ValueError, "NaN"),
+    (ft.Box, (np.array([0.0, NAN]), 1.0), ValueError, "NaN"),
+    (ft.Box, (0.0, "1"), TypeError, "real numbers, or arrays of them, expected, got the str '1'"),
+    (ft.Box, (0.0, None), TypeError, "got None"),
+    (ft.Box, (0.0, 1j), TypeError, "got the complex"),
+    (ft.Box, (False, True), TypeError, "got the bool"),
+    (ft.Box, (0.0, np.array(["a"])), TypeError, "real numbers"),
+    (ft.Box, (0.0, np.array([True])), TypeError, r"got bool\[1\]"),
+    (ft.Box, ([[0.0], [0.0, 1.0]], 1.0), TypeError, "got a list"),
+    (ft.Box, ({"a": 0.0}, 1.0), TypeError, "got a dict"),
+    (ft.Box, (np.zeros(2), np.ones(3)), ValueError, r"the shapes \(2,\) and \(3,\)"),
+    (ft.Box, (INF, INF), ValueError, "empty"),
+    (ft.Box, (-INF, -INF), ValueError, "empty"),
+    (ft.Logit, (NAN, 1.0), ValueError, "NaN"),
+    (ft.Logit, (0.0, INF), ValueError, r"finite; for x > 0 there is `Log\(\)`"),
+    (ft.Logit, (0.0, "1"), TypeError, "a real number expected"),
+    (ft.Logit, (np.zeros(2), 1.0), TypeError, r"got float64\[2\]"),
+    (ft.Logit, (False, True), TypeError, "got the bool"),
+    (ft.Logit, (0.0, 1j), TypeError, "got the complex"),
+    (ft.Symmetric, ("x",), TypeError, "Symmetric takes sets.*got the str 'x'"),
+    (ft.Symmetric, (ft.NonNegative,), TypeError, r"a class: write `NonNegative\(...\)`"),
+    (ft.Symmetric, (None,), TypeError, "got None"),
+    (ft.Symmetric, (ft.Log(),), ValueError, "Symmetric takes sets; Log and Logit are"),
+    (ft.Symmetric, (ft.Box(np.zeros(2), 1.0),), ValueError, r"float64\[2\] is not symmetric"),
+    (ft.Symmetric, (ft.Box(0.0, np.array([[1, 2], [3, 4]])),), ValueError, "not symmetric"),
+    (ft.Intersection, (ft.Box(0.0, 1.0), "text"), TypeError, "takes sets.*got the str 'text'"),
+    (ft.Intersection, (ft.Box(0.0, 1.0), ft.NonNegative), TypeError, "a class: write"),
+    (ft.Intersection, (ft.Box(0.0, 1.0), None), TypeError, "got None"),
+    (ft.Intersection, ([ft.Box(0.0, 1.0), ft.L2Ball(1.0)], ft.L1Ball(1.0)), TypeError, "a list"),
+    (ft.Intersection, (ft.Box(0.0, 1.0),), ValueError, "two sets or more, got 1"),
+    *[
+        (functools.partial(ft.Intersection, tolerance=tolerance), (BOX, SIMPLEX), error, words)
+        for tolerance, error, words in [
+            (0.0, ValueError, "positive"),
+            (-1e-6, ValueError, "positive"),
+            (INF, ValueError, "positive"),
+            (NAN, ValueError, "NaN"),
+            ("1e-6", TypeError, "tolerance='1e-6'.*got the str"),
+            (None, TypeError, "tolerance=None"),
+        ]
+    ],
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "error", "words"), BAD)
+def test_bad_arguments_are_refused(make, arguments, error, words):
+    with pytest.raises(error, match=words):
+        make(*arguments)
+
+
+def test_numbers_of_any_type_are_taken():
+    for one in (1, np.float32(1), np.int64(1), jnp.array(1.0), jnp.bfloat16(1)):
+        sets = [*(ball(one) for ball in BALLS), ft.Logit(0, one), ft.Box([0, -1], one)]
+        for constraint in sets:
+            assert jax.eval_shape(constraint.project, jnp.eye(2)).dtype == jnp.float32
+    assert ft.CappedSimplex(1e9, np.inf).contains(jnp.ones(2))  # more than can be reached
+    assert ft.Symmetric(ft.Box(np.zeros((2, 2)), np.inf)).contains(jnp.eye(2))
+    make = jax.jit(lambda r: ft.Box(-r, r).project(ft.L1Ball(r).project(jnp.array([2.0, 0.0]))))
+    np.testing.assert_allclose(make(0.5), [0.5, 0.0])
+
+
 class Tuple(NamedTuple):
     lr: Any
     penalty: Any = None
@@ -351,7 +426,6 @@ class Module(eqx.Module):
 
 
 LR, PENALTY = jnp.array(0.3), {"w": jnp.array([0.5, -0.2]), "b": [jnp.array(0.1)]}
-BOX, LOG, SIMPLEX = ft.Box(0.0, 0.2), ft.Log(), ft.Simplex(1.0)
 CONTAINERS = {  # hyperparameters, and their constraints
     "dict": ({"lr": LR, "penalty": PENALTY}, {"lr": BOX, "penalty": {"w": SIMPLEX}}),
     "ordered": (OrderedDict(lr=LR, penalty=PENALTY), {"lr": BOX, "penalty": {"w": SIMPLEX}}),

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, PyTree
 
@@ -35,6 +36,8 @@ NEWTON_STEPS = 100
 PARTS = 3  # of a common shift
 DYKSTRA_STEPS = 1000
 HAIR = 1e-7  # of an interval; nearer a bound, Adam's epsilon of 1e-8 would outweigh the slope
+
+Number = Any  # a real number of any type; `_numbers` says what was given instead
 
 
 class AbstractConstraint(eqx.Module):
@@ -78,8 +81,19 @@ class Box(AbstractConstraint):
     upper: Any
 
     def __check_init__(self):
-        if not np.all(np.asarray(self.lower) <= np.asarray(self.upper)):
-            raise ValueError(f"an empty set: Box({self.lower}, {self.upper}) has lower > upper.")
+        given = f"Box({self.lower}, {self.upper})"
+        lower, upper = (_numbers(given, bound) for bound in (self.lower, self.upper))
+        if lower is None or upper is None:
+            return  # traced
+        try:
+            np.broadcast_shapes(lower.shape, upper.shape)
+        except ValueError:
+            raise ValueError(
+                f"{given}: the bounds have the shapes {lower.shape} and {upper.shape}, which do not "
+                "fit each other."
+            ) from None
+        if not np.all((lower <= upper) & (lower < np.inf) & (upper > -np.inf)):
+            raise ValueError(f"an empty set: {given} has no number between its bounds.")
 
     def project(self, x: PyTree) -> PyTree:
         """Return x with each entry clipped to the bounds."""
@@ -117,10 +131,10 @@ class L1Ball(AbstractConstraint):
     Array([ 0.75, -0.25], dtype=float32)
     """
 
-    radius: float
+    radius: Number
 
     def __check_init__(self):
-        _check_size("L1Ball", "radius", self.radius, least=0.0)
+        _check_size("L1Ball", "radius", self.radius)
 
     def project(self, x: PyTree) -> PyTree:
         """Return the nearest point of the ball: entries shrink by a common amount."""
@@ -137,10 +151,10 @@ class L2Ball(AbstractConstraint):
     Array([0.6, 0.8], dtype=float32)
     """
 
-    radius: float
+    radius: Number
 
     def __check_init__(self):
-        _check_size("L2Ball", "radius", self.radius, least=0.0)
+        _check_size("L2Ball", "radius", self.radius)
 
     def project(self, x: PyTree) -> PyTree:
         """Return x, scaled down if it is too long."""
@@ -160,10 +174,10 @@ class Simplex(AbstractConstraint):
     Array([0.375, 0.625, 0.   ], dtype=float32)
     """
 
-    total: float = 1.0
+    total: Number = 1.0
 
     def __check_init__(self):
-        _check_size("Simplex", "total", self.total, least=0.0)
+        _check_size("Simplex", "total", self.total)
 
     def project(self, x: PyTree) -> PyTree:
         """Return the nearest point: entries move by a common amount, down to 0."""
@@ -178,12 +192,12 @@ class CappedSimplex(AbstractConstraint):
     Array([1.   , 0.375, 0.125, 0.   ], dtype=float32)
     """
 
-    total: float
-    upper: float = 1.0
+    total: Number
+    upper: Number = 1.0
 
     def __check_init__(self):
-        _check_size("CappedSimplex", "total", self.total, least=0.0)
-        _check_size("CappedSimplex", "upper", self.upper, least=0.0, infinite=True)
+        _check_size("CappedSimplex", "total", self.total)
+        _check_size("CappedSimplex", "upper", self.upper, infinite=True)
 
     def project(self, x: PyTree) -> PyTree:
         """Return the nearest point: entries move down by a common amount, between the bounds."""
@@ -199,7 +213,19 @@ class Symmetric(AbstractConstraint):
            [1. , 0. ]], dtype=float32)
     """
 
-    inner: AbstractConstraint
+    inner: Any
+
+    def __check_init__(self):
+        _check_set("Symmetric", self.inner)
+        if isinstance(self.inner, Box):
+            for bound in (self.inner.lower, self.inner.upper):
+                array = _numbers("a bound of Symmetric(Box(...))", bound)
+                if array is not None and array.ndim:
+                    matrix = np.atleast_2d(array)
+                    if not np.array_equal(matrix, np.swapaxes(matrix, -1, -2)):
+                        raise ValueError(
+                            f"Symmetric(Box(...)): the bound {describe(array)} is not symmetric."
+                        )
 
     def project(self, x: PyTree) -> PyTree:
         """Return the inner projection of (C + C') / 2, symmetric to the bit."""
@@ -221,11 +247,11 @@ class SymmetricNonNegative(AbstractConstraint):
            [0.5, 0. ]], dtype=float32)
     """
 
-    total: float | None = None
+    total: Number | None = None
 
     def __check_init__(self):
         if self.total is not None:
-            _check_size("SymmetricNonNegative", "total", self.total, least=0.0)
+            _check_size("SymmetricNonNegative", "total", self.total)
 
     def project(self, x: PyTree) -> PyTree:
         """Return the nearest point of the set."""
@@ -245,15 +271,20 @@ class Intersection(AbstractConstraint):
     Array([0.6, 0.8], dtype=float32)
     """
 
-    sets: tuple[AbstractConstraint, ...]
-    tolerance: float
+    sets: tuple[Any, ...]
+    tolerance: Number
 
-    def __init__(self, *sets: AbstractConstraint, tolerance: float = 1e-6):
+    def __init__(self, *sets: Any, tolerance: Number = 1e-6):
         self.sets, self.tolerance = sets, tolerance
         if len(sets) < 2:
             raise ValueError(f"Intersection needs two sets or more, got {len(sets)}.")
-        if any(isinstance(constraint, Log | Logit) for constraint in sets):
-            raise ValueError("Intersection takes sets; Log and Logit are changes of variable.")
+        for constraint in sets:
+            _check_set("Intersection", constraint)
+        size = _numbers(f"Intersection(tolerance={tolerance!r})", tolerance, one=True)
+        if size is not None and not 0 < size < np.inf:
+            raise ValueError(
+                f"Intersection(tolerance={tolerance}): it must be positive and finite."
+            )
 
     def contains(self, x: PyTree, tolerance: float = 1e-5) -> Bool[Array, ""]:
         """Return whether x lies in all the sets, up to `tolerance` times its size."""
@@ -341,12 +372,18 @@ class Logit(AbstractConstraint):
     0.0
     """
 
-    lower: float = 0.0
-    upper: float = 1.0
+    lower: Number = 0.0
+    upper: Number = 1.0
 
     def __check_init__(self):
-        if not self.lower < self.upper:
-            raise ValueError(f"an empty set: Logit({self.lower}, {self.upper}).")
+        given = f"Logit({self.lower}, {self.upper})"
+        lower, upper = (_numbers(given, bound, one=True) for bound in (self.lower, self.upper))
+        if lower is None or upper is None:
+            return  # traced
+        if not np.isfinite([lower, upper]).all():
+            raise ValueError(f"{given}: the bounds must be finite; for x > 0 there is `Log()`.")
+        if not lower < upper:
+            raise ValueError(f"an empty set: {given} has no number between its bounds.")
 
     def project(self, x: PyTree) -> PyTree:
         """Return x, moved inside the open interval by a hair where it is not."""
@@ -596,11 +633,41 @@ def _norm(x: PyTree) -> Float[Array, ""]:
     return unit * jnp.sqrt(square)
 
 
-def _check_size(name: str, field: str, value: Any, *, least: float, infinite: bool = False) -> None:
-    if isinstance(value, jax.Array):
-        return  # may be traced
-    if not (value >= least and (infinite or np.isfinite(value))):
-        raise ValueError(
-            f"{name}({field}={value}): the {field} must be a number, {least:g} or more; the set "
-            "would be empty."
+def _check_size(name: str, field: str, value: Any, *, infinite: bool = False) -> None:
+    """Raise unless the value is a number from 0 on."""
+    size = _numbers(f"{name}({field}={value!r:.60})", value, one=True)
+    if size is None:
+        return  # traced
+    if size < 0:
+        raise ValueError(f"an empty set: {name}({field}={value}); the {field} must be 0 or more.")
+    if np.isinf(size) and not infinite:
+        raise ValueError(f"{name}({field}={value}): the {field} must be finite.")
+
+
+def _numbers(given: str, value: Any, *, one: bool = False) -> np.ndarray | None:
+    """Return real numbers (`one`: a single one) on the host, None for traced ones, or raise."""
+    if isinstance(value, Tracer):
+        return None
+    try:
+        array = np.asarray(value)
+    except ValueError:  # rows of different lengths
+        array = np.array(None)
+    real = any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if not real or (one and array.ndim):
+        needed = "a real number" if one else "real numbers, or arrays of them,"
+        raise TypeError(f"{given}: {needed} expected, got {describe(value)}.")
+    if np.isnan(array).any():
+        raise ValueError(f"{given}: NaN is no bound.")
+    return array.astype(np.float64)
+
+
+def _check_set(name: str, inner: Any) -> None:
+    """Raise unless `inner` is a set, which Log and Logit are not."""
+    if isinstance(inner, type):
+        raise TypeError(f"{name} takes sets; got a class: write `{inner.__name__}(...)`.")
+    if not isinstance(inner, AbstractConstraint):
+        raise TypeError(
+            f"{name} takes sets, `foretune.Box(0.0, 1.0)` and the like; got {describe(inner)}."
         )
+    if isinstance(inner, Log | Logit):
+        raise ValueError(f"{name} takes sets; Log and Logit are changes of variable.")
