@@ -1,17 +1,22 @@
 """Projections: against a generic solver, and their own laws, on inputs that try them."""
 
 import functools
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, minimize
 
 import foretune as ft
-from foretune._outer.constraints import check_constraints
+from foretune._outer.constraints import apply_constraints, check_constraints, check_starts
+from foretune._outer.run import Outer
 
 numbers = st.floats(-5, 5, allow_nan=False).map(lambda x: round(x, 3))
 # Few sizes, since each is a compilation.
@@ -174,6 +179,68 @@ def test_huge_numbers():
     np.testing.assert_allclose(ft.Simplex(1.0).project(x).sum(), 1.0, rtol=1e-5)
 
 
+def shifted(x, total, upper=np.inf, at_most=False):
+    """Return clip(x - tau, 0, upper) with sum = total by sorting, in float64."""
+    x = x.astype(np.float64)
+    clipped = np.clip(x, 0, upper)
+    if at_most and clipped.sum() <= total:
+        return clipped
+    ends = np.sort(np.append(x, x - upper)) if np.isfinite(upper) else np.sort(x)
+    low, high = -1, len(ends) - 1  # the sum is total between these ends, or left of all of them
+    while high - low > 1:
+        middle = (low + high) // 2
+        enough = np.clip(x - ends[middle], 0, upper).sum() > total
+        low, high = (middle, high) if enough else (low, middle)
+    middle = (ends[low] + ends[high]) / 2 if low >= 0 else ends[0] - 1
+    inside = np.sum((x > middle) & (x - upper < middle))
+    w = x - ends[high]
+    return np.clip(w + (total - np.clip(w, 0, upper).sum()) / inside, 0, upper)
+
+
+SHIFTS = {  # a set, and its description
+    "simplex": (ft.Simplex(1.0), {"total": 1.0}),
+    "small simplex": (ft.Simplex(1e-3), {"total": 1e-3}),
+    "capped simplex": (ft.CappedSimplex(1.5), {"total": 1.5, "upper": 1.0, "at_most": True}),
+    "low cap": (ft.CappedSimplex(100.0, 0.3), {"total": 100.0, "upper": 0.3, "at_most": True}),
+    "l1": (ft.L1Ball(2.0), {"total": 2.0, "at_most": True}),
+    "symmetric": (ft.SymmetricNonNegative(3.0), {"total": 3.0, "at_most": True}),
+}
+
+
+MANY = [("simplex", 1000), ("low cap", 1000)]
+
+
+@pytest.mark.parametrize(("name", "n"), [(name, n) for name in SHIFTS for n in (1, 7, 40)] + MANY)
+def test_sums_are_exact_for_large_and_for_many_entries(name, n):
+    constraint, description = SHIFTS[name]
+    shape = (n, n)
+    total, noise = description["total"], np.random.default_rng(0).normal(size=shape)
+    for size in (1.0, 1e4, 1e8):
+        for x in (size + noise, size * noise, -size + noise, size * np.ones(shape)):
+            x = (x + x.T).astype(np.float32) / 2
+            y = np.asarray(compiled(constraint, "project")(x))
+            positive = np.abs(x) if name == "l1" else x
+            expected = shifted(positive.ravel(), **description).reshape(shape)
+            assert y.dtype == np.float32
+            assert np.abs(y).sum(dtype=np.float64) == pytest.approx(expected.sum(), rel=1e-6)
+            expected = expected * np.sign(x) if name == "l1" else expected
+            np.testing.assert_allclose(y, expected, rtol=1e-5, atol=3e-7 * total)
+            assert np.array_equal(y, y.T)
+
+
+def test_half_precision_and_the_ends_of_its_range():
+    many = jnp.full(70_000, 0.5, jnp.float16)
+    total = np.asarray(ft.Simplex(70.0).project(many)).sum(dtype=np.float64)
+    assert total == pytest.approx(70.0, rel=1e-3)
+    length = np.linalg.norm(ft.L2Ball(2.0).project(many * 600).astype(np.float32))
+    assert length == pytest.approx(2.0, rel=1e-2)
+    for size in (1e-30, 1e30):
+        x = np.array([3 * size, 4 * size], np.float32)
+        np.testing.assert_allclose(ft.L2Ball(size).project(x), x / 5, rtol=1e-6)
+        assert ft.L2Ball(2e29).contains(x) == (size < 1)
+    np.testing.assert_allclose(ft.L1Ball(1e30).project(x), [0, 1e30], rtol=1e-6)
+
+
 def test_a_set_over_a_subtree_holds_for_all_its_numbers():
     x = {"a": jnp.array([1.0, 1.0]), "b": jnp.array(1.0)}
     y = ft.Simplex(1.0).project(x)
@@ -191,11 +258,72 @@ def test_changes_of_variable():
     assert 0 < ft.Logit(0.0, 1.0).project(jnp.array(1.0)) < 1
 
 
+CHANGES = [
+    ft.Log(),
+    *[
+        ft.Logit(*bounds)
+        for bounds in [
+            (0.0, 1.0),
+            (-1.0, 0.0),
+            (0.9, 0.999),
+            (-3e4, 5e4),
+            (0.0, 1e-3),
+            (1e3, 1001.0),
+        ]
+    ],
+    ft.Logit(-1e6, 1e6),
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("change", CHANGES, ids=repr)
+@pytest.mark.usefixtures("x64")
+def test_a_change_of_variable_comes_back_from_its_ends(change, dtype):
+    if isinstance(change, ft.Logit):
+        lower, upper = jnp.array([change.lower, change.upper]).astype(dtype)
+        span = upper - lower
+        if span == 0 or not jnp.isfinite(span):
+            with pytest.raises(ValueError, match="has no numbers between the bounds"):
+                change.check_start(lower)
+            return
+    outer = Outer(optax.sign_sgd(0.5), change)
+    ends = jnp.array([-jnp.inf, -1e3, 1e3, jnp.inf], dtype)  # of the search variable
+    x = change.project(change.from_search(ends))
+    np.testing.assert_array_equal(x, change.project(x))
+    assert x.dtype == dtype
+    assert change.contains(x)
+    assert change.check_start(x) is x
+    u = change.to_search(x)
+    slope = jax.jvp(change.from_search, (u,), (jnp.ones_like(u),))[1]
+    assert np.all(np.isfinite(u))
+    assert np.all(slope > 0)
+    again = change.project(change.from_search(u))
+    np.testing.assert_allclose(again.astype(float), x.astype(float), rtol=0.3)
+    inwards = jnp.array([-1.0, -1.0, 1.0, 1.0], dtype)  # a descent goes the other way
+    moved, _ = outer.update(x, outer.init(x), jnp.array(1.0), inwards)
+    if dtype != jnp.float16 or change != ft.Logit(1e3, 1001.0):  # which is 1000.5 alone
+        assert np.all((moved - x) * inwards < 0), (x, moved)
+
+
+def test_logits_are_exact_at_both_bounds_and_in_the_middle():
+    for lower, upper in [(-1.0, 0.0), (0.0, 1.0), (-2.0, 3.0)]:
+        logit = ft.Logit(lower, upper)
+        u = np.linspace(-12, 12, 25).astype(np.float32)
+        x = logit.from_search(u)
+        exact = lower + (upper - lower) / (1 + np.exp(-u.astype(np.float64)))
+        np.testing.assert_allclose(x, exact, rtol=1e-6, atol=1e-7 * max(abs(lower), abs(upper)))
+        slope = jax.jvp(logit.from_search, (u,), (np.ones_like(u),))[1]
+        s = 1 / (1 + np.exp(-u.astype(np.float64)))
+        np.testing.assert_allclose(slope, (upper - lower) * s * (1 - s), rtol=1e-5)
+    near = np.array([-1e-5], np.float32)
+    logit = ft.Logit(-1.0, 0.0)
+    np.testing.assert_allclose(logit.from_search(logit.to_search(near)), near, rtol=2e-6)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: ft.L1Ball(-1.0),
-        lambda: ft.L2Ball(float("nan")),
         lambda: ft.Simplex(-0.1),
         lambda: ft.CappedSimplex(-1.0),
         lambda: ft.CappedSimplex(1.0, -1.0),
@@ -210,6 +338,152 @@ def test_empty_sets_are_refused(make):
         make()
 
 
+BOX, LOG, SIMPLEX = ft.Box(0.0, 0.2), ft.Log(), ft.Simplex(1.0)
+NAN, INF = float("nan"), float("inf")
+BALLS = [ft.L1Ball, ft.L2Ball, ft.Simplex, ft.CappedSimplex, ft.SymmetricNonNegative]
+BAD = [  # a call, its error, and some of the words
+    *[(ball, (NAN,), ValueError, "NaN is no bound") for ball in BALLS],
+    *[(ball, (INF,), ValueError, "must be finite") for ball in BALLS],
+    *[(ball, ("1",), TypeError, r"='1'\): a real number expected, got the str") for ball in BALLS],
+    *[(ball, (1j,), TypeError, "got the complex 1j") for ball in BALLS],
+    *[(ball, (True,), TypeError, "got the bool True") for ball in BALLS],
+    *[(ball, (np.ones(2),), TypeError, r"got float64\[2\]") for ball in BALLS],
+    *[(ball, (None,), TypeError, "got None") for ball in BALLS[:-1]],
+    (ft.CappedSimplex, (1.0, NAN), ValueError, "NaN"),
+    (ft.CappedSimplex, (1.0, None), TypeError, "upper=None.*got None"),
+    (ft.CappedSimplex, (1.0, [1.0, 2.0]), TypeError, "a real number expected"),
+    (ft.L1Ball, (jnp.array(-1.0),), ValueError, "empty"),
+    (ft.Box, (NAN, 1.0), ValueError, "NaN"),
+    (ft.Box, (np.array([0.0, NAN]), 1.0), ValueError, "NaN"),
+    (ft.Box, (0.0, "1"), TypeError, "real numbers, or arrays of them, expected, got the str '1'"),
+    (ft.Box, (0.0, None), TypeError, "got None"),
+    (ft.Box, (0.0, 1j), TypeError, "got the complex"),
+    (ft.Box, (False, True), TypeError, "got the bool"),
+    (ft.Box, (0.0, np.array(["a"])), TypeError, "real numbers"),
+    (ft.Box, (0.0, np.array([True])), TypeError, r"got bool\[1\]"),
+    (ft.Box, ([[0.0], [0.0, 1.0]], 1.0), TypeError, "got a list"),
+    (ft.Box, ({"a": 0.0}, 1.0), TypeError, "got a dict"),
+    (ft.Box, (np.zeros(2), np.ones(3)), ValueError, r"the shapes \(2,\) and \(3,\)"),
+    (ft.Box, (INF, INF), ValueError, "empty"),
+    (ft.Box, (-INF, -INF), ValueError, "empty"),
+    (ft.Logit, (NAN, 1.0), ValueError, "NaN"),
+    (ft.Logit, (0.0, INF), ValueError, r"finite; for x > 0 there is `Log\(\)`"),
+    (ft.Logit, (0.0, "1"), TypeError, "a real number expected"),
+    (ft.Logit, (np.zeros(2), 1.0), TypeError, r"got float64\[2\]"),
+    (ft.Logit, (False, True), TypeError, "got the bool"),
+    (ft.Logit, (0.0, 1j), TypeError, "got the complex"),
+    (ft.Symmetric, ("x",), TypeError, "Symmetric takes sets.*got the str 'x'"),
+    (ft.Symmetric, (ft.NonNegative,), TypeError, r"a class: write `NonNegative\(...\)`"),
+    (ft.Symmetric, (None,), TypeError, "got None"),
+    (ft.Symmetric, (ft.Log(),), ValueError, "Symmetric takes sets; Log and Logit are"),
+    (ft.Symmetric, (ft.Box(np.zeros(2), 1.0),), ValueError, r"float64\[2\] is not symmetric"),
+    (ft.Symmetric, (ft.Box(0.0, np.array([[1, 2], [3, 4]])),), ValueError, "not symmetric"),
+    (ft.Intersection, (ft.Box(0.0, 1.0), "text"), TypeError, "takes sets.*got the str 'text'"),
+    (ft.Intersection, (ft.Box(0.0, 1.0), ft.NonNegative), TypeError, "a class: write"),
+    (ft.Intersection, (ft.Box(0.0, 1.0), None), TypeError, "got None"),
+    (ft.Intersection, ([ft.Box(0.0, 1.0), ft.L2Ball(1.0)], ft.L1Ball(1.0)), TypeError, "a list"),
+    (ft.Intersection, (ft.Box(0.0, 1.0),), ValueError, "two sets or more, got 1"),
+    *[
+        (functools.partial(ft.Intersection, tolerance=tolerance), (BOX, SIMPLEX), error, words)
+        for tolerance, error, words in [
+            (0.0, ValueError, "positive"),
+            (-1e-6, ValueError, "positive"),
+            (INF, ValueError, "positive"),
+            (NAN, ValueError, "NaN"),
+            ("1e-6", TypeError, "tolerance='1e-6'.*got the str"),
+            (None, TypeError, "tolerance=None"),
+        ]
+    ],
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "error", "words"), BAD)
+def test_bad_arguments_are_refused(make, arguments, error, words):
+    with pytest.raises(error, match=words):
+        make(*arguments)
+
+
+def test_numbers_of_any_type_are_taken():
+    for one in (1, np.float32(1), np.int64(1), jnp.array(1.0), jnp.bfloat16(1)):
+        sets = [*(ball(one) for ball in BALLS), ft.Logit(0, one), ft.Box([0, -1], one)]
+        for constraint in sets:
+            assert jax.eval_shape(constraint.project, jnp.eye(2)).dtype == jnp.float32
+    assert ft.CappedSimplex(1e9, np.inf).contains(jnp.ones(2))  # more than can be reached
+    assert ft.Symmetric(ft.Box(np.zeros((2, 2)), np.inf)).contains(jnp.eye(2))
+    make = jax.jit(lambda r: ft.Box(-r, r).project(ft.L1Ball(r).project(jnp.array([2.0, 0.0]))))
+    np.testing.assert_allclose(make(0.5), [0.5, 0.0])
+
+
+class Tuple(NamedTuple):
+    lr: Any
+    penalty: Any = None
+
+
+class Module(eqx.Module):
+    lr: Any
+    penalty: Any = None
+    name: str = eqx.field(static=True, default="rates")
+
+
+LR, PENALTY = jnp.array(0.3), {"w": jnp.array([0.5, -0.2]), "b": [jnp.array(0.1)]}
+CONTAINERS = {  # hyperparameters, and their constraints
+    "dict": ({"lr": LR, "penalty": PENALTY}, {"lr": BOX, "penalty": {"w": SIMPLEX}}),
+    "ordered": (OrderedDict(lr=LR, penalty=PENALTY), {"lr": BOX, "penalty": {"w": SIMPLEX}}),
+    "list": ([LR, PENALTY], [BOX, {"w": SIMPLEX}]),
+    "tuple": ((LR, PENALTY), (BOX, {"w": SIMPLEX})),
+    "NamedTuple": (Tuple(LR, PENALTY), Tuple(BOX, {"w": SIMPLEX})),
+    "NamedTuple, dict": (Tuple(LR, PENALTY), {"lr": BOX, "penalty": {"w": SIMPLEX}}),
+    "Module": (Module(LR, PENALTY), Module(BOX, {"w": SIMPLEX})),
+    "Module, dict": (Module(LR, PENALTY), {"lr": BOX, "penalty": {"w": SIMPLEX}}),
+    "Module, renamed": (Module(LR, PENALTY, name="mine"), Module(BOX, {"w": SIMPLEX})),
+    "Module in a list": ([Module(LR), Tuple(PENALTY)], [{"lr": BOX}, Tuple({"w": SIMPLEX})]),
+    "empty": ([LR, PENALTY, (), {}], [BOX, {"w": SIMPLEX}, (), {}]),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_constraints_are_a_prefix_of_any_container(name):
+    hparams, constraints = CONTAINERS[name]
+    full = check_constraints(constraints, hparams)
+    check_starts(full, hparams)
+    y = apply_constraints(full, "project", hparams)
+    assert jax.tree.structure(y) == jax.tree.structure(hparams)
+    expected = [jnp.array(0.2), jnp.array(0.1), jnp.array([0.85, 0.15])]  # lr, b, w
+    for leaf, value in zip(jax.tree.leaves(y), expected, strict=True):
+        np.testing.assert_allclose(leaf, value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Tuple, Module])
+@pytest.mark.parametrize("form", ["same", "dict", "left out"])
+def test_the_drivers_take_hyperparameters_with_fields(kind, form):
+    hparams = kind(jnp.array(0.1), jnp.array([0.5, 0.5]))
+    constraints = kind(LOG, SIMPLEX) if form == "same" else {"lr": LOG, "penalty": SIMPLEX}
+    if form == "left out":
+        constraints = {"penalty": SIMPLEX}
+    dynamics = ft.Training(
+        lambda w, h, x: jnp.sum((w - x) ** 2) + jnp.sum(h.penalty * w**2), lambda h: optax.sgd(h.lr)
+    )
+    problem = ft.Problem(
+        dynamics, lambda s, h, x: s.params @ jnp.arange(2.0), jnp.zeros(2), jnp.ones((3, 2))
+    )
+    result = ft.minimize(
+        problem, hparams, steps=2, optimizer=optax.sgd(0.5), constraints=constraints
+    )
+    tuner = ft.RealTime(
+        dynamics, lambda s, h, x: s.params @ jnp.arange(2.0), constraints=constraints
+    )
+    state, _ = tuner.update(tuner.init(jnp.zeros(2), hparams), jnp.ones((3, 2)), None)
+    for found in (result.hparams, state.hparams):
+        assert jax.tree.structure(found) == jax.tree.structure(hparams)
+        assert float(jnp.sum(found.penalty)) == pytest.approx(1.0)
+        assert not np.allclose(found.penalty, hparams.penalty)
+        assert found.lr != hparams.lr
+    with pytest.raises(ValueError, match=r"hparams\.lr: .*Start inside"):
+        ft.minimize(
+            problem, kind(0 * hparams.lr, hparams.penalty), steps=1, constraints={"lr": LOG}
+        )
+
+
 def test_constraints_that_do_not_fit():
     hparams = {"lr": jnp.array(0.1), "net": {"w": jnp.ones(3)}}
     with pytest.raises(ValueError, match=r"constraints\['rate'\] names no hyperparameter"):
@@ -220,12 +494,27 @@ def test_constraints_that_do_not_fit():
         check_constraints({"lr": ft.Box(np.zeros(3), np.ones(3))}, hparams)
     with pytest.raises(ValueError, match=r"does not fit hparams\['net'\]: .*square matrices"):
         check_constraints({"net": ft.Symmetric(ft.NonNegative())}, hparams)
+    with pytest.raises(TypeError, match=r"constraints of hparams are 1, but it has 2 parts"):
+        check_constraints((ft.NonNegative(),), (jnp.array(0.1), jnp.array(0.1)))
+    with pytest.raises(TypeError, match=r"is a list, which does not fit.*the same container"):
+        check_constraints([ft.NonNegative()], (jnp.array(0.1),))
+    with pytest.raises(TypeError, match=r"constraint of hparams is a dict, which does not fit"):
+        check_constraints({0: ft.NonNegative()}, [jnp.array(0.1)])
+    with pytest.raises(TypeError, match=r"of hparams is float32\[\], which does not fit"):
+        check_constraints(jnp.array(0.1), jnp.array(0.1))
+    for fields in (Tuple(jnp.array(0.1), jnp.ones(2)), Module(jnp.array(0.1), jnp.ones(2))):
+        with pytest.raises(ValueError, match=r"'rate'\] names no .*has \['lr', 'penalty'\]"):
+            check_constraints({"rate": ft.NonNegative()}, fields)
+        with pytest.raises(TypeError, match=r"constraint of hparams\.lr is float32\[\]"):
+            check_constraints(fields, fields)
+        with pytest.raises(TypeError, match=r"constraint of hparams is a Tuple, which does not"):
+            check_constraints(Tuple(None), {"lr": jnp.array(0.1)})
     with pytest.raises(TypeError, match=r"is a class; write `NonNegative\(...\)`"):
         check_constraints({"lr": ft.NonNegative}, hparams)
     with pytest.raises(ValueError, match="Log and Logit are changes of variable"):
         ft.Intersection(ft.Log(), ft.Box(0.0, 1.0))
     with pytest.raises(ValueError, match="no point in common"):
         ft.Intersection(ft.Box(0.0, 0.1), ft.Box(0.2, 0.3)).check_start(jnp.array(0.1))
-    for change, start in ((ft.Log(), 0.0), (ft.Logit(), 1.0)):
+    for change, start in ((ft.Log(), 0.0), (ft.Log(), np.inf), (ft.Logit(), 1.0)):
         with pytest.raises(ValueError, match="Start inside"):
             change.check_start(jnp.array(start))

@@ -1,9 +1,11 @@
 """Constraints: the set Lambda, with exact Euclidean projections.
 
 A set has `project(x)`, the nearest point of the set, and `contains(x)`. Sets are given as a prefix of
-the hyperparameters: `{"weight": CappedSimplex(1000.0), "lr": NonNegative()}`. One that stands over a
-whole subtree holds for all its numbers together, as one vector; `None`, or a name left out, means no
-constraint.
+the hyperparameters: `{"weight": CappedSimplex(1000.0), "lr": NonNegative()}`. Where they are a
+NamedTuple, an `equinox.Module` or another container with fields, the prefix is a dict by field name, or
+the same container with sets in its fields; for a list or tuple it is one as long. A set that stands
+over a whole subtree holds for all its numbers together, as one vector; `None`, or a name left out,
+means no constraint.
 
 `Log` and `Logit` stand in the same places, but constrain by a change of variable: the outer
 optimizer then moves log(x), so that a learning rate changes by factors rather than by differences.
@@ -24,13 +26,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._problem.checks import describe, named_leaves
 
 NEWTON_STEPS = 100
+PARTS = 3  # of a common shift
 DYKSTRA_STEPS = 1000
+HAIR = 1e-7  # of an interval; nearer a bound, Adam's epsilon of 1e-8 would outweigh the slope
+
+Number = Any  # a real number of any type; `_numbers` says what was given instead
 
 
 class AbstractConstraint(eqx.Module):
@@ -74,8 +81,19 @@ class Box(AbstractConstraint):
     upper: Any
 
     def __check_init__(self):
-        if not np.all(np.asarray(self.lower) <= np.asarray(self.upper)):
-            raise ValueError(f"an empty set: Box({self.lower}, {self.upper}) has lower > upper.")
+        given = f"Box({self.lower}, {self.upper})"
+        lower, upper = (_numbers(given, bound) for bound in (self.lower, self.upper))
+        if lower is None or upper is None:
+            return  # traced
+        try:
+            np.broadcast_shapes(lower.shape, upper.shape)
+        except ValueError:
+            raise ValueError(
+                f"{given}: the bounds have the shapes {lower.shape} and {upper.shape}, which do not "
+                "fit each other."
+            ) from None
+        if not np.all((lower <= upper) & (lower < np.inf) & (upper > -np.inf)):
+            raise ValueError(f"an empty set: {given} has no number between its bounds.")
 
     def project(self, x: PyTree) -> PyTree:
         """Return x with each entry clipped to the bounds."""
@@ -113,10 +131,10 @@ class L1Ball(AbstractConstraint):
     Array([ 0.75, -0.25], dtype=float32)
     """
 
-    radius: float
+    radius: Number
 
     def __check_init__(self):
-        _check_size("L1Ball", "radius", self.radius, least=0.0)
+        _check_size("L1Ball", "radius", self.radius)
 
     def project(self, x: PyTree) -> PyTree:
         """Return the nearest point of the ball: entries shrink by a common amount."""
@@ -133,18 +151,19 @@ class L2Ball(AbstractConstraint):
     Array([0.6, 0.8], dtype=float32)
     """
 
-    radius: float
+    radius: Number
 
     def __check_init__(self):
-        _check_size("L2Ball", "radius", self.radius, least=0.0)
+        _check_size("L2Ball", "radius", self.radius)
 
     def project(self, x: PyTree) -> PyTree:
         """Return x, scaled down if it is too long."""
-        square = _square(x)
-        outside = square > self.radius**2
+        unit, square = _scaled_square(x)
+        outside = unit * jnp.sqrt(square) > self.radius
         # A root of 1 inside the ball: at 0 Optax's has no value (radius 0).
-        scale = jnp.where(outside, self.radius / jnp.sqrt(jnp.where(outside, square, 1.0)), 1.0)
-        return jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), x)
+        length = unit * jnp.sqrt(jnp.where(outside, square, 1.0))
+        scale = jnp.where(outside, self.radius / length, 1.0)
+        return jax.tree.map(lambda leaf: (leaf * scale).astype(leaf.dtype), x)
 
 
 class Simplex(AbstractConstraint):
@@ -155,10 +174,10 @@ class Simplex(AbstractConstraint):
     Array([0.375, 0.625, 0.   ], dtype=float32)
     """
 
-    total: float = 1.0
+    total: Number = 1.0
 
     def __check_init__(self):
-        _check_size("Simplex", "total", self.total, least=0.0)
+        _check_size("Simplex", "total", self.total)
 
     def project(self, x: PyTree) -> PyTree:
         """Return the nearest point: entries move by a common amount, down to 0."""
@@ -173,12 +192,12 @@ class CappedSimplex(AbstractConstraint):
     Array([1.   , 0.375, 0.125, 0.   ], dtype=float32)
     """
 
-    total: float
-    upper: float = 1.0
+    total: Number
+    upper: Number = 1.0
 
     def __check_init__(self):
-        _check_size("CappedSimplex", "total", self.total, least=0.0)
-        _check_size("CappedSimplex", "upper", self.upper, least=0.0, infinite=True)
+        _check_size("CappedSimplex", "total", self.total)
+        _check_size("CappedSimplex", "upper", self.upper, infinite=True)
 
     def project(self, x: PyTree) -> PyTree:
         """Return the nearest point: entries move down by a common amount, between the bounds."""
@@ -194,7 +213,19 @@ class Symmetric(AbstractConstraint):
            [1. , 0. ]], dtype=float32)
     """
 
-    inner: AbstractConstraint
+    inner: Any
+
+    def __check_init__(self):
+        _check_set("Symmetric", self.inner)
+        if isinstance(self.inner, Box):
+            for bound in (self.inner.lower, self.inner.upper):
+                array = _numbers("a bound of Symmetric(Box(...))", bound)
+                if array is not None and array.ndim:
+                    matrix = np.atleast_2d(array)
+                    if not np.array_equal(matrix, np.swapaxes(matrix, -1, -2)):
+                        raise ValueError(
+                            f"Symmetric(Box(...)): the bound {describe(array)} is not symmetric."
+                        )
 
     def project(self, x: PyTree) -> PyTree:
         """Return the inner projection of (C + C') / 2, symmetric to the bit."""
@@ -216,11 +247,11 @@ class SymmetricNonNegative(AbstractConstraint):
            [0.5, 0. ]], dtype=float32)
     """
 
-    total: float | None = None
+    total: Number | None = None
 
     def __check_init__(self):
         if self.total is not None:
-            _check_size("SymmetricNonNegative", "total", self.total, least=0.0)
+            _check_size("SymmetricNonNegative", "total", self.total)
 
     def project(self, x: PyTree) -> PyTree:
         """Return the nearest point of the set."""
@@ -240,15 +271,20 @@ class Intersection(AbstractConstraint):
     Array([0.6, 0.8], dtype=float32)
     """
 
-    sets: tuple[AbstractConstraint, ...]
-    tolerance: float
+    sets: tuple[Any, ...]
+    tolerance: Number
 
-    def __init__(self, *sets: AbstractConstraint, tolerance: float = 1e-6):
+    def __init__(self, *sets: Any, tolerance: Number = 1e-6):
         self.sets, self.tolerance = sets, tolerance
         if len(sets) < 2:
             raise ValueError(f"Intersection needs two sets or more, got {len(sets)}.")
-        if any(isinstance(constraint, Log | Logit) for constraint in sets):
-            raise ValueError("Intersection takes sets; Log and Logit are changes of variable.")
+        for constraint in sets:
+            _check_set("Intersection", constraint)
+        size = _numbers(f"Intersection(tolerance={tolerance!r})", tolerance, one=True)
+        if size is not None and not 0 < size < np.inf:
+            raise ValueError(
+                f"Intersection(tolerance={tolerance}): it must be positive and finite."
+            )
 
     def contains(self, x: PyTree, tolerance: float = 1e-5) -> Bool[Array, ""]:
         """Return whether x lies in all the sets, up to `tolerance` times its size."""
@@ -298,12 +334,18 @@ class Log(AbstractConstraint):
     """
 
     def project(self, x: PyTree) -> PyTree:
-        """Return x, with what is not positive raised to the smallest normal number."""
-        return jax.tree.map(lambda leaf: jnp.maximum(leaf, jnp.finfo(leaf.dtype).tiny), x)
+        """Return x, with what is not positive (or infinite) moved to the ends of what exp can reach."""
+
+        def inside(leaf):
+            # A factor of 4 from the ends: log(x) is rounded, and exp of it must stay a normal number.
+            least, most = 4 * jnp.finfo(leaf.dtype).tiny, jnp.finfo(leaf.dtype).max / 4
+            return jnp.clip(leaf, *_like(leaf, least, most))
+
+        return jax.tree.map(inside, x)
 
     def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
-        """Return whether all of x is positive."""
-        return _all(jax.tree.map(lambda leaf: leaf > 0, x))
+        """Return whether all of x is positive and finite."""
+        return _all(jax.tree.map(lambda leaf: (leaf > 0) & jnp.isfinite(leaf), x))
 
     def check_start(self, x: PyTree) -> PyTree:
         """Return x if it is positive, or raise."""
@@ -330,21 +372,39 @@ class Logit(AbstractConstraint):
     0.0
     """
 
-    lower: float = 0.0
-    upper: float = 1.0
+    lower: Number = 0.0
+    upper: Number = 1.0
 
     def __check_init__(self):
-        if not self.lower < self.upper:
-            raise ValueError(f"an empty set: Logit({self.lower}, {self.upper}).")
+        given = f"Logit({self.lower}, {self.upper})"
+        lower, upper = (_numbers(given, bound, one=True) for bound in (self.lower, self.upper))
+        if lower is None or upper is None:
+            return  # traced
+        if not np.isfinite([lower, upper]).all():
+            raise ValueError(f"{given}: the bounds must be finite; for x > 0 there is `Log()`.")
+        if not lower < upper:
+            raise ValueError(f"an empty set: {given} has no number between its bounds.")
 
     def project(self, x: PyTree) -> PyTree:
         """Return x, moved inside the open interval by a hair where it is not."""
+        return jax.tree.map(lambda leaf: jnp.clip(leaf, *self._ends(leaf.dtype)), x)
 
-        def inside(leaf):
-            hair = (self.upper - self.lower) * jnp.finfo(leaf.dtype).eps
-            return jnp.clip(leaf, *_like(leaf, self.lower + hair, self.upper - hair))
+    def _ends(self, dtype: Any) -> tuple[Array, Array]:
+        """Return the ends of what a hyperparameter may be, from where it can still come back.
 
-        return jax.tree.map(inside, x)
+        The logit's slope there is that of the hair's share of the interval, which an optimizer must
+        be able to see; and around a bound b numbers lie eps |b| apart, of which the hair must hold
+        several, or x + dx would be rounded to x.
+        """
+        lower, upper = _like(jnp.zeros((), dtype), self.lower, self.upper)
+        span, eps = upper - lower, float(jnp.finfo(dtype).eps)
+
+        def hair(bound):
+            least = jnp.maximum(max(eps, HAIR) * span, jnp.finfo(dtype).tiny)
+            return jnp.minimum(jnp.maximum(least, eps**0.75 * jnp.abs(bound)), span / 4)
+
+        low = jnp.maximum(lower + hair(lower), jnp.nextafter(lower, upper))
+        return low, jnp.minimum(upper - hair(upper), jnp.nextafter(upper, lower))
 
     def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
         """Return whether all of x lies strictly between the bounds."""
@@ -352,6 +412,14 @@ class Logit(AbstractConstraint):
 
     def check_start(self, x: PyTree) -> PyTree:
         """Return x if it lies strictly between the bounds, or raise."""
+        for leaf in jax.tree.leaves(x):
+            lower, upper = _like(leaf, self.lower, self.upper)
+            low, high = self._ends(leaf.dtype)
+            if not (lower < low <= high < upper and jnp.isfinite(upper - lower)):
+                raise ValueError(
+                    f"{leaf.dtype} has no numbers between the bounds of {self}, which it rounds to "
+                    f"{lower} and {upper}. Take others, or hyperparameters of a wider type."
+                )
         return _inside(self, x)
 
     def to_search(self, x: PyTree) -> PyTree:
@@ -360,8 +428,15 @@ class Logit(AbstractConstraint):
 
     def from_search(self, u: PyTree) -> PyTree:
         """Return x from its logit."""
-        span = self.upper - self.lower
-        return jax.tree.map(lambda u: self.lower + span * jax.nn.sigmoid(u), u)
+
+        def between(u):
+            lower, upper = _like(u, self.lower, self.upper)
+            span = upper - lower
+            # From the nearer bound, where it is not rounded to the bound's own precision.
+            from_lower, from_upper = span * jax.nn.sigmoid(u), span * jax.nn.sigmoid(-u)
+            return jnp.where(u < 0, lower + from_lower, upper - from_upper)
+
+        return jax.tree.map(between, u)
 
     def reach(self, u: PyTree, unit: PyTree) -> PyTree:
         """Return 1: a change of the logit is relative already."""
@@ -393,29 +468,53 @@ def check_constraints(constraints: Any, hparams: PyTree, path: str = "hparams") 
                     f"the bounds of {constraints} do not fit {name}, which is {describe(leaf)}."
                 )
         return constraints
-    if isinstance(constraints, Mapping) and isinstance(hparams, Mapping):
-        unknown = sorted(set(constraints) - set(hparams), key=str)
+    parts, structure = _parts(hparams)
+    names = {_name(key): key for key in parts}
+    same = type(constraints) is type(hparams) and structure != jax.tree.structure(0)  # no leaf
+    if isinstance(constraints, Mapping) and names and None not in names:
+        unknown = sorted(set(constraints) - set(names), key=str)
         if unknown:
             raise ValueError(
                 f"constraints[{unknown[0]!r}] names no hyperparameter; {path} has "
-                f"{sorted(hparams, key=str)}."
+                f"{sorted(names, key=str)}."
             )
-        return {
-            name: check_constraints(constraints.get(name), hparams[name], f"{path}[{name!r}]")
-            for name in hparams
-        }
-    same = type(constraints) is type(hparams) and isinstance(constraints, list | tuple)
-    if same and len(constraints) == len(hparams):
-        pairs = enumerate(zip(constraints, hparams, strict=True))
-        return type(hparams)([check_constraints(c, h, f"{path}[{i}]") for i, (c, h) in pairs])
-    if isinstance(constraints, type):
-        raise TypeError(
-            f"the constraint of {path} is a class; write `{constraints.__name__}(...)`."
-        )
-    raise TypeError(
-        f"the constraint of {path} is {describe(constraints)}, which does not fit: give a set "
-        "(`foretune.NonNegative()` and the like), None, or the same containers as in hparams."
+        given = {key: constraints.get(name) for name, key in names.items()}
+    elif same and _parts(constraints)[0].keys() == parts.keys():
+        given = _parts(constraints)[0]
+    else:
+        raise TypeError(_misfit(constraints, hparams, path))
+    return structure.unflatten(
+        check_constraints(given[key], part, path + jax.tree_util.keystr((key,)))
+        for key, part in parts.items()
     )
+
+
+def _misfit(constraints: Any, hparams: PyTree, path: str) -> str:
+    if isinstance(constraints, type):
+        return f"the constraint of {path} is a class; write `{constraints.__name__}(...)`."
+    if type(constraints) is type(hparams) and isinstance(constraints, list | tuple):
+        return (
+            f"the constraints of {path} are {len(constraints)}, but it has {len(hparams)} parts: give "
+            "one for each (None for no constraint)."
+        )
+    return (
+        f"the constraint of {path} is {describe(constraints)}, which does not fit: give a set "
+        "(`foretune.NonNegative()` and the like), None, the same container as in hparams, or a dict "
+        "by the names of its keys or fields."
+    )
+
+
+def _parts(tree: PyTree) -> tuple[dict[Any, PyTree], Any]:
+    """Return the parts of a container by JAX's keys (none for a leaf), and its structure."""
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda n: n is not tree)
+    return {path[0]: part for path, part in flat if path}, structure
+
+
+def _name(key: Any) -> Any:
+    """Return the name that a dict gives to a part: its key or field, or None for a position."""
+    if isinstance(key, jax.tree_util.DictKey):
+        return key.key
+    return key.name if isinstance(key, jax.tree_util.GetAttrKey) else None
 
 
 def apply_constraints(constraints: PyTree, how: str, x: PyTree, *more: PyTree) -> PyTree:
@@ -450,42 +549,47 @@ def _shift(v: Float[Array, " n"], total: Any, upper: Any, *, at_most: bool) -> F
 
     The sum is piecewise linear and decreasing in tau. Newton's method on it, kept inside a
     bracket, ends in finitely many steps; the last step, on the final pieces, carries the derivative.
+
+    Where the entries are large, or many for a small total, tau rounded to one number would leave an
+    error of n eps |tau| in the sum. So it is found in parts, tau = tau_1 + tau_2 + ..., each the
+    root for the entries less the parts before it: v - tau_1 is exact for the entries near tau_1.
     """
+    given, v, n = v.dtype, _wide(v), v.size
     total, upper = _like(v, total, upper)
-    free, n = lax.stop_gradient(v), v.size
 
-    def excess(tau):
-        return jnp.sum(jnp.clip(free - tau, 0, upper)) - total
+    def pieces(w):
+        return (w > 0) & (w < upper), w >= upper
 
-    def pieces(tau):
-        inside = (free > tau) & (free - tau < upper)
-        return inside, free - tau >= upper
+    def root(w):
+        def newton(carry):
+            count, low, high, tau, _ = carry
+            value = jnp.sum(jnp.clip(w - tau, 0, upper)) - total
+            inside, _ = pieces(w - tau)
+            low, high = jnp.where(value >= 0, tau, low), jnp.where(value <= 0, tau, high)
+            step = tau + value / jnp.maximum(jnp.sum(inside), 1)
+            good = jnp.any(inside) & (step > low) & (step < high)
+            return count + 1, low, high, jnp.where(good, step, (low + high) / 2), tau
 
-    def newton(carry):
-        count, low, high, tau, _ = carry
-        value, (inside, _) = excess(tau), pieces(tau)
-        low, high = jnp.where(value >= 0, tau, low), jnp.where(value <= 0, tau, high)
-        step = tau + value / jnp.maximum(jnp.sum(inside), 1)
-        good = jnp.any(inside) & (step > low) & (step < high)
-        return count + 1, low, high, jnp.where(good, step, (low + high) / 2), tau
+        def unfinished(carry):
+            count, low, high, tau, before = carry
+            return (count < NEWTON_STEPS) & (tau != before) & (low < high)
 
-    def unfinished(carry):
-        count, low, high, tau, before = carry
-        return (count < NEWTON_STEPS) & (tau != before) & (low < high)
+        # sum = 0 <= total at tau = max w, and sum >= total at min w - total / n, if it ever is.
+        low, high = jnp.min(w) - total / n, jnp.max(w)
+        start = (0, low, high, jnp.clip(0, low, high), jnp.full((), jnp.nan, v.dtype))
+        return lax.while_loop(unfinished, newton, start)[3]
 
-    # sum = 0 <= total at tau = max v, and sum >= total at v_(n) - total / n, whatever upper is.
-    low = jnp.zeros((), v.dtype) if at_most else jnp.min(free) - total / n
-    high = jnp.maximum(jnp.max(free), low)
-    start = (0, low, high, low, jnp.full((), jnp.nan, v.dtype))
-    _, _, _, tau, _ = lax.while_loop(unfinished, newton, start)
-    inside, capped = pieces(tau)
-    held = jnp.sum(jnp.where(inside, v, 0)) + jnp.sum(jnp.where(capped, upper, 0)) - total
-    exact = jnp.where(jnp.any(inside), held / jnp.maximum(jnp.sum(inside), 1), tau)
-    shifted = jnp.clip(v - exact, 0, upper)
-    if not at_most:
-        return shifted
-    clipped = jnp.clip(v, 0, upper)
-    return jnp.where(jnp.sum(clipped) <= total, clipped, shifted)
+    free = lax.stop_gradient(v)
+    centred = lax.fori_loop(0, PARTS, lambda _, w: w - root(w), free)
+    inside, capped = pieces(centred)
+    centred = centred + (v - free)  # the same, as a function of v
+    held = jnp.sum(jnp.where(inside, centred, 0)) + jnp.sum(jnp.where(capped, upper, 0)) - total
+    rest = jnp.where(jnp.any(inside), held / jnp.maximum(jnp.sum(inside), 1), 0)
+    shifted = jnp.clip(centred - rest, 0, upper)
+    if at_most:
+        clipped = jnp.clip(v, 0, upper)
+        shifted = jnp.where(jnp.sum(clipped) <= total, clipped, shifted)
+    return shifted.astype(given)
 
 
 def _all(tree: PyTree) -> Bool[Array, ""]:
@@ -507,22 +611,63 @@ def _on_vector(f: Callable[[Array], Array], x: PyTree) -> PyTree:
 
 
 def _like(leaf: Any, *bounds: Any) -> tuple[Array, ...]:
-    return tuple(jnp.asarray(bound, jnp.asarray(leaf).dtype) for bound in bounds)
+    with np.errstate(over="ignore"):  # beyond the type's range: infinite, as it should be
+        return tuple(jnp.asarray(bound, jnp.asarray(leaf).dtype) for bound in bounds)
 
 
-def _square(x: PyTree) -> Float[Array, ""]:
-    return functools.reduce(jnp.add, [jnp.sum(leaf**2) for leaf in jax.tree.leaves(x)])
+def _wide(x: Array) -> Array:
+    """Return x in single precision at least: sums of many numbers overflow in half precision."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _scaled_square(x: PyTree) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the largest entry's size c and sum (x / c)^2, which cannot overflow."""
+    leaves = [_wide(jnp.asarray(leaf)) for leaf in jax.tree.leaves(x)]
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(leaf), initial=0) for leaf in leaves])
+    unit = lax.stop_gradient(jnp.where(largest > 0, largest, 1.0))
+    return unit, functools.reduce(jnp.add, [jnp.sum((leaf / unit) ** 2) for leaf in leaves])
 
 
 def _norm(x: PyTree) -> Float[Array, ""]:
-    return jnp.sqrt(_square(x))
+    unit, square = _scaled_square(x)
+    return unit * jnp.sqrt(square)
 
 
-def _check_size(name: str, field: str, value: Any, *, least: float, infinite: bool = False) -> None:
-    if isinstance(value, jax.Array):
-        return  # may be traced
-    if not (value >= least and (infinite or np.isfinite(value))):
-        raise ValueError(
-            f"{name}({field}={value}): the {field} must be a number, {least:g} or more; the set "
-            "would be empty."
+def _check_size(name: str, field: str, value: Any, *, infinite: bool = False) -> None:
+    """Raise unless the value is a number from 0 on."""
+    size = _numbers(f"{name}({field}={value!r:.60})", value, one=True)
+    if size is None:
+        return  # traced
+    if size < 0:
+        raise ValueError(f"an empty set: {name}({field}={value}); the {field} must be 0 or more.")
+    if np.isinf(size) and not infinite:
+        raise ValueError(f"{name}({field}={value}): the {field} must be finite.")
+
+
+def _numbers(given: str, value: Any, *, one: bool = False) -> np.ndarray | None:
+    """Return real numbers (`one`: a single one) on the host, None for traced ones, or raise."""
+    if isinstance(value, Tracer):
+        return None
+    try:
+        array = np.asarray(value)
+    except ValueError:  # rows of different lengths
+        array = np.array(None)
+    real = any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if not real or (one and array.ndim):
+        needed = "a real number" if one else "real numbers, or arrays of them,"
+        raise TypeError(f"{given}: {needed} expected, got {describe(value)}.")
+    if np.isnan(array).any():
+        raise ValueError(f"{given}: NaN is no bound.")
+    return array.astype(np.float64)
+
+
+def _check_set(name: str, inner: Any) -> None:
+    """Raise unless `inner` is a set, which Log and Logit are not."""
+    if isinstance(inner, type):
+        raise TypeError(f"{name} takes sets; got a class: write `{inner.__name__}(...)`.")
+    if not isinstance(inner, AbstractConstraint):
+        raise TypeError(
+            f"{name} takes sets, `foretune.Box(0.0, 1.0)` and the like; got {describe(inner)}."
         )
+    if isinstance(inner, Log | Logit):
+        raise ValueError(f"{name} takes sets; Log and Logit are changes of variable.")

@@ -81,7 +81,9 @@ def minimize(
             which needs no hyper-learning rate (docs/outer.md has the comparison behind this choice).
             Gradient clipping is Optax's: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
         constraints: sets (`Box`, `CappedSimplex`, ...) or changes of variable (`Log`, `Logit`) as a
-            prefix of the hyperparameters; what is left out is free.
+            prefix of the hyperparameters, `{"lr": Log()}` say: a dict by name (of a key, or of a field
+            of a NamedTuple or `equinox.Module`), or the same container with sets in the places of
+            subtrees. None, and what is left out, is free.
         callbacks: `Progress()`, `History(file)`, `Checkpoint(directory)`, `TensorBoard(directory)`
             or your own `Callback`.
         stop: stopping rules, `NoImprovement(10)`, `SmallGradient(1e-4)`, `TimeLimit(600)` or any
