@@ -6,13 +6,14 @@ with P the projection onto the constraints (or, for `Log` and `Logit`, with u th
 variable).
 """
 
+import contextlib
 import functools
 import hashlib
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -219,16 +220,24 @@ def check_callbacks(callbacks: Any) -> None:
         )
 
 
-def start_callbacks(callbacks: Any, run: Run) -> None:
-    """Start the callbacks, those that may resume the run first."""
-    for callback in sorted(callbacks, key=lambda callback: not callback.resumes):
-        callback.start(run)
+@contextlib.contextmanager
+def started(callbacks: Any, run: Run) -> Iterator[None]:
+    """Start the callbacks, those that may resume the run first; each that has started is ended.
+
+    They end in the reverse order, each of them also where the run or another callback fails.
+    """
+    with contextlib.ExitStack() as stack:
+        for callback in sorted(callbacks, key=lambda callback: not callback.resumes):
+            callback.start(run)
+            stack.callback(callback.end, run)
+        yield
 
 
 def digest_of(tree: PyTree) -> str:
-    """Return a digest of the numbers in a pytree."""
+    """Return a digest of the arrays in a pytree: their numbers, types and shapes."""
     digest = hashlib.sha256()
     for leaf in numbers(tree):
+        digest.update(f"{leaf.dtype}{leaf.shape}".encode())
         digest.update(np.ascontiguousarray(leaf).tobytes())
     return digest.hexdigest()
 

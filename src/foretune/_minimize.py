@@ -31,7 +31,7 @@ from ._driver import (
     feasible,
     measure,
     nowhere,
-    start_callbacks,
+    started,
 )
 from ._engines.base import AbstractEngine, Hypergradient
 from ._engines.nonfinite import NonFiniteError
@@ -141,48 +141,43 @@ def minimize(
     carry = Carry(hparams, _outer_init(outer, hparams, batched), best, inner)
     run = Run(steps, carry, settings)
 
-    with Interrupt() as interrupt:
-        start_callbacks(callbacks, run)
-        try:
-            stopped = None
-            while stopped is None:
-                now = problem
-                if batches is not None:
-                    extra = () if key is None else (jax.random.fold_in(key, run.step),)
-                    now = problem.replace(batches=batches(run.step, *extra))
-                if warm_start:
-                    now = now.continued(run.carry.inner)
-                try:
-                    hyper = _hypergradient(engine, now, run.hparams, batched)
-                except NonFiniteError as error:
-                    error.add_note(
-                        f"foretune: this was step {run.step} of minimize; what there is until then "
-                        "(history, best, hparams) is in the attribute `run` of this error."
-                    )
-                    error.run = run
-                    raise
-                run.value, run.grad, run.state = hyper
-                norms = _gradient_norm(hyper.grad, batched)
-                record = {"step": run.step, "value": hyper.value, "gradient_norm": norms}
-                measured = evaluate and (run.step % evaluate_every == 0 or run.step == steps)
-                if measured:
-                    record |= measure(evaluate, hyper.state, run.hparams, record, batched)
-                run.note(record)
-                if measured or not evaluate:
-                    run.rank(score, run.hparams)
-                for callback in callbacks:
-                    callback.step(run)
-                stopped = next(iter(run.reasons(stop, interrupt)), None)
-                if stopped is None:
-                    new, opt_state = _outer_update(
-                        outer, run.hparams, run.carry.opt_state, hyper.value, hyper.grad, batched
-                    )
-                    inner = hyper.state if warm_start else None
-                    run.carry = Carry(new, opt_state, run.best, inner)
-                    run.step += 1
-        finally:
+    with Interrupt() as interrupt, started(callbacks, run):
+        stopped = None
+        while stopped is None:
+            now = problem
+            if batches is not None:
+                extra = () if key is None else (jax.random.fold_in(key, run.step),)
+                now = problem.replace(batches=batches(run.step, *extra))
+            if warm_start:
+                now = now.continued(run.carry.inner)
+            try:
+                hyper = _hypergradient(engine, now, run.hparams, batched)
+            except NonFiniteError as error:
+                error.add_note(
+                    f"foretune: this was step {run.step} of minimize; what there is until then "
+                    "(history, best, hparams) is in the attribute `run` of this error."
+                )
+                error.run = run
+                raise
+            run.value, run.grad, run.state = hyper
+            norms = _gradient_norm(hyper.grad, batched)
+            record = {"step": run.step, "value": hyper.value, "gradient_norm": norms}
+            measured = evaluate and (run.step % evaluate_every == 0 or run.step == steps)
+            if measured:
+                record |= measure(evaluate, hyper.state, run.hparams, record, batched)
+            run.note(record)
+            if measured or not evaluate:
+                run.rank(score, run.hparams)
             for callback in callbacks:
-                callback.end(run)
+                callback.step(run)
+            stopped = next(iter(run.reasons(stop, interrupt)), None)
+            if stopped is None:
+                new, opt_state = _outer_update(
+                    outer, run.hparams, run.carry.opt_state, hyper.value, hyper.grad, batched
+                )
+                inner = hyper.state if warm_start else None
+                run.carry = Carry(new, opt_state, run.best, inner)
+                run.step += 1
     return Result(run.hparams, run.value, run.state, run.history, run.best, stopped)
 
 

@@ -24,7 +24,7 @@ from ._driver import (
     measure,
     nowhere,
     on_host,
-    start_callbacks,
+    started,
 )
 from ._problem import Minibatches
 from ._validate import check_count, describe, named_leaves
@@ -171,44 +171,39 @@ def run_stream(
     }
     run = RealTimeRun(steps, RealTimeCarry(state, nowhere(state.hparams)), settings)
     run.tuner = tuner
-    with Interrupt() as interrupt:
-        start_callbacks(callbacks, run)
+    with Interrupt() as interrupt, started(callbacks, run):
         already = run.step if skip else 0
         validations = itertools.islice(_repeated(validation_stream), already, None)
         pieces = itertools.islice(pieces, already, None)
-        try:
-            upcoming, stopped, failure = _next(pieces), None, None
-            if steps is not None and run.step >= steps:
-                stopped = f"{steps} steps done"
-            while stopped is None:
-                run.window, run.validation = upcoming, _next(validations)
-                if run.window is END or run.validation is END:
-                    which = "training" if run.window is END else "validation"
-                    stopped = f"the {which} stream ended"
-                    if run.step == 0:
-                        raise ValueError(f"the {which} stream is empty: it gave no batch.")
-                    break
-                state, log, fault = tuner.dispatch(run.carry.state, run.window, run.validation)
-                run.carry, run.state = run.carry._replace(state=state), state
-                # The next window is read and sent to the device while this one runs.
-                more = steps is None or run.step + 1 < steps
-                try:
-                    upcoming = _next(pieces) if more and not interrupt.asked else END
-                except BaseException as error:  # raised when this window has been noted
-                    failure = error
-                if fault:
-                    _fail(tuner, run, state)
-                _note(run, state, log, evaluate, evaluate_every)
-                if not run.record["undone"] and (not evaluate or set(run.record) > _RECORD):
-                    run.rank(score, log["hparams"])
-                for callback in callbacks:
-                    callback.step(run)
-                if failure is not None:
-                    raise failure
-                stopped = next(iter(run.reasons(stop, interrupt)), None)
-        finally:
+        upcoming, stopped, failure = _next(pieces), None, None
+        if steps is not None and run.step >= steps:
+            stopped = f"{steps} steps done"
+        while stopped is None:
+            run.window, run.validation = upcoming, _next(validations)
+            if run.window is END or run.validation is END:
+                which = "training" if run.window is END else "validation"
+                stopped = f"the {which} stream ended"
+                if run.step == 0:
+                    raise ValueError(f"the {which} stream is empty: it gave no batch.")
+                break
+            state, log, fault = tuner.dispatch(run.carry.state, run.window, run.validation)
+            run.carry, run.state = run.carry._replace(state=state), state
+            # The next window is read and sent to the device while this one runs.
+            more = steps is None or run.step + 1 < steps
+            try:
+                upcoming = _next(pieces) if more and not interrupt.asked else END
+            except BaseException as error:  # raised when this window has been noted
+                failure = error
+            if fault:
+                _fail(tuner, run, state)
+            _note(run, state, log, evaluate, evaluate_every)
+            if not run.record["undone"] and (not evaluate or set(run.record) > _RECORD):
+                run.rank(score, log["hparams"])
             for callback in callbacks:
-                callback.end(run)
+                callback.step(run)
+            if failure is not None:
+                raise failure
+            stopped = next(iter(run.reasons(stop, interrupt)), None)
     if run.value is None and run.history:  # resumed at its end
         run.value = run.history[-1]["value"]
     return Result(run.hparams, run.value, run.carry.state, run.history, run.best, stopped)
