@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,7 +91,7 @@ def same(a, b):
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
     expected = run(tmp_path / "whole")
     run(tmp_path / "damaged", steps=4)
-    newest = tmp_path / "damaged" / "4"
+    newest = tmp_path / "damaged" / "foretune_4"
     files = [p for p in newest.rglob("*") if p.is_file() and "carry" in str(p)]
     assert files
     for file in files:
@@ -103,10 +104,29 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
             file.write_bytes(content[:30] + bytes([content[30] ^ 255]) + content[31:])
         elif damage == "remove":
             file.unlink()
+    damaged = contents(newest)
     with pytest.warns(UserWarning, match=r"checkpoint of step 4 .* cannot be used"):
         resumed = run(tmp_path / "damaged")
     assert same(resumed.hparams, expected.hparams)
     assert resumed.history == expected.history
+    assert contents(tmp_path / "damaged" / "foretune_4.damaged") == damaged
+
+
+def _below(folder):
+    return sorted(folder.rglob("*"))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def contents(folder):
+    """Return the files by name, links as what they point to."""
+    files = [path for path in _below(folder) if path.is_symlink() or path.is_file()]
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in files
+    }
 
 
 def test_a_finished_run_can_be_prolonged(tmp_path):
@@ -177,4 +197,88 @@ def test_a_run_that_diverged_goes_on_with_a_smaller_step(tmp_path):
 def test_few_checkpoints_are_kept(tmp_path):
     problem, hparams = regression(steps=4)
     ft.minimize(problem, hparams, steps=7, callbacks=[ft.Checkpoint(tmp_path, every=2, keep=3)])
-    assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == [4, 6, 7]
+    assert names(tmp_path) == ["foretune_4", "foretune_6", "foretune_7"]
+
+
+def test_what_foretune_did_not_write_is_left_alone(tmp_path):
+    for name in ("2023", "2024", "3", "foretune_notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "diary.txt").write_text(name)
+    before = contents(tmp_path)
+    problem, hparams = regression(steps=4)
+    for steps in (3, 6):
+        checkpoint = ft.Checkpoint(tmp_path, keep=1)
+        ft.minimize(problem, hparams, steps=steps, callbacks=[checkpoint])
+    assert contents(tmp_path).items() >= before.items()
+    assert [name for name in names(tmp_path) if name not in ("2023", "2024", "3")] == [
+        "foretune_6", "foretune_notes",
+    ]  # fmt: skip
+
+
+def test_a_flipped_byte_in_the_metadata_is_damage(tmp_path):
+    expected = run(tmp_path / "whole", steps=4)
+    run(tmp_path / "sound", steps=3)
+    name = "foretune_3/meta/metadata"
+    text = (tmp_path / "sound" / name).read_bytes()
+    # A record's number and name, what the run belongs to, the step, the digests and their names.
+    for i, before in enumerate(
+        [b'"value": 1.', b'"gradient_n', b'"inner steps": "', b'"step": ', b'"digest": "', b'"dig']
+    ):
+        at = text.index(before) + len(before)
+        folder = tmp_path / str(i)
+        shutil.copytree(tmp_path / "sound", folder)
+        (folder / name).write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
+        with pytest.warns(UserWarning, match=r"checkpoint of step 3 .* cannot be used"):
+            resumed = run(folder, steps=4)
+        assert resumed.history == expected.history
+        assert same(resumed.hparams, expected.hparams)
+
+
+def test_checkpoints_that_are_all_damaged_stay_as_they_are(tmp_path):
+    run(tmp_path, steps=3)
+    for file in tmp_path.glob("foretune_*/meta/*"):
+        file.write_bytes(b"{}")
+    before = contents(tmp_path)
+    for _ in range(2):
+        with (
+            pytest.warns(UserWarning, match="cannot be used"),
+            pytest.raises(RuntimeError, match=r"none of the checkpoints .* are left as they are"),
+        ):
+            run(tmp_path, steps=3)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("item", ["meta", "carry"])
+def test_a_disk_that_fails_is_no_damage(tmp_path, item):
+    run(tmp_path, steps=3)
+    for file in [path for path in _below(tmp_path / "foretune_3" / item) if path.is_file()]:
+        file.unlink()
+        file.symlink_to(file.name)  # "too many levels of symbolic links"
+    before = contents(tmp_path)
+    with pytest.raises(OSError, match="symbolic links"):
+        run(tmp_path, steps=4)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("error", [PermissionError("not now"), MemoryError("not now")])
+def test_an_error_while_reading_passes_on(tmp_path, monkeypatch, error):
+    import orbax.checkpoint as ocp
+
+    expected = run(tmp_path / "whole", steps=4)
+    run(tmp_path / "parts", steps=3)
+    before = contents(tmp_path / "parts")
+
+    def fails(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "restore", fails)
+        with pytest.raises(type(error), match="not now"):
+            run(tmp_path / "parts", steps=4)
+    assert contents(tmp_path / "parts") == before
+    assert run(tmp_path / "parts", steps=4).history == expected.history
+
+
+def test_a_directory_has_a_name():
+    with pytest.raises(ValueError, match="the directory has no name"):
+        ft.Checkpoint("")
