@@ -234,6 +234,18 @@ def test_a_flipped_byte_in_the_metadata_is_damage(tmp_path):
         assert same(resumed.hparams, expected.hparams)
 
 
+def test_arrays_of_another_step_are_damage(tmp_path):
+    expected = run(tmp_path / "whole", steps=4)
+    run(tmp_path / "mixed", steps=3)
+    shutil.rmtree(tmp_path / "mixed" / "foretune_3" / "carry")
+    shutil.copytree(
+        tmp_path / "mixed" / "foretune_2" / "carry", tmp_path / "mixed" / "foretune_3" / "carry"
+    )
+    with pytest.warns(UserWarning, match=r"its arrays are not those that were saved"):
+        resumed = run(tmp_path / "mixed", steps=4)
+    assert resumed.history == expected.history
+
+
 def test_checkpoints_that_are_all_damaged_stay_as_they_are(tmp_path):
     run(tmp_path, steps=3)
     for file in tmp_path.glob("foretune_*/meta/*"):
