@@ -1,5 +1,6 @@
 """Checkpoints: after SIGKILL, truncation or Ctrl-C a run goes on to the same bits."""
 
+import itertools
 import json
 import os
 import shutil
@@ -10,13 +11,14 @@ import textwrap
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import foretune as ft
 
-from .problems import regression
+from .problems import penalised, regression, squared_error
 
 CHILD = textwrap.dedent("""
     import json, sys, time
@@ -294,3 +296,102 @@ def test_an_error_while_reading_passes_on(tmp_path, monkeypatch, error):
 def test_a_directory_has_a_name():
     with pytest.raises(ValueError, match="the directory has no name"):
         ft.Checkpoint("")
+
+
+def flat_penalised(params, hparams, batch):
+    return penalised(params, hparams, (batch[:, :3], batch[:, 3]))
+
+
+def flat_error(state, hparams, batch):
+    return squared_error(state, hparams, (batch[:, :3], batch[:, 3]))
+
+
+DYNAMICS = ft.Training(flat_penalised, lambda h: optax.sgd(h["lr"], 0.5))
+
+
+def tune(callbacks, at=lambda point, window: None, **options):
+    """Tune over a stream in real time, saying `at(point, window)` where it is."""
+    traced = itertools.count(1)
+
+    class Tuner(ft.RealTime):
+        def dispatch(self, state, window, validation):
+            number = int(state.window) + 1
+            at("before the window", number)
+            result = super().dispatch(state, window, validation)
+            at("in the window", number)
+            return result
+
+    class Watch(ft.Callback):
+        def step(self, run):
+            at("callback", run.step)
+
+    def score(record):
+        at("score", record["step"])
+        return abs(record["step"] - 3)
+
+    def evaluate(state, hparams):
+        if next(traced) > 1:  # compiled in the third window, after a first check
+            at("evaluate", 3)
+        return {"size": jnp.sum(state.params["w"] ** 2)}
+
+    def stream(name, batch, each):
+        for i in itertools.count():
+            at(name, i // each + 1)
+            yield batch * (1 + 0.1 * np.sin(i)).astype(np.float32)
+
+    rng = np.random.default_rng(0)
+    train, validation = rng.normal(size=(2, 8, 4)).astype(np.float32)
+    tuner = Tuner(DYNAMICS, flat_error, constraints={"lr": ft.NonNegative()}, **options)
+    return tuner.run(
+        stream("training stream", train, 2), stream("validation stream", validation, 1),
+        params={"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)},
+        hparams={"lr": jnp.array(0.01), "decay": jnp.array(0.02)}, window=2, steps=5,
+        callbacks=[*callbacks, Watch()], stop=lambda run: at("stop", run.step), score=score,
+        evaluate=evaluate, evaluate_every=3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("point", "donate", "kept"),
+    [
+        ("training stream", True, 2),
+        ("validation stream", True, 2),
+        ("before the window", True, 2),
+        ("in the window", True, None),  # the memory of the state before it is taken
+        ("in the window", False, 2),
+        ("evaluate", True, None),
+        ("evaluate", False, 2),
+        ("score", True, None),
+        ("callback", True, 3),
+        ("stop", True, 3),
+    ],
+)
+def test_a_second_ctrl_c_leaves_nothing_that_is_not_whole(tmp_path, point, donate, kept):
+    def interrupt(here, window):
+        if (here, window) == (point, 3):
+            raise KeyboardInterrupt
+
+    expected = tune([], donate=donate)
+    with pytest.raises(KeyboardInterrupt):
+        tune([ft.Checkpoint(tmp_path, every=10)], interrupt, donate=donate)
+    assert names(tmp_path) == ([] if kept is None else [f"foretune_{kept}"])
+    resumed = tune([ft.Checkpoint(tmp_path, every=10)], donate=donate)
+    assert resumed.history == expected.history
+    assert same(resumed.state, expected.state)
+    assert same(resumed.best, expected.best)
+
+
+def test_best_after_a_score_that_failed(tmp_path):
+    """A window whose score fails, the best of all, is counted when the run resumes."""
+    expected = tune([])
+    assert expected.best.step == 3
+
+    def fail(here, window):
+        if (here, window) == ("score", 3):
+            raise ValueError("no score")
+
+    with pytest.raises(ValueError, match="no score"):
+        tune([ft.Checkpoint(tmp_path)], fail)
+    resumed = tune([ft.Checkpoint(tmp_path)])
+    assert same(resumed.best, expected.best)
+    assert resumed.history == expected.history

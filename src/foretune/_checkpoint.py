@@ -101,8 +101,7 @@ class Checkpoint(Callback):
                 continue
             self._set_aside(damaged)
             manager.reload()
-            run.step, run.history = step, history
-            run.carry = _with_arrays(run.carry, arrays)
+            run.resume(step, _with_arrays(run.carry, arrays), history)
             return step
         if steps:
             raise RuntimeError(
