@@ -175,14 +175,24 @@ def test_the_folder_of_another_run_is_refused(tmp_path, options):
         run(tmp_path, **options)
 
 
-def test_another_start_is_refused(tmp_path):
-    run(tmp_path)
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (
+            {"hparams": {"lr": jnp.array(0.2), "decay": jnp.array(0.02)}},
+            "the initial hyperparameters",
+        ),
+        ({"init": {"w": np.ones(3, np.float32), "b": np.float32(0)}}, "the initial parameters"),
+        ({"trajectory": True}, "trajectory: False there, True here"),
+    ],
+)
+def test_another_start_or_error_is_refused(tmp_path, change, difference):
     problem, hparams = regression(steps=4)
-    with pytest.raises(ValueError, match="holds another run"):
-        ft.minimize(
-            problem, hparams | {"lr": hparams["lr"] * 2}, steps=6, optimizer=optax.adam(0.01),
-            callbacks=[ft.Checkpoint(tmp_path)],
-        )  # fmt: skip
+    given = {"steps": 2, "optimizer": optax.adam(0.01), "callbacks": [ft.Checkpoint(tmp_path)]}
+    ft.minimize(problem, hparams, **given)
+    hparams = change.pop("hparams", hparams)
+    with pytest.raises(ValueError, match=f"holds another run(.|\n)*{difference}"):
+        ft.minimize(problem.replace(**change), hparams, **given)
 
 
 def test_a_run_that_diverged_goes_on_with_a_smaller_step(tmp_path):
@@ -395,3 +405,50 @@ def test_best_after_a_score_that_failed(tmp_path):
     resumed = tune([ft.Checkpoint(tmp_path)])
     assert same(resumed.best, expected.best)
     assert resumed.history == expected.history
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"discount": 1.0}, r"discount: 0\.9 there, 1\.0 here"),
+        ({"rollback": None}, r"rollback: 1\.5 there, None here"),
+        ({"reset": 2}, "reset: None there, 2 here"),
+        ({"z_cap": 3.0}, r"z_cap: None there, 3\.0 here"),
+        ({"tangents": jnp.bfloat16}, "tangents: None there, bfloat16 here"),
+    ],
+)
+def test_another_constant_of_the_tuner_is_refused(tmp_path, change, difference):
+    with pytest.raises(RuntimeError, match="enough"):
+        tune([ft.Checkpoint(tmp_path)], stop_in_the_second_window)
+    with pytest.raises(ValueError, match=f"holds another run(.|\n)*{difference}"):
+        tune([ft.Checkpoint(tmp_path)], **change)
+
+
+def test_what_does_not_change_the_result_may_change(tmp_path):
+    with pytest.raises(RuntimeError, match="enough"):
+        tune([ft.Checkpoint(tmp_path)], stop_in_the_second_window)
+    resumed = tune([ft.Checkpoint(tmp_path)], donate=False, chunk=1)
+    assert [record["step"] for record in resumed.history] == [1, 2, 3, 4, 5]
+
+
+def stop_in_the_second_window(here, window):
+    if (here, window) == ("callback", 2):
+        raise RuntimeError("enough")
+
+
+def test_a_save_that_is_interrupted_is_not_tried_again(tmp_path, monkeypatch):
+    import orbax.checkpoint as ocp
+
+    save = ocp.CheckpointManager.save
+
+    def interrupted(self, step, **options):
+        save(self, step, **options)
+        if step == 2:
+            raise KeyboardInterrupt
+
+    expected = run(tmp_path / "whole", steps=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "parts", steps=4)
+    assert run(tmp_path / "parts", steps=4).history == expected.history

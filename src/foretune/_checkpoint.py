@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ._callbacks import Callback, _writable_folder
-from ._driver import digest_of, numbers
+from ._driver import DIGEST, digest_of, numbers
 from ._validate import check_count, describe, named_leaves
 
 PREFIX = "foretune"  # of the names of checkpoints: the mark by which they are known
@@ -43,8 +43,9 @@ class Checkpoint(Callback):
 
     A resumed run repeats the evaluation it was in, and goes on as if it had never stopped: its
     results are the same to the bit on the same machine. The directory of a run with other shapes,
-    another start, other constraints or another kind of optimizer is refused with a `ValueError`; the
-    optimizer's constants, the functions and the data are yours to keep. Arrays are saved whole, so a
+    another start, other constraints, other constants of the tuner or another kind of optimizer is
+    refused with a `ValueError`; the optimizer's constants, the functions and the data are yours to
+    keep. Arrays are saved whole, so a
     run may go on with another number of devices or processes (then to rounding, not to the bit).
 
     >>> import foretune as ft
@@ -63,12 +64,14 @@ class Checkpoint(Callback):
         self.directory, self.every, self.keep = Path(directory).absolute(), every, keep
         self._manager: Any = None
         self._saved: int | None = None
+        self._belongs_to: dict[str, str] = {}
 
     def start(self, run: Any) -> None:
         """Resume the run, if the directory holds one."""
         import orbax.checkpoint as ocp
 
         _writable_folder(self.directory)
+        self._belongs_to = _description(run)
         options = ocp.CheckpointManagerOptions(
             step_prefix=PREFIX, max_to_keep=self.keep, enable_async_checkpointing=False
         )
@@ -145,7 +148,7 @@ class Checkpoint(Callback):
             "step": run.step,
             # The record of this very step is made again when the run resumes.
             "history": run.history[: run.step],
-            "belongs_to": _description(run),
+            "belongs_to": self._belongs_to,
             "arrays": digest_of(arrays),
         }
         parts = ocp.args.Composite(
@@ -162,8 +165,8 @@ class Checkpoint(Callback):
         meta = dict(manager.restore(step, args=only_meta)["meta"])
         if meta.pop("digest") != _digest_of_text(meta) or meta["step"] != step:
             raise ValueError("its metadata are not those that were saved")
-        if meta["belongs_to"] != _description(run):
-            raise _AnotherRun(self.directory, meta["belongs_to"], _description(run))
+        if meta["belongs_to"] != self._belongs_to:
+            raise _AnotherRun(self.directory, meta["belongs_to"], self._belongs_to)
         like = {str(i): a for i, a in enumerate(numbers(run.carry))}
         both = ocp.args.Composite(carry=ocp.args.StandardRestore(like))
         restored = manager.restore(step, args=both)["carry"]
@@ -177,17 +180,19 @@ class _AnotherRun(ValueError):
     """The folder belongs to another run."""
 
     def __init__(self, directory: Path, theirs: dict[str, str], ours: dict[str, str]):
-        names = sorted(set(theirs) | set(ours))
+        # The settings of the run first, then the leaves of its carry, whose paths begin with a dot.
+        names = sorted({*theirs, *ours}, key=lambda name: (name.startswith("."), name))
         lines = [
-            "  the starting values of the hyperparameters or parameters"
-            if name == "start"
+            f"  the {name}: other numbers"
+            if ours.get(name, "").startswith(DIGEST)
             else f"  {name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
             for name in names
             if theirs.get(name) != ours.get(name)
         ]
+        rest = [f"  ... and {len(lines) - 8} more"] if len(lines) > 8 else []
         super().__init__(
             f"{directory} holds another run, with another problem or optimizer. What differs:\n"
-            + "\n".join(lines[:8])
+            + "\n".join(lines[:8] + rest)
             + "\nGive another directory, or remove this one."
         )
 
@@ -224,4 +229,4 @@ def _read_through(folder: Path) -> None:
 
 def _description(run: Any) -> dict[str, str]:
     leaves = {path: describe(leaf) for path, leaf in named_leaves(run.carry, "").items()}
-    return leaves | run.settings
+    return leaves | run.settings()

@@ -29,6 +29,7 @@ from ._callbacks import Callback
 from ._constraints import apply_constraints, check_starts
 from ._validate import check_signature, describe, named_leaves
 
+DIGEST = "sha256:"  # what the digest of arrays begins with
 UNTRACEABLE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -73,7 +74,8 @@ class Run:
     where a stream decides). `resumed` says whether the run goes on from an earlier one.
     """
 
-    def __init__(self, steps: int | None, carry: Any, settings: dict[str, str]):
+    def __init__(self, steps: int | None, carry: Any, settings: Callable[[], dict[str, str]]):
+        # The settings are what a checkpoint belongs to; digests cost time, so only it asks for them.
         self.steps, self.settings = steps, settings
         self.history: list[dict[str, Any]] = []
         self.resumed = self._nan_reported = False
@@ -345,7 +347,7 @@ def digest_of(tree: PyTree) -> str:
     for leaf in numbers(tree):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode())
         digest.update(np.ascontiguousarray(leaf).tobytes())
-    return digest.hexdigest()
+    return DIGEST + digest.hexdigest()
 
 
 def numbers(tree: PyTree) -> list[np.ndarray]:

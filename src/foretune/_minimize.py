@@ -143,13 +143,17 @@ def minimize(
     outer = Outer(optimizer, constraints)
     inner = problem.start(hparams) if warm_start else None
     best = nowhere(hparams, () if members is None else (members,))
-    settings = {
-        "constraints": repr(constraints),
-        "inner steps": str(problem.steps),
-        "start": digest_of(hparams),
-    }
-    if isinstance(problem, CrossValidated):
-        settings["folds"] = str(problem.folds)
+
+    def settings():
+        return {
+            "constraints": repr(constraints),
+            "inner steps": str(problem.steps),
+            "folds": str(problem.folds) if isinstance(problem, CrossValidated) else "1",
+            "trajectory": str(problem.trajectory),
+            "initial hyperparameters": digest_of(hparams),
+            "initial parameters": digest_of(problem.init),  # of none, where it is a function
+        }
+
     carry = Carry(hparams, _outer_init(outer, hparams, batched), best, inner)
     run = Run(steps, carry, settings)
 

@@ -5,6 +5,7 @@ or PyTorch loader. A batch is a pytree of what NumPy can read; all batches of a 
 shapes.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -178,11 +179,17 @@ def run_stream(
     state = tuner.init(params, hparams)
     if evaluate is not None:
         check_evaluate(evaluate, state.train, state.hparams, _RECORD)
-    settings = {
-        "constraints": repr(tuner.settings.constraints),
-        "window": str(window),
-        "start": digest_of((state.hparams, state.train)),
-    }
+
+    def settings():  # asked for before the first window, while `state` is the initial one
+        static = [f.name for f in dataclasses.fields(tuner.settings) if f.metadata.get("static")]
+        constants = [name for name in static if name not in ("chunk", "mesh")]
+        return {name: str(getattr(tuner.settings, name)) for name in constants} | {
+            "constraints": repr(tuner.settings.constraints),
+            "window": str(window),
+            "initial hyperparameters": digest_of(state.hparams),
+            "initial parameters": digest_of(state.train),
+        }
+
     run = RealTimeRun(steps, RealTimeCarry(state, nowhere(state.hparams)), settings)
     run.tuner = tuner
     with Interrupt() as interrupt, started(callbacks, run):
