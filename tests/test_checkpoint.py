@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -452,3 +453,45 @@ def test_a_save_that_is_interrupted_is_not_tried_again(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "parts", steps=4)
     assert run(tmp_path / "parts", steps=4).history == expected.history
+
+
+class Constants(NamedTuple):
+    lr: jax.Array
+    decay: jax.Array
+
+
+@pytest.mark.parametrize(
+    ("hparams", "recorded"),
+    [
+        ({0: 0.01, 1: 0.02}, {"hparams[0]": 0.01, "hparams[1]": 0.02}),
+        ((0.01, 0.02), [0.01, 0.02]),
+        (Constants(0.01, 0.02), {"hparams.lr": 0.01, "hparams.decay": 0.02}),
+        ({"a": (0.01, {2: 0.02})}, {"a": [0.01, {"hparams['a'][1][2]": 0.02}]}),
+    ],
+)
+def test_a_resumed_history_is_equal_whatever_holds_the_hyperparameters(tmp_path, hparams, recorded):
+    start = jax.tree.map(jnp.float32, hparams)
+
+    def by_name(h):
+        lr, decay = jax.tree.leaves(h)
+        return {"lr": lr, "decay": decay}
+
+    tuner = ft.RealTime(
+        ft.Training(
+            lambda p, h, b: flat_penalised(p, by_name(h), b), lambda h: optax.sgd(by_name(h)["lr"])
+        ),
+        flat_error,
+    )
+    batch = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+    def run(steps, callbacks=()):
+        params = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
+        return tuner.run(
+            [batch] * 6, [batch], params=params, hparams=start, window=2, steps=steps,
+            callbacks=callbacks,
+        ).history  # fmt: skip
+
+    fresh = run(3)
+    assert fresh[0]["hparams"] == jax.tree.map(lambda x: float(np.float32(x)), recorded)
+    run(2, [ft.Checkpoint(tmp_path)])
+    assert run(3, [ft.Checkpoint(tmp_path)]) == fresh

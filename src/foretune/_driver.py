@@ -406,12 +406,24 @@ def _is_row(node: Any) -> bool:
 
 
 def plain(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with its numbers as Python's own, so that it can be written as JSON."""
-    return jax.tree.map(_plain, on_host(record))
+    """Return a record as JSON gives it back, so that a resumed history is equal to a fresh one.
+
+    Numbers are Python's own, and what JSON has no word for is named by path, as in error messages:
+    `{0: a}` under the name hparams becomes `{"hparams[0]": a}`.
+    """
+    return {name: _plain(part, name) for name, part in on_host(record).items()}
 
 
-def _plain(leaf: Any) -> Any:
-    return leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf
+def _plain(tree: Any, name: str) -> Any:
+    if isinstance(tree, np.ndarray | np.generic):
+        return tree.tolist()
+    if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+        return {key: _plain(part, f"{name}[{key!r}]") for key, part in tree.items()}
+    if type(tree) in (list, tuple):
+        return [_plain(part, f"{name}[{i}]") for i, part in enumerate(tree)]
+    if tree is None or jax.tree_util.all_leaves([tree]):
+        return tree
+    return {path: _plain(leaf, path) for path, leaf in named_leaves(tree, name).items()}
 
 
 class Interrupt:

@@ -245,17 +245,10 @@ def _record(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -
     wide = jax.tree.map(lambda g: np.asarray(g, np.float64), numbers["hypergradient"])
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(wide)))
     record = {"step": step, "value": numbers["value"], "gradient_norm": norm}
-    record |= {name: _named(numbers[name]) for name in ("loss", "hparams", "z_norm", "undone")}
+    record |= {name: numbers[name] for name in ("loss", "hparams", "z_norm", "undone")}
     if evaluate and (step % every == 0 or step == run.steps):
         record |= measure(evaluate, state.train, state.hparams, record)
     return plain(record)
-
-
-def _named(tree: PyTree) -> Any:
-    """Return the tree as it is where JSON can hold it, by path where it cannot."""
-    if tree is None or isinstance(tree, dict | list | tuple | np.ndarray | np.generic):
-        return tree
-    return named_leaves(tree, "hparams")
 
 
 def _fail(tuner: Any, run: RealTimeRun, state: Any) -> None:
