@@ -57,11 +57,11 @@ class Progress(Callback):
         from rich import get_console, progress
 
         columns = (
-            progress.TextColumn("{task.description}"),
+            progress.TextColumn("{task.description}", markup=False),  # brackets are names' own
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
             progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[numbers]}"),
+            progress.TextColumn("{task.fields[numbers]}", markup=False),
         )
         shown = sys.stdout.isatty() or get_console().is_jupyter
         self._bar = progress.Progress(*columns, disable=not shown)
@@ -83,6 +83,9 @@ class Progress(Callback):
 class History(Callback):
     """Writes each record as a line of JSON, as the run goes.
 
+    A file with records in it is never overwritten: a new run needs a new file. A run that a
+    `Checkpoint` resumes goes on with its own.
+
     >>> import foretune as ft
     >>> history = ft.History("runs/clean/metrics.jsonl")
     """
@@ -91,17 +94,44 @@ class History(Callback):
         self.path = Path(path)
 
     def start(self, run: Any) -> None:
-        """Write what a resumed run already has."""
+        """Begin the file, or put a resumed run's own to where it resumes."""
         _writable_folder(self.path.parent)
-        self._write(run.history, "w")
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        if lines and not run.resumed:
+            raise FileExistsError(
+                f"{self.path} holds {len(lines)} records of an earlier run, and this run starts anew. "
+                "Give another path, or move the file away; to go on with the earlier run, give the "
+                "`Checkpoint` it was saved by as well."
+            )
+        if not all(map(_agree, whole, run.history)):
+            raise FileExistsError(
+                f"{self.path} holds the records of another run than the one that is resumed. Give "
+                "another path, or move the file away."
+            )
+        new = self.path.with_name(f".{self.path.name}.new")
+        self._write(new, run.history, "w")
+        new.replace(self.path)
 
     def step(self, run: Any) -> None:
         """Append the new record."""
-        self._write([run.record], "a")
+        self._write(self.path, [run.record], "a")
 
-    def _write(self, records: list[dict[str, Any]], mode: str) -> None:
-        with self.path.open(mode) as file:
+    def _write(self, path: Path, records: list[dict[str, Any]], mode: str) -> None:
+        with path.open(mode) as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def _agree(line: str, record: dict[str, Any]) -> bool:
+    """Whether a line is of this record: other callbacks may have added entries to either."""
+    try:
+        written = json.loads(line)
+    except ValueError:
+        return False
+    shared = [name for name in record if isinstance(written, dict) and name in written]
+    return bool(shared) and all(
+        json.dumps(written[name]) == json.dumps(record[name]) for name in shared
+    )
 
 
 class TensorBoard(Callback):
