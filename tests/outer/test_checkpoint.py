@@ -1,22 +1,26 @@
 """Checkpoints: after SIGKILL, truncation or Ctrl-C a run goes on to the same bits."""
 
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import foretune as ft
 
-from ..problems import regression
+from ..problems import penalised, regression, squared_error
 
 CHILD = textwrap.dedent("""
     import json, sys, time
@@ -91,7 +95,7 @@ def same(a, b):
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
     expected = run(tmp_path / "whole")
     run(tmp_path / "damaged", steps=4)
-    newest = tmp_path / "damaged" / "4"
+    newest = tmp_path / "damaged" / "foretune_4"
     files = [p for p in newest.rglob("*") if p.is_file() and "carry" in str(p)]
     assert files
     for file in files:
@@ -104,10 +108,29 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
             file.write_bytes(content[:30] + bytes([content[30] ^ 255]) + content[31:])
         elif damage == "remove":
             file.unlink()
+    damaged = contents(newest)
     with pytest.warns(UserWarning, match=r"checkpoint of step 4 .* cannot be used"):
         resumed = run(tmp_path / "damaged")
     assert same(resumed.hparams, expected.hparams)
     assert resumed.history == expected.history
+    assert contents(tmp_path / "damaged" / "foretune_4.damaged") == damaged
+
+
+def _below(folder):
+    return sorted(folder.rglob("*"))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def contents(folder):
+    """Return the files by name, links as what they point to."""
+    files = [path for path in _below(folder) if path.is_symlink() or path.is_file()]
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in files
+    }
 
 
 def test_a_finished_run_can_be_prolonged(tmp_path):
@@ -154,14 +177,24 @@ def test_the_folder_of_another_run_is_refused(tmp_path, options):
         run(tmp_path, **options)
 
 
-def test_another_start_is_refused(tmp_path):
-    run(tmp_path)
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (
+            {"hparams": {"lr": jnp.array(0.2), "decay": jnp.array(0.02)}},
+            "the initial hyperparameters",
+        ),
+        ({"init": {"w": np.ones(3, np.float32), "b": np.float32(0)}}, "the initial parameters"),
+        ({"trajectory": True}, "trajectory: False there, True here"),
+    ],
+)
+def test_another_start_or_error_is_refused(tmp_path, change, difference):
     problem, hparams = regression(steps=4)
-    with pytest.raises(ValueError, match="holds another run"):
-        ft.minimize(
-            problem, hparams | {"lr": hparams["lr"] * 2}, steps=6, optimizer=optax.adam(0.01),
-            callbacks=[ft.Checkpoint(tmp_path)],
-        )  # fmt: skip
+    given = {"steps": 2, "optimizer": optax.adam(0.01), "callbacks": [ft.Checkpoint(tmp_path)]}
+    ft.minimize(problem, hparams, **given)
+    hparams = change.pop("hparams", hparams)
+    with pytest.raises(ValueError, match=f"holds another run(.|\n)*{difference}"):
+        ft.minimize(problem.replace(**change), hparams, **given)
 
 
 def test_a_run_that_diverged_goes_on_with_a_smaller_step(tmp_path):
@@ -178,4 +211,288 @@ def test_a_run_that_diverged_goes_on_with_a_smaller_step(tmp_path):
 def test_few_checkpoints_are_kept(tmp_path):
     problem, hparams = regression(steps=4)
     ft.minimize(problem, hparams, steps=7, callbacks=[ft.Checkpoint(tmp_path, every=2, keep=3)])
-    assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == [4, 6, 7]
+    assert names(tmp_path) == ["foretune_4", "foretune_6", "foretune_7"]
+
+
+def test_what_foretune_did_not_write_is_left_alone(tmp_path):
+    for name in ("2023", "2024", "3", "foretune_notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "diary.txt").write_text(name)
+    before = contents(tmp_path)
+    problem, hparams = regression(steps=4)
+    for steps in (3, 6):
+        checkpoint = ft.Checkpoint(tmp_path, keep=1)
+        ft.minimize(problem, hparams, steps=steps, callbacks=[checkpoint])
+    assert contents(tmp_path).items() >= before.items()
+    assert [name for name in names(tmp_path) if name not in ("2023", "2024", "3")] == [
+        "foretune_6", "foretune_notes",
+    ]  # fmt: skip
+
+
+def test_a_flipped_byte_in_the_metadata_is_damage(tmp_path):
+    expected = run(tmp_path / "whole", steps=4)
+    run(tmp_path / "sound", steps=3)
+    name = "foretune_3/meta/metadata"
+    text = (tmp_path / "sound" / name).read_bytes()
+    # A record's number and name, what the run belongs to, the step, the digests and their names.
+    for i, before in enumerate(
+        [b'"value": 1.', b'"gradient_n', b'"inner steps": "', b'"step": ', b'"digest": "', b'"dig']
+    ):
+        at = text.index(before) + len(before)
+        folder = tmp_path / str(i)
+        shutil.copytree(tmp_path / "sound", folder)
+        (folder / name).write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
+        with pytest.warns(UserWarning, match=r"checkpoint of step 3 .* cannot be used"):
+            resumed = run(folder, steps=4)
+        assert resumed.history == expected.history
+        assert same(resumed.hparams, expected.hparams)
+
+
+def test_arrays_of_another_step_are_damage(tmp_path):
+    expected = run(tmp_path / "whole", steps=4)
+    run(tmp_path / "mixed", steps=3)
+    shutil.rmtree(tmp_path / "mixed" / "foretune_3" / "carry")
+    shutil.copytree(
+        tmp_path / "mixed" / "foretune_2" / "carry", tmp_path / "mixed" / "foretune_3" / "carry"
+    )
+    with pytest.warns(UserWarning, match=r"its arrays are not those that were saved"):
+        resumed = run(tmp_path / "mixed", steps=4)
+    assert resumed.history == expected.history
+
+
+def test_checkpoints_that_are_all_damaged_stay_as_they_are(tmp_path):
+    run(tmp_path, steps=3)
+    for file in tmp_path.glob("foretune_*/meta/*"):
+        file.write_bytes(b"{}")
+    before = contents(tmp_path)
+    for _ in range(2):
+        with (
+            pytest.warns(UserWarning, match="cannot be used"),
+            pytest.raises(RuntimeError, match=r"none of the checkpoints .* are left as they are"),
+        ):
+            run(tmp_path, steps=3)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("item", ["meta", "carry"])
+def test_a_disk_that_fails_is_no_damage(tmp_path, item):
+    run(tmp_path, steps=3)
+    for file in [path for path in _below(tmp_path / "foretune_3" / item) if path.is_file()]:
+        file.unlink()
+        file.symlink_to(file.name)  # "too many levels of symbolic links"
+    before = contents(tmp_path)
+    with pytest.raises(OSError, match="symbolic links"):
+        run(tmp_path, steps=4)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("error", [PermissionError("not now"), MemoryError("not now")])
+def test_an_error_while_reading_passes_on(tmp_path, monkeypatch, error):
+    import orbax.checkpoint as ocp
+
+    expected = run(tmp_path / "whole", steps=4)
+    run(tmp_path / "parts", steps=3)
+    before = contents(tmp_path / "parts")
+
+    def fails(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "restore", fails)
+        with pytest.raises(type(error), match="not now"):
+            run(tmp_path / "parts", steps=4)
+    assert contents(tmp_path / "parts") == before
+    assert run(tmp_path / "parts", steps=4).history == expected.history
+
+
+def test_a_directory_has_a_name():
+    with pytest.raises(ValueError, match="the directory has no name"):
+        ft.Checkpoint("")
+
+
+def flat_penalised(params, hparams, batch):
+    return penalised(params, hparams, (batch[:, :3], batch[:, 3]))
+
+
+def flat_error(state, hparams, batch):
+    return squared_error(state, hparams, (batch[:, :3], batch[:, 3]))
+
+
+DYNAMICS = ft.Training(flat_penalised, lambda h: optax.sgd(h["lr"], 0.5))
+
+
+def tune(callbacks, at=lambda point, window: None, **options):
+    """Tune over a stream in real time, saying `at(point, window)` where it is."""
+    traced = itertools.count(1)
+
+    class Tuner(ft.RealTime):
+        def dispatch(self, state, window, validation):
+            number = int(state.window) + 1
+            at("before the window", number)
+            result = super().dispatch(state, window, validation)
+            at("in the window", number)
+            return result
+
+    class Watch(ft.Callback):
+        def step(self, run):
+            at("callback", run.step)
+
+    def score(record):
+        at("score", record["step"])
+        return abs(record["step"] - 3)
+
+    def evaluate(state, hparams):
+        if next(traced) > 1:  # compiled in the third window, after a first check
+            at("evaluate", 3)
+        return {"size": jnp.sum(state.params["w"] ** 2)}
+
+    def stream(name, batch, each):
+        for i in itertools.count():
+            at(name, i // each + 1)
+            yield batch * (1 + 0.1 * np.sin(i)).astype(np.float32)
+
+    rng = np.random.default_rng(0)
+    train, validation = rng.normal(size=(2, 8, 4)).astype(np.float32)
+    tuner = Tuner(DYNAMICS, flat_error, constraints={"lr": ft.NonNegative()}, **options)
+    return tuner.run(
+        stream("training stream", train, 2), stream("validation stream", validation, 1),
+        params={"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)},
+        hparams={"lr": jnp.array(0.01), "decay": jnp.array(0.02)}, window=2, steps=5,
+        callbacks=[*callbacks, Watch()], stop=lambda run: at("stop", run.step), score=score,
+        evaluate=evaluate, evaluate_every=3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("point", "donate", "kept"),
+    [
+        ("training stream", True, 2),
+        ("validation stream", True, 2),
+        ("before the window", True, 2),
+        ("in the window", True, None),  # the memory of the state before it is taken
+        ("in the window", False, 2),
+        ("evaluate", True, None),
+        ("evaluate", False, 2),
+        ("score", True, None),
+        ("callback", True, 3),
+        ("stop", True, 3),
+    ],
+)
+def test_a_second_ctrl_c_leaves_nothing_that_is_not_whole(tmp_path, point, donate, kept):
+    def interrupt(here, window):
+        if (here, window) == (point, 3):
+            raise KeyboardInterrupt
+
+    expected = tune([], donate=donate)
+    with pytest.raises(KeyboardInterrupt):
+        tune([ft.Checkpoint(tmp_path, every=10)], interrupt, donate=donate)
+    assert names(tmp_path) == ([] if kept is None else [f"foretune_{kept}"])
+    resumed = tune([ft.Checkpoint(tmp_path, every=10)], donate=donate)
+    assert resumed.history == expected.history
+    assert same(resumed.state, expected.state)
+    assert same(resumed.best, expected.best)
+
+
+def test_best_after_a_score_that_failed(tmp_path):
+    """A window whose score fails, the best of all, is counted when the run resumes."""
+    expected = tune([])
+    assert expected.best.step == 3
+
+    def fail(here, window):
+        if (here, window) == ("score", 3):
+            raise ValueError("no score")
+
+    with pytest.raises(ValueError, match="no score"):
+        tune([ft.Checkpoint(tmp_path)], fail)
+    resumed = tune([ft.Checkpoint(tmp_path)])
+    assert same(resumed.best, expected.best)
+    assert resumed.history == expected.history
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"discount": 1.0}, r"discount: 0\.9 there, 1\.0 here"),
+        ({"rollback": None}, r"rollback: 1\.5 there, None here"),
+        ({"reset": 2}, "reset: None there, 2 here"),
+        ({"z_cap": 3.0}, r"z_cap: None there, 3\.0 here"),
+        ({"tangents": jnp.bfloat16}, "tangents: None there, bfloat16 here"),
+    ],
+)
+def test_another_constant_of_the_tuner_is_refused(tmp_path, change, difference):
+    with pytest.raises(RuntimeError, match="enough"):
+        tune([ft.Checkpoint(tmp_path)], stop_in_the_second_window)
+    with pytest.raises(ValueError, match=f"holds another run(.|\n)*{difference}"):
+        tune([ft.Checkpoint(tmp_path)], **change)
+
+
+def test_what_does_not_change_the_result_may_change(tmp_path):
+    with pytest.raises(RuntimeError, match="enough"):
+        tune([ft.Checkpoint(tmp_path)], stop_in_the_second_window)
+    resumed = tune([ft.Checkpoint(tmp_path)], donate=False, chunk=1)
+    assert [record["step"] for record in resumed.history] == [1, 2, 3, 4, 5]
+
+
+def stop_in_the_second_window(here, window):
+    if (here, window) == ("callback", 2):
+        raise RuntimeError("enough")
+
+
+def test_a_save_that_is_interrupted_is_not_tried_again(tmp_path, monkeypatch):
+    import orbax.checkpoint as ocp
+
+    save = ocp.CheckpointManager.save
+
+    def interrupted(self, step, **options):
+        save(self, step, **options)
+        if step == 2:
+            raise KeyboardInterrupt
+
+    expected = run(tmp_path / "whole", steps=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "parts", steps=4)
+    assert run(tmp_path / "parts", steps=4).history == expected.history
+
+
+class Constants(NamedTuple):
+    lr: jax.Array
+    decay: jax.Array
+
+
+@pytest.mark.parametrize(
+    ("hparams", "recorded"),
+    [
+        ({0: 0.01, 1: 0.02}, {"hparams[0]": 0.01, "hparams[1]": 0.02}),
+        ((0.01, 0.02), [0.01, 0.02]),
+        (Constants(0.01, 0.02), {"hparams.lr": 0.01, "hparams.decay": 0.02}),
+        ({"a": (0.01, {2: 0.02})}, {"a": [0.01, {"hparams['a'][1][2]": 0.02}]}),
+    ],
+)
+def test_a_resumed_history_is_equal_whatever_holds_the_hyperparameters(tmp_path, hparams, recorded):
+    start = jax.tree.map(jnp.float32, hparams)
+
+    def by_name(h):
+        lr, decay = jax.tree.leaves(h)
+        return {"lr": lr, "decay": decay}
+
+    tuner = ft.RealTime(
+        ft.Training(
+            lambda p, h, b: flat_penalised(p, by_name(h), b), lambda h: optax.sgd(by_name(h)["lr"])
+        ),
+        flat_error,
+    )
+    batch = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+    def run(steps, callbacks=()):
+        params = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
+        return tuner.run(
+            [batch] * 6, [batch], params=params, hparams=start, window=2, steps=steps,
+            callbacks=callbacks,
+        ).history  # fmt: skip
+
+    fresh = run(3)
+    assert fresh[0]["hparams"] == jax.tree.map(lambda x: float(np.float32(x)), recorded)
+    run(2, [ft.Checkpoint(tmp_path)])
+    assert run(3, [ft.Checkpoint(tmp_path)]) == fresh

@@ -6,6 +6,7 @@ import signal
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -246,6 +247,150 @@ def test_bad_input(tmp_path):
     ):
         with pytest.raises(OSError, match="cannot write to the folder"):
             ft.minimize(problem, hparams, steps=1, callbacks=[callback])
+
+
+@pytest.fixture
+def untyped():
+    """Without run-time checks of annotations, which users do not have."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"stop": 3}, r"stop must be a rule .* a list of them; got the int 3"),
+        ({"stop": "soon"}, r"stop must be .* got the str 'soon'"),
+        ({"stop": [3]}, r"stop must be a function, called as `stop\(run\)`; got the int 3"),
+        ({"stop": ft.NoImprovement}, "stop must be a function.*; got the class NoImprovement"),
+        ({"stop": lambda: None}, r"`stop\(run\)` is how it is called, but it takes `\(\)`"),
+        ({"score": "accuracy"}, r"score must be a function.*got the str 'accuracy'"),
+        ({"score": lambda a, b: a}, r"`score\(record\)` is how it is called"),
+        ({"evaluate": {"a": 1}}, r"evaluate must be a function.*got a dict"),
+        ({"evaluate": lambda state: {}}, r"`evaluate\(state, hparams\)` is how it is called"),
+        ({"batches": np.zeros(3)}, r"batches must be a function.*got float64\[3\]"),
+        ({"batches": lambda step, key: 0}, r"`batches\(step\)` is how it is called"),
+        ({"key": 0}, r"key must be one random key, .* got the int 0"),
+        ({"key": jax.random.split(jax.random.key(0))}, r"key must be one random key.*\[2\]"),
+        ({"callbacks": ft.Progress}, "callbacks must be a list"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_compiled(wrong, message):
+    def loss(params, hparams, batch):
+        raise AssertionError("traced")
+
+    training = ft.Training(loss, lambda h: optax.sgd(h["lr"]))
+    problem, hparams = regression(steps=3, dynamics=training)
+    with pytest.raises(TypeError, match=message):
+        ft.minimize(problem, hparams, steps=1, **wrong)
+
+
+def test_stopping_rules_of_any_iterable():
+    problem, hparams = regression(steps=3)
+    rules = (rule for rule in [lambda run: "enough" if run.step == 2 else None])
+    assert ft.minimize(problem, hparams, steps=5, stop=rules).stopped == "enough"
+
+
+@pytest.mark.parametrize(
+    ("score", "returned"),
+    [
+        (lambda record: 1j, r"the complex 1j"),
+        (lambda record: "good", r"the str 'good'"),
+        (lambda record: np.zeros(3), r"float64\[3\]"),
+        (lambda record: None, "None"),
+    ],
+)
+def test_a_score_that_is_no_number(score, returned):
+    problem, hparams = regression(steps=3)
+    message = rf"score\(record\) must return one real number; at step 0 it returned {returned}"
+    with pytest.raises(TypeError, match=message):
+        ft.minimize(problem, hparams, steps=1, score=score)
+
+
+def test_a_score_for_each_descent():
+    problem, hparams = regression(steps=3)
+    starts = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), hparams)
+    with pytest.raises(TypeError, match=r"one real number for each of the 2 descents; .*\[3\]"):
+        ft.minimize(problem, starts, steps=1, batched=True, score=lambda record: np.zeros(3))
+    options = {"steps": 2, "batched": True}
+    last = ft.minimize(problem, starts, score=lambda record: -record["step"], **options)
+    assert last.best.step.tolist() == [2, 2]
+
+
+def test_a_metric_that_the_record_does_not_have():
+    problem, hparams = regression(steps=3)
+    with pytest.raises(KeyError, match="acuracy") as error:
+        ft.minimize(
+            problem, hparams, steps=1, score=lambda record: -record["acuracy"],
+            evaluate=lambda state, h: {"accuracy": jnp.array(1.0)},
+        )  # fmt: skip
+    (note,) = error.value.__notes__
+    assert "score(record) at step 0" in note
+    assert "'accuracy', 'gradient_norm', 'step', 'value'" in note
+
+
+def test_a_score_of_nan_is_reported_and_never_best():
+    problem, hparams = regression(steps=3)
+    with pytest.warns(UserWarning, match=r"score at step 0 is NaN. It never counts") as warned:
+        result = ft.minimize(
+            problem, hparams, steps=4,
+            score=lambda record: [np.nan, 2.0, np.nan, 1.0, np.nan][record["step"]],
+        )  # fmt: skip
+    assert len(warned) == 1
+    assert int(result.best.step) == 3
+
+
+def test_minimize_inside_a_program_is_refused():
+    problem, hparams = regression(steps=3)
+    message = r"minimize is a loop in Python.*call it outside of jax\.jit"
+    for inside in (
+        jax.jit(lambda h: ft.minimize(problem, h, steps=1).hparams),
+        jax.jit(lambda _: ft.minimize(problem, hparams, steps=1).hparams),
+        jax.grad(lambda h: ft.minimize(problem, h, steps=1).value),
+    ):
+        with pytest.raises(TypeError, match=message):
+            inside(hparams)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_real_time_runs_check_the_same():
+    problem, hparams = regression(steps=3)
+    tuner = ft.RealTime(problem.dynamics, problem.objective)
+    batch = problem.batches.data
+
+    def run(**options):
+        return tuner.run([batch] * 2, [batch], params=problem.init, hparams=hparams, **options)
+
+    for name, wrong in {"stop": 3, "score": 3, "evaluate": 3, "callbacks": 3}.items():
+        with pytest.raises(TypeError, match=f"{name} must be.*(the int )?3"):
+            run(**{name: wrong})
+    with pytest.raises(TypeError, match=r"evaluate\(state, hparams\) is compiled"):
+        run(evaluate=lambda state, h: {"w": float(state.params["b"])})
+    with pytest.raises(TypeError, match=r"RealTime\.run is a loop in Python"):
+        jax.jit(lambda h: tuner.run([batch], [batch], params=problem.init, hparams=h))(hparams)
+    with pytest.raises(TypeError, match="at step 1 it returned the str 'x'"):
+        run(window=2, score=lambda record: "x")
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda w: float(jnp.sum(w)),
+        lambda w: np.linalg.norm(w),
+        lambda w: jnp.sum(w).item(),
+        lambda w: 1.0 if jnp.sum(w) > 0 else 0.0,
+        lambda w: jnp.sum(w[w > 0]),
+    ],
+)
+def test_an_evaluate_that_cannot_be_compiled(metric):
+    problem, hparams = regression(steps=3)
+    message = r"evaluate\(state, hparams\) is compiled.*jax\.numpy.*callback"
+    with pytest.raises(TypeError, match=message):
+        ft.minimize(
+            problem, hparams, steps=1, evaluate=lambda state, h: {"m": metric(state.params["w"])}
+        )
 
 
 def test_non_finite_hypergradients_are_explained():

@@ -57,11 +57,11 @@ class Progress(Callback):
         from rich import get_console, progress
 
         columns = (
-            progress.TextColumn("{task.description}"),
+            progress.TextColumn("{task.description}", markup=False),  # brackets are names' own
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
             progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[numbers]}"),
+            progress.TextColumn("{task.fields[numbers]}", markup=False),
         )
         shown = sys.stdout.isatty() or get_console().is_jupyter
         self._bar = progress.Progress(*columns, disable=not shown)
@@ -83,8 +83,8 @@ class Progress(Callback):
 class History(Callback):
     """Writes each record as a line of JSON, as the run goes.
 
-    A file with records in it is never overwritten: a new run needs a new file. A run that a `Checkpoint`
-    resumes goes on with its own.
+    A file with records in it is never overwritten: a new run needs a new file. A run that a
+    `Checkpoint` resumes goes on with its own.
 
     >>> import foretune as ft
     >>> history = ft.History("runs/clean/metrics.jsonl")
@@ -128,7 +128,7 @@ def _agree(line: str, record: dict[str, Any]) -> bool:
         written = json.loads(line)
     except ValueError:
         return False
-    shared = [name for name in record if name in written]
+    shared = [name for name in record if isinstance(written, dict) and name in written]
     return bool(shared) and all(
         json.dumps(written[name]) == json.dumps(record[name]) for name in shared
     )

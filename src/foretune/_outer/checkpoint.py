@@ -1,12 +1,18 @@
 """Checkpoints of a run, on Orbax: save as it goes, go on from the last complete one.
 
 A checkpoint holds everything that decides how the run goes on, its history, a description of what it
-belongs to, and a digest of its arrays. One that cannot be read, or whose digest is wrong, is skipped
-with a warning for the one before it; one that belongs to another run is refused.
+belongs to, and digests of all of it. One that cannot be read, or whose digests are wrong, is set aside
+with a warning for the one before it; one that belongs to another run is refused. A disk that fails
+is neither: its error passes on, and everything stays where it is.
+
+The folder `foretune_12` is the checkpoint of step 12. What has another name is not foretune's: it is
+neither read nor removed.
 """
 
+import contextlib
 import hashlib
-import shutil
+import itertools
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,10 +21,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from .._problem.checks import check_count, describe, named_leaves
 from .callbacks import Callback, _writable_folder
-from .run import numbers
+from .run import DIGEST, digest_of, numbers
+
+PREFIX = "foretune"  # of the names of checkpoints: the mark by which they are known
 
 
 class Checkpoint(Callback):
@@ -29,10 +38,14 @@ class Checkpoint(Callback):
         every: the steps between two of them. One is saved at the end, too.
         keep: how many are kept.
 
+    Each is a folder `foretune_<step>`; other files and folders in the directory are left alone. One
+    that is damaged is renamed, not removed, and the run resumes from the one before it.
+
     A resumed run repeats the evaluation it was in, and goes on as if it had never stopped: its
     results are the same to the bit on the same machine. The directory of a run with other shapes,
-    another start, other constraints or another kind of optimizer is refused with a `ValueError`; the
-    optimizer's constants, the functions and the data are yours to keep. Arrays are saved whole, so a
+    another start, other constraints, other constants of the tuner or another kind of optimizer is
+    refused with a `ValueError`; the optimizer's constants, the functions and the data are yours to
+    keep. Arrays are saved whole, so a
     run may go on with another number of devices or processes (then to rounding, not to the bit).
 
     >>> import foretune as ft
@@ -44,43 +57,73 @@ class Checkpoint(Callback):
     def __init__(self, directory: str | Path, every: int = 1, keep: int = 2):
         check_count(every, f"Checkpoint(every={every})")
         check_count(keep, f"Checkpoint(keep={keep})")
+        if not str(directory):
+            raise ValueError(
+                "Checkpoint(''): the directory has no name. Give `\".\"` for the current one."
+            )
         self.directory, self.every, self.keep = Path(directory).absolute(), every, keep
         self._manager: Any = None
         self._saved: int | None = None
+        self._belongs_to: dict[str, str] = {}
 
     def start(self, run: Any) -> None:
         """Resume the run, if the directory holds one."""
         import orbax.checkpoint as ocp
 
         _writable_folder(self.directory)
+        self._belongs_to = _description(run)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self.keep, enable_async_checkpointing=False
+            step_prefix=PREFIX, max_to_keep=self.keep, enable_async_checkpointing=False
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
-        steps = sorted(self._manager.all_steps(), reverse=True)
+        manager = ocp.CheckpointManager(self.directory, options=options)
+        with contextlib.ExitStack() as stack:
+            stack.callback(manager.close)
+            self._saved = self._resume(manager, run)
+            stack.pop_all()  # it stays open until `end`
+        self._manager = manager
+
+    def _resume(self, manager: Any, run: Any) -> int | None:
+        """Resume from the newest checkpoint that is sound, and return its step."""
+        damaged = []
+        steps = sorted(manager.all_steps(), reverse=True)
         for step in steps:
             try:
-                arrays, meta = self._read(step, run)
-            except _AnotherRun:
+                arrays, history = self._read(manager, step, run)
+            except (_AnotherRun, MemoryError):
                 raise
             except Exception as error:
+                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                    raise
+                _read_through(self._folder(step))  # raises where the disk is to blame
+                damaged.append(step)
                 warnings.warn(
                     f"the checkpoint of step {step} in {self.directory} cannot be used "
                     f"({type(error).__name__}: {error!s:.200}) and is passed over.",
                     stacklevel=2,
                 )
-                shutil.rmtree(self.directory / str(step), ignore_errors=True)
-                self._manager.reload()
                 continue
-            run.step, run.history = step, meta["history"]
-            run.carry = _with_arrays(run.carry, arrays)
-            self._saved = step
-            return
+            self._set_aside(damaged)
+            manager.reload()
+            run.resume(step, _with_arrays(run.carry, arrays), history)
+            return step
         if steps:
             raise RuntimeError(
-                f"none of the checkpoints in {self.directory} can be read. Remove the folder to "
-                "start anew."
+                f"none of the checkpoints in {self.directory} can be read; they are left as they "
+                "are. Give another directory, or remove this one to start anew."
             )
+        return None
+
+    def _folder(self, step: int) -> Path:
+        return self.directory / f"{PREFIX}_{step}"
+
+    def _set_aside(self, steps: list[int]) -> None:
+        """Rename damaged checkpoints to what is not the name of a step."""
+        for step in steps if jax.process_index() == 0 else []:
+            folder = self._folder(step)
+            names = (f"{folder.name}.damaged{k or ''}" for k in itertools.count())
+            folder.rename(next(p for p in map(folder.with_name, names) if not p.exists()))
+        if steps and jax.process_count() > 1:  # none looks before the first process is done
+            multihost_utils.sync_global_devices("foretune: damaged checkpoints are set aside")
 
     def step(self, run: Any) -> None:
         """Save, every few steps."""
@@ -89,9 +132,9 @@ class Checkpoint(Callback):
 
     def end(self, run: Any) -> None:
         """Save the last state."""
-        if self._manager is not None:
+        with contextlib.closing(self._manager):
             self._save(run)
-            self._manager.close()
+        self._manager = None
 
     def _save(self, run: Any) -> None:
         import orbax.checkpoint as ocp
@@ -99,51 +142,57 @@ class Checkpoint(Callback):
         # A step that could not be evaluated is not saved: the run can go on before it, otherwise.
         if run.step == self._saved or not run.whole:
             return
+        self._saved = run.step  # a save that is interrupted is not tried again
         arrays = numbers(run.carry)
         meta = {
+            "step": run.step,
             # The record of this very step is made again when the run resumes.
             "history": run.history[: run.step],
-            "belongs_to": _description(run),
-            "digest": _digest(arrays),
+            "belongs_to": self._belongs_to,
+            "arrays": digest_of(arrays),
         }
         parts = ocp.args.Composite(
             carry=ocp.args.StandardSave({str(i): a for i, a in enumerate(arrays)}),
-            meta=ocp.args.JsonSave(meta),
+            meta=ocp.args.JsonSave({"digest": _digest_of_text(meta), **meta}),
         )
         self._manager.save(run.step, args=parts, force=True)
-        self._saved = run.step
 
-    def _read(self, step: int, run: Any) -> tuple[list[Any], dict[str, Any]]:
+    def _read(self, manager: Any, step: int, run: Any) -> tuple[list[Any], list[Any]]:
+        """Return the arrays and the history, or raise where they are not what was saved."""
         import orbax.checkpoint as ocp
 
         only_meta = ocp.args.Composite(meta=ocp.args.JsonRestore())
-        meta = self._manager.restore(step, args=only_meta)["meta"]
-        if meta["belongs_to"] != _description(run):
-            raise _AnotherRun(self.directory, meta["belongs_to"], _description(run))
+        meta = dict(manager.restore(step, args=only_meta)["meta"])
+        if meta.pop("digest") != _digest_of_text(meta) or meta["step"] != step:
+            raise ValueError("its metadata are not those that were saved")
+        if meta["belongs_to"] != self._belongs_to:
+            raise _AnotherRun(self.directory, meta["belongs_to"], self._belongs_to)
         like = {str(i): a for i, a in enumerate(numbers(run.carry))}
         both = ocp.args.Composite(carry=ocp.args.StandardRestore(like))
-        restored = self._manager.restore(step, args=both)["carry"]
+        restored = manager.restore(step, args=both)["carry"]
         arrays = [np.asarray(restored[str(i)]) for i in range(len(like))]
-        if _digest(arrays) != meta["digest"]:
+        if digest_of(arrays) != meta["arrays"]:
             raise ValueError("its arrays are not those that were saved")
-        return arrays, meta
+        return arrays, meta["history"]
 
 
 class _AnotherRun(ValueError):
     """The folder belongs to another run."""
 
     def __init__(self, directory: Path, theirs: dict[str, str], ours: dict[str, str]):
-        names = sorted(set(theirs) | set(ours))
+        # The settings of the run first, then the leaves of its carry, whose paths begin with a dot.
+        names = sorted({*theirs, *ours}, key=lambda name: (name.startswith("."), name))
         lines = [
-            "  the starting values of the hyperparameters or parameters"
-            if name == "start"
+            f"  the {name}: other numbers"
+            if ours.get(name, "").startswith(DIGEST)
             else f"  {name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
             for name in names
             if theirs.get(name) != ours.get(name)
         ]
+        rest = [f"  ... and {len(lines) - 8} more"] if len(lines) > 8 else []
         super().__init__(
             f"{directory} holds another run, with another problem or optimizer. What differs:\n"
-            + "\n".join(lines[:8])
+            + "\n".join(lines[:8] + rest)
             + "\nGive another directory, or remove this one."
         )
 
@@ -164,14 +213,20 @@ def _with_arrays(carry: Any, arrays: list[Any]) -> Any:
     return jax.tree.map(replaced, carry)
 
 
-def _digest(arrays: list[np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(f"{array.dtype}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
+def _digest_of_text(content: dict[str, Any]) -> str:
+    """Return a digest of what JSON makes of a dict, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_through(folder: Path) -> None:
+    """Read every file, so that an error of the disk shows as the OSError it is."""
+    for path in folder.rglob("*"):
+        if not path.is_dir():
+            with path.open("rb") as file:
+                while file.read(1 << 20):
+                    pass
 
 
 def _description(run: Any) -> dict[str, str]:
     leaves = {path: describe(leaf) for path, leaf in named_leaves(run.carry, "").items()}
-    return leaves | run.settings
+    return leaves | run.settings()

@@ -21,7 +21,7 @@ from jaxtyping import Array, Key, PyTree
 from .._engines.base import AbstractEngine, Hypergradient
 from .._engines.nonfinite import NonFiniteError
 from .._engines.reverse import Reverse
-from .._problem.checks import check_count, check_hparams, check_leading_axis
+from .._problem.checks import check_count, check_hparams, check_leading_axis, describe
 from .._problem.folds import CrossValidated
 from .._problem.problem import Problem, validated
 from .constraints import check_constraints
@@ -32,15 +32,21 @@ from .run import (
     Result,
     Run,
     check_callbacks,
+    check_evaluate,
+    check_function,
+    check_functions,
     check_optimizer,
+    check_outside_programs,
     digest_of,
     feasible,
     measure,
     nowhere,
-    start_callbacks,
+    plain,
+    started,
 )
 
 DEFAULT_OPTIMIZER = optax.contrib.cocob()
+RECORD = ("step", "value", "gradient_norm")  # what every record has
 
 
 class Carry(NamedTuple):
@@ -115,10 +121,13 @@ def minimize(
     >>> round(float(result.hparams["decay"]), 2)  # w = 1 / (1 + decay)
     0.25
     """
+    check_outside_programs("minimize", problem, hparams)
     check_count(steps, f"minimize(steps={steps!r})")
     _check_engine(engine)
     check_optimizer(optimizer)
     check_callbacks(callbacks)
+    rules = check_functions(stop, evaluate, score)
+    _check_batches(batches, key)
     check_count(evaluate_every, f"minimize(evaluate_every={evaluate_every})")
     engine = Reverse() if engine is None else engine
     optimizer = DEFAULT_OPTIMIZER if optimizer is None else optimizer
@@ -128,63 +137,65 @@ def minimize(
     members = check_leading_axis(hparams, "hparams", "the descents") if batched else None
     single = jax.tree.map(lambda leaf: leaf[0], hparams) if batched else hparams
     validated(problem, single)
+    if evaluate is not None:
+        state = eqx.filter_eval_shape(problem.start, single)
+        check_evaluate(evaluate, state, single, RECORD)
     constraints = check_constraints(constraints, single)
     hparams = feasible(hparams, constraints, batched)
     outer = Outer(optimizer, constraints)
     inner = problem.start(hparams) if warm_start else None
     best = nowhere(hparams, () if members is None else (members,))
-    settings = {
-        "constraints": repr(constraints),
-        "inner steps": str(problem.steps),
-        "start": digest_of(hparams),
-    }
-    if isinstance(problem, CrossValidated):
-        settings["folds"] = str(problem.folds)
+
+    def settings():
+        return {
+            "constraints": repr(constraints),
+            "inner steps": str(problem.steps),
+            "folds": str(problem.folds) if isinstance(problem, CrossValidated) else "1",
+            "trajectory": str(problem.trajectory),
+            "initial hyperparameters": digest_of(hparams),
+            "initial parameters": digest_of(problem.init),  # of none, where it is a function
+        }
+
     carry = Carry(hparams, _outer_init(outer, hparams, batched), best, inner)
     run = Run(steps, carry, settings)
 
-    with Interrupt() as interrupt:
-        start_callbacks(callbacks, run)
-        try:
-            stopped = None
-            while stopped is None:
-                now = problem
-                if batches is not None:
-                    extra = () if key is None else (jax.random.fold_in(key, run.step),)
-                    now = problem.replace(batches=batches(run.step, *extra))
-                if warm_start:
-                    now = now.continued(run.carry.inner)
-                try:
-                    hyper = _hypergradient(engine, now, run.hparams, batched)
-                except NonFiniteError as error:
-                    error.add_note(
-                        f"foretune: this was step {run.step} of minimize; what there is until then "
-                        "(history, best, hparams) is in the attribute `run` of this error."
-                    )
-                    error.run = run
-                    raise
-                run.value, run.grad, run.state = hyper
-                norms = _gradient_norm(hyper.grad, batched)
-                record = {"step": run.step, "value": hyper.value, "gradient_norm": norms}
-                measured = evaluate and (run.step % evaluate_every == 0 or run.step == steps)
-                if measured:
-                    record |= measure(evaluate, hyper.state, run.hparams, record, batched)
-                run.note(record)
-                if measured or not evaluate:
-                    run.rank(score, run.hparams)
-                for callback in callbacks:
-                    callback.step(run)
-                stopped = next(iter(run.reasons(stop, interrupt)), None)
-                if stopped is None:
-                    new, opt_state = _outer_update(
-                        outer, run.hparams, run.carry.opt_state, hyper.value, hyper.grad, batched
-                    )
-                    inner = hyper.state if warm_start else None
-                    run.carry = Carry(new, opt_state, run.best, inner)
-                    run.step += 1
-        finally:
+    with Interrupt() as interrupt, started(callbacks, run):
+        stopped = None
+        while stopped is None:
+            now = problem
+            if batches is not None:
+                extra = () if key is None else (jax.random.fold_in(key, run.step),)
+                now = problem.replace(batches=batches(run.step, *extra))
+            if warm_start:
+                now = now.continued(run.carry.inner)
+            try:
+                hyper = _hypergradient(engine, now, run.hparams, batched)
+            except NonFiniteError as error:
+                error.add_note(
+                    f"foretune: this was step {run.step} of minimize; what there is until then "
+                    "(history, best, hparams) is in the attribute `run` of this error."
+                )
+                error.run = run
+                raise
+            run.value, run.grad, run.state = hyper
+            norms = _gradient_norm(hyper.grad, batched)
+            record = {"step": run.step, "value": hyper.value, "gradient_norm": norms}
+            measured = evaluate and (run.step % evaluate_every == 0 or run.step == steps)
+            if measured:
+                record |= measure(evaluate, hyper.state, run.hparams, record, batched)
+            run.note(plain(record))
+            if measured or not evaluate:
+                best = run.ranked(score, run.record, run.hparams)
+                run.move(run.step, run.carry._replace(best=best))
             for callback in callbacks:
-                callback.end(run)
+                callback.step(run)
+            stopped = next(iter(run.reasons(rules, interrupt)), None)
+            if stopped is None:
+                new, opt_state = _outer_update(
+                    outer, run.hparams, run.carry.opt_state, hyper.value, hyper.grad, batched
+                )
+                inner = hyper.state if warm_start else None
+                run.move(run.step + 1, Carry(new, opt_state, run.best, inner))
     return Result(run.hparams, run.value, run.state, run.history, run.best, stopped)
 
 
@@ -204,6 +215,18 @@ def _outer_update(
 def _check_engine(engine: Any) -> None:
     if engine is not None and not isinstance(engine, AbstractEngine):
         raise TypeError(f"engine must be an engine, `foretune.Reverse()` say; got {engine!r:.100}.")
+
+
+def _check_batches(batches: Any, key: Any) -> None:
+    if batches is not None:
+        check_function(batches, "batches(step)" if key is None else "batches(step, key)")
+    if key is not None:
+        try:
+            jax.eval_shape(jax.random.fold_in, key, 0)
+        except Exception as error:
+            raise TypeError(
+                f"key must be one random key, `jax.random.key(0)` say; got {describe(key)}."
+            ) from error
 
 
 def _hypergradient(engine, problem, hparams, batched) -> Hypergradient:

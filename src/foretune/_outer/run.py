@@ -6,13 +6,14 @@ with P the projection onto the constraints (or, for `Log` and `Logit`, with u th
 variable).
 """
 
+import contextlib
 import functools
 import hashlib
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -20,12 +21,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, PyTree
 
-from .._problem.checks import named_leaves
+from .._problem.checks import check_signature, describe, named_leaves
 from .callbacks import Callback
 from .constraints import apply_constraints, check_starts
+
+DIGEST = "sha256:"  # what the digest of arrays begins with
+UNTRACEABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
 
 
 class Best(NamedTuple):
@@ -61,17 +71,42 @@ class Run:
 
     `step` counts finished updates; `hparams`, `value`, `grad`, `state` and `record` belong to the
     evaluation at that step; `history` holds all records, `steps` is the last step asked for (None
-    where a stream decides).
+    where a stream decides). `resumed` says whether the run goes on from an earlier one.
     """
 
-    def __init__(self, steps: int | None, carry: Any, settings: dict[str, str]):
+    def __init__(self, steps: int | None, carry: Any, settings: Callable[[], dict[str, str]]):
+        # The settings are what a checkpoint belongs to; digests cost time, so only it asks for them.
         self.steps, self.settings = steps, settings
-        self.step, self.carry, self.history = 0, carry, []
+        self.history: list[dict[str, Any]] = []
+        self.resumed = self._nan_reported = False
+        self.move(0, carry)
         self.started = time.monotonic()
         self.record: dict[str, Any] = {}
         self.value: Any = None
         self.grad: Any = None
         self.state: Any = None
+
+    def move(self, step: int, carry: Any) -> None:
+        """Go to a step with the carry that belongs to it.
+
+        Both change in one assignment: wherever an interrupt comes, they belong together.
+        """
+        self._place = step, carry
+
+    def resume(self, step: int, carry: Any, history: list[dict[str, Any]]) -> None:
+        """Go to where an earlier run was."""
+        self.history, self.resumed = history, True
+        self.move(step, carry)
+
+    @property
+    def step(self) -> int:
+        """The number of finished updates."""
+        return self._place[0]
+
+    @property
+    def carry(self) -> Any:
+        """All that decides how the run goes on from this step."""
+        return self._place[1]
 
     @property
     def hparams(self) -> PyTree:
@@ -94,19 +129,26 @@ class Run:
         return len(self.history) > self.step
 
     def note(self, record: dict[str, Any]) -> None:
-        """Append a record, with its numbers as Python's own."""
-        self.record = jax.tree.map(_plain, on_host(record))
-        self.history.append(self.record)
+        """Append a record, as `plain` returns it."""
+        self.record = record
+        self.history.append(record)
 
-    def rank(self, score: Callable[[dict[str, Any]], Any] | None, hparams: PyTree) -> None:
-        """Take the hyperparameters as the best, where the record's score says so."""
-        now = jnp.asarray((score or _total_value)(self.record))
-        best = _better(self.best, hparams, now, self.step)
-        self.carry = self.carry._replace(best=best)
+    def ranked(
+        self, score: Callable[[dict[str, Any]], Any] | None, record: dict[str, Any], hparams: PyTree
+    ) -> Best:
+        """Return the best once the hyperparameters of a record are counted, too."""
+        now = _total_value(record) if score is None else _scored(score, record, self.best.score)
+        if np.isnan(now).any() and not self._nan_reported:
+            self._nan_reported = True
+            warnings.warn(
+                f"the score at step {record['step']} is NaN. It never counts as the best, here or "
+                "later in the run.",
+                stacklevel=3,
+            )
+        return _better(self.best, hparams, jnp.asarray(now), record["step"])
 
-    def reasons(self, rules: Any, interrupt: "Interrupt") -> list[str]:
+    def reasons(self, rules: list[Any], interrupt: "Interrupt") -> list[str]:
         """Return the reasons to stop, if any."""
-        rules = [rules] if callable(rules) else list(rules or ())
         reasons = [reason for rule in rules if (reason := rule(self))]
         if self.steps is not None and self.step >= self.steps:
             reasons.append(f"{self.steps} steps done")
@@ -177,13 +219,40 @@ def feasible(hparams: PyTree, constraints: PyTree, batched: bool = False) -> PyT
 
 def measure(evaluate, state, hparams, record: dict[str, Any], batched: bool = False) -> dict:
     """Return the scalars of the user's `evaluate`, or raise where they are none."""
-    metrics = _measure(evaluate, state, hparams, batched)
-    if not isinstance(metrics, dict) or set(metrics) & set(record):
-        raise ValueError(
-            f"evaluate must return a dict of scalars with names other than {list(record)}, got "
-            f"{metrics!r:.200}."
-        )
+    with _explaining_traces():
+        metrics = _measure(evaluate, state, hparams, batched)
+    _check_metrics(metrics, record)
     return metrics
+
+
+def check_evaluate(evaluate: Any, state: Any, hparams: PyTree, names: Iterable[str]) -> None:
+    """Raise where `evaluate` cannot be traced on the shapes of a state, or returns no metrics."""
+    with _explaining_traces():
+        metrics = eqx.filter_eval_shape(evaluate, state, hparams)
+    _check_metrics(metrics, names)
+
+
+def _check_metrics(metrics: Any, names: Iterable[str]) -> None:
+    named = isinstance(metrics, dict) and all(isinstance(name, str) for name in metrics)
+    if not named or set(metrics) & set(names):
+        raise ValueError(
+            f"evaluate must return a dict of scalars with names (strings) other than "
+            f"{sorted(names)}, got {metrics!r:.200}."
+        )
+
+
+@contextlib.contextmanager
+def _explaining_traces() -> Iterator[None]:
+    try:
+        yield
+    except UNTRACEABLE as error:
+        raise TypeError(
+            "evaluate(state, hparams) is compiled: it cannot use NumPy, `float(...)`, `.item()` or "
+            "an `if` on what it computes. Write it with jax.numpy and return its arrays, "
+            '`{"accuracy": jnp.mean(...)}`. What cannot be compiled goes into `step(run)` of a '
+            "callback, where `run.state` and `run.hparams` hold numbers. JAX says: "
+            + str(error).splitlines()[0]
+        ) from error
 
 
 @eqx.filter_jit
@@ -210,6 +279,46 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+def check_outside_programs(name: str, *given: PyTree) -> None:
+    """Raise where a driver is called inside `jax.jit` and the like."""
+    # Inside `jit` every array is traced, a new one too; inside `vmap` and `grad` those given are.
+    leaves = [jnp.zeros(()), *jax.tree.leaves(given)]
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        raise TypeError(
+            f"{name} is a loop in Python (callbacks, checkpoints, stopping rules) and cannot be "
+            "traced: call it outside of jax.jit, jax.vmap and jax.grad. Inside a program use an "
+            "engine, `foretune.Reverse()(problem, hparams)`, or `RealTime.update`."
+        )
+
+
+def check_functions(stop: Any, evaluate: Any, score: Any) -> list[Any]:
+    """Raise unless they can be called as the drivers do; return the stopping rules as a list."""
+    for form, function in {"evaluate(state, hparams)": evaluate, "score(record)": score}.items():
+        if function is not None:
+            check_function(function, form)
+    rules = [] if stop is None else [stop] if callable(stop) else stop
+    if isinstance(rules, str | dict) or not isinstance(rules, Iterable):
+        raise TypeError(
+            "stop must be a rule like `foretune.NoImprovement(10)`, a function of the run, or a "
+            f"list of them; got {describe(stop)}."
+        )
+    rules = list(rules)
+    for rule in rules:
+        check_function(rule, "stop(run)")
+    return rules
+
+
+def check_function(function: Any, form: str) -> None:
+    """Raise unless `function` can be called as `form` says."""
+    name = form.split("(")[0]
+    if isinstance(function, type) or not callable(function):
+        given = (
+            f"the class {function.__name__}" if isinstance(function, type) else describe(function)
+        )
+        raise TypeError(f"{name} must be a function, called as `{form}`; got {given}.")
+    check_signature(function, form)
+
+
 def check_callbacks(callbacks: Any) -> None:
     """Raise unless it is a list of callbacks."""
     listed = isinstance(callbacks, list | tuple)
@@ -219,18 +328,26 @@ def check_callbacks(callbacks: Any) -> None:
         )
 
 
-def start_callbacks(callbacks: Any, run: Run) -> None:
-    """Start the callbacks, those that may resume the run first."""
-    for callback in sorted(callbacks, key=lambda callback: not callback.resumes):
-        callback.start(run)
+@contextlib.contextmanager
+def started(callbacks: Any, run: Run) -> Iterator[None]:
+    """Start the callbacks, those that may resume the run first; each that has started is ended.
+
+    They end in the reverse order, each of them also where the run or another callback fails.
+    """
+    with contextlib.ExitStack() as stack:
+        for callback in sorted(callbacks, key=lambda callback: not callback.resumes):
+            callback.start(run)
+            stack.callback(callback.end, run)
+        yield
 
 
 def digest_of(tree: PyTree) -> str:
-    """Return a digest of the numbers in a pytree."""
+    """Return a digest of the arrays in a pytree: their numbers, types and shapes."""
     digest = hashlib.sha256()
     for leaf in numbers(tree):
+        digest.update(f"{leaf.dtype}{leaf.shape}".encode())
         digest.update(np.ascontiguousarray(leaf).tobytes())
-    return digest.hexdigest()
+    return DIGEST + digest.hexdigest()
 
 
 def numbers(tree: PyTree) -> list[np.ndarray]:
@@ -255,6 +372,31 @@ def on_host(tree: PyTree) -> PyTree:
     return jax.device_get(jax.tree.map(whole, tree))
 
 
+def _scored(
+    score: Callable[[dict[str, Any]], Any], record: dict[str, Any], like: Any
+) -> np.ndarray:
+    """Return the user's score of a record: a number, or one for each descent."""
+    try:
+        given = score(record)
+    except Exception as error:
+        error.add_note(
+            f"foretune: this happened in score(record) at step {record['step']}; the record has the "
+            f"names {list(record)}."
+        )
+        raise
+    number = np.asarray(on_host(given))
+    real = any(jnp.issubdtype(number.dtype, kind) for kind in (np.floating, np.integer, np.bool_))
+    if not real or number.shape not in ((), like.shape):
+        wanted = "one real number" + (
+            f" for each of the {like.size} descents" if like.shape else ""
+        )
+        raise TypeError(
+            f"score(record) must return {wanted}; at step {record['step']} it returned "
+            f"{describe(given)}. The record has the names {list(record)}."
+        )
+    return number
+
+
 def _total_value(record: dict[str, Any]) -> Any:
     return sum(np.asarray(value) for value in jax.tree.leaves(record["value"], is_leaf=_is_row))
 
@@ -263,9 +405,25 @@ def _is_row(node: Any) -> bool:
     return isinstance(node, list)
 
 
-def _plain(leaf: Any) -> Any:
-    """Return numbers as Python's own, so that records can be written as JSON and compared."""
-    return leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf
+def plain(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record as JSON gives it back, so that a resumed history is equal to a fresh one.
+
+    Numbers are Python's own, and what JSON has no word for is named by path, as in error messages:
+    `{0: a}` under the name hparams becomes `{"hparams[0]": a}`.
+    """
+    return {name: _plain(part, name) for name, part in on_host(record).items()}
+
+
+def _plain(tree: Any, name: str) -> Any:
+    if isinstance(tree, np.ndarray | np.generic):
+        return tree.tolist()
+    if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+        return {key: _plain(part, f"{name}[{key!r}]") for key, part in tree.items()}
+    if type(tree) in (list, tuple):
+        return [_plain(part, f"{name}[{i}]") for i, part in enumerate(tree)]
+    if tree is None or jax.tree_util.all_leaves([tree]):
+        return tree
+    return {path: _plain(leaf, path) for path, leaf in named_leaves(tree, name).items()}
 
 
 class Interrupt:

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from .._problem.checks import check_count
+
 
 class NoImprovement:
     """Stop when the best score is `patience` steps old.
@@ -13,8 +15,7 @@ class NoImprovement:
     """
 
     def __init__(self, patience: int):
-        if patience < 1:
-            raise ValueError(f"NoImprovement(patience={patience}): one step or more.")
+        check_count(patience, f"NoImprovement(patience={patience!r})")
         self.patience = patience
 
     def __call__(self, run: Any) -> str | None:
@@ -33,8 +34,8 @@ class SmallGradient:
     >>> rule = ft.SmallGradient(1e-4)
     """
 
-    def __init__(self, norm: float):
-        self.norm = norm
+    def __init__(self, norm: float | int):
+        self.norm = _checked(norm, f"SmallGradient(norm={norm!r})")
 
     def __call__(self, run: Any) -> str | None:
         """Return the reason, or None."""
@@ -50,7 +51,7 @@ class TimeLimit:
     """
 
     def __init__(self, seconds: float | int):
-        self.seconds = seconds
+        self.seconds = _checked(seconds, f"TimeLimit(seconds={seconds!r})")
 
     def __call__(self, run: Any) -> str | None:
         """Return the reason, or None."""
@@ -72,10 +73,13 @@ class Vanished:
     >>> rule = ft.Vanished("lr")
     """
 
-    def __init__(self, name: str, below: float = 1e-4, patience: int = 10):
-        if patience < 1:
-            raise ValueError(f"Vanished(patience={patience}): one window or more.")
-        self.name, self.below, self.patience = name, below, patience
+    def __init__(self, name: str, below: float | int = 1e-4, patience: int = 10):
+        check_count(patience, f"Vanished(patience={patience!r})")
+        if not isinstance(name, str):
+            raise ValueError(f"Vanished(name={name!r}): the name of a hyperparameter, a string.")
+        self.name, self.patience = name, patience
+        self.below = _checked(below, f"Vanished(below={below!r})")
+        self._history: list[Any] | None = None  # whose sizes these are; each run has its own
         self._sizes: list[float] = []
         self._peak = 0.0
 
@@ -86,8 +90,8 @@ class Vanished:
                 f"Vanished({self.name!r}) names no hyperparameter of the run's records, which have "
                 f"{sorted(run.record.get('hparams', {}))}."
             )
-        if len(self._sizes) >= len(run.history):
-            self._sizes, self._peak = [], 0.0  # another run
+        if run.history is not self._history:
+            self._history, self._sizes, self._peak = run.history, [], 0.0
         for record in run.history[len(self._sizes) :]:
             size = max(np.max(np.abs(leaf)) for leaf in _leaves(record["hparams"][self.name]))
             self._sizes.append(float(size))
@@ -95,6 +99,14 @@ class Vanished:
         recent = self._sizes[-self.patience :]
         gone = len(recent) == self.patience and max(recent) <= self.below * self._peak
         return f"{self.name} has gone to 0" if gone and self._peak > 0 else None
+
+
+def _checked(number: Any, given: str) -> Any:
+    """Return the number, or raise unless it is one that a rule can compare with."""
+    real = isinstance(number, int | float | np.integer | np.floating)
+    if isinstance(number, bool) or not real or not number >= 0:
+        raise ValueError(f"{given}: it must be a number, 0 or more.")
+    return number
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -5,6 +5,7 @@ or PyTorch loader. A batch is a pytree of what NumPy can read; all batches of a 
 shapes.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -20,11 +21,15 @@ from .._outer.run import (
     Result,
     Run,
     check_callbacks,
+    check_evaluate,
+    check_functions,
+    check_outside_programs,
     digest_of,
     measure,
     nowhere,
     on_host,
-    start_callbacks,
+    plain,
+    started,
 )
 from .._problem.batches import Minibatches
 from .._problem.checks import check_count, describe, named_leaves
@@ -135,9 +140,15 @@ class RealTimeRun(Run):
     log: Any = None
 
     @property
+    def hparams(self) -> PyTree:
+        """The current hyperparameters."""
+        return (self.state or self.carry).hparams
+
+    @property
     def whole(self) -> bool:
-        """Whether the carry can be resumed from: always, between windows."""
-        return self.step > 0
+        """Whether the carry can be resumed from: not where a window has taken its memory."""
+        gone = (x.is_deleted() for x in jax.tree.leaves(self.carry) if isinstance(x, jax.Array))
+        return self.step > 0 and not any(gone)
 
 
 def run_stream(
@@ -161,54 +172,64 @@ def run_stream(
         check_count(steps, f"run(steps={steps!r})")
     check_count(evaluate_every, f"run(evaluate_every={evaluate_every})")
     check_callbacks(callbacks)
+    rules = check_functions(stop, evaluate, score)
+    check_outside_programs("RealTime.run", params, hparams)
     check_stream(validation_stream, "the validation stream")
     pieces = windows(train_stream, window)
     state = tuner.init(params, hparams)
-    settings = {
-        "constraints": repr(tuner.settings.constraints),
-        "window": str(window),
-        "start": digest_of((state.hparams, state.train)),
-    }
+    if evaluate is not None:
+        check_evaluate(evaluate, state.train, state.hparams, _RECORD)
+
+    def settings():  # asked for before the first window, while `state` is the initial one
+        static = [f.name for f in dataclasses.fields(tuner.settings) if f.metadata.get("static")]
+        constants = [name for name in static if name not in ("chunk", "mesh")]
+        return {name: str(getattr(tuner.settings, name)) for name in constants} | {
+            "constraints": repr(tuner.settings.constraints),
+            "window": str(window),
+            "initial hyperparameters": digest_of(state.hparams),
+            "initial parameters": digest_of(state.train),
+        }
+
     run = RealTimeRun(steps, RealTimeCarry(state, nowhere(state.hparams)), settings)
     run.tuner = tuner
-    with Interrupt() as interrupt:
-        start_callbacks(callbacks, run)
+    with Interrupt() as interrupt, started(callbacks, run):
         already = run.step if skip else 0
         validations = itertools.islice(_repeated(validation_stream), already, None)
         pieces = itertools.islice(pieces, already, None)
-        try:
-            upcoming, stopped, failure = _next(pieces), None, None
-            if steps is not None and run.step >= steps:
-                stopped = f"{steps} steps done"
-            while stopped is None:
-                run.window, run.validation = upcoming, _next(validations)
-                if run.window is END or run.validation is END:
-                    which = "training" if run.window is END else "validation"
-                    stopped = f"the {which} stream ended"
-                    if run.step == 0:
-                        raise ValueError(f"the {which} stream is empty: it gave no batch.")
-                    break
-                state, log, fault = tuner.dispatch(run.carry.state, run.window, run.validation)
-                run.carry, run.state = run.carry._replace(state=state), state
-                # The next window is read and sent to the device while this one runs.
-                more = steps is None or run.step + 1 < steps
-                try:
-                    upcoming = _next(pieces) if more and not interrupt.asked else END
-                except BaseException as error:  # raised when this window has been noted
-                    failure = error
-                if fault:
-                    _fail(tuner, run, state)
-                _note(run, state, log, evaluate, evaluate_every)
-                if not run.record["undone"] and (not evaluate or set(run.record) > _RECORD):
-                    run.rank(score, log["hparams"])
-                for callback in callbacks:
-                    callback.step(run)
-                if failure is not None:
-                    raise failure
-                stopped = next(iter(run.reasons(stop, interrupt)), None)
-        finally:
+        upcoming, stopped, failure = _next(pieces), None, None
+        if steps is not None and run.step >= steps:
+            stopped = f"{steps} steps done"
+        while stopped is None:
+            run.window, run.validation = upcoming, _next(validations)
+            if run.window is END or run.validation is END:
+                which = "training" if run.window is END else "validation"
+                stopped = f"the {which} stream ended"
+                if run.step == 0:
+                    raise ValueError(f"the {which} stream is empty: it gave no batch.")
+                break
+            state, log, fault = tuner.dispatch(run.carry.state, run.window, run.validation)
+            run.state = state
+            # The next window is read and sent to the device while this one runs.
+            more = steps is None or run.step + 1 < steps
+            try:
+                upcoming = _next(pieces) if more and not interrupt.asked else END
+            except BaseException as error:  # raised when this window has been noted
+                failure = error
+            if fault:
+                _fail(tuner, run, state)
+            record = _record(run, state, log, evaluate, evaluate_every)
+            best = run.best
+            if not record["undone"] and (not evaluate or set(record) > _RECORD):
+                best = run.ranked(score, record, log["hparams"])
+            # The window is done: from here on the run stands after it, in every respect.
+            run.value, run.grad, run.log = log["value"], log["hypergradient"], log
+            run.note(record)
+            run.move(run.step + 1, RealTimeCarry(state, best))
             for callback in callbacks:
-                callback.end(run)
+                callback.step(run)
+            if failure is not None:
+                raise failure
+            stopped = next(iter(run.reasons(rules, interrupt)), None)
     if run.value is None and run.history:  # resumed at its end
         run.value = run.history[-1]["value"]
     return Result(run.hparams, run.value, run.carry.state, run.history, run.best, stopped)
@@ -218,30 +239,22 @@ END = object()  # of a stream
 _RECORD = {"step", "value", "gradient_norm", "loss", "hparams", "z_norm", "undone"}
 
 
-def _note(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -> None:
-    run.step, run.log = run.step + 1, log
-    run.value, run.grad = log["value"], log["hypergradient"]
-    numbers = on_host(log)
+def _record(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -> dict[str, Any]:
+    """Return the record of the window that follows the run's step, which is waited for."""
+    step, numbers = run.step + 1, on_host(log)
     wide = jax.tree.map(lambda g: np.asarray(g, np.float64), numbers["hypergradient"])
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(wide)))
-    record = {"step": run.step, "value": numbers["value"], "gradient_norm": norm}
-    record |= {name: _named(numbers[name]) for name in ("loss", "hparams", "z_norm", "undone")}
-    try:
-        if evaluate and (run.step % every == 0 or run.step == run.steps):
-            record |= measure(evaluate, state.train, state.hparams, record)
-    finally:
-        run.note(record)
-
-
-def _named(tree: PyTree) -> Any:
-    """Return the tree as it is where JSON can hold it, by path where it cannot."""
-    if tree is None or isinstance(tree, dict | list | tuple | np.ndarray | np.generic):
-        return tree
-    return named_leaves(tree, "hparams")
+    record = {"step": step, "value": numbers["value"], "gradient_norm": norm}
+    record |= {name: numbers[name] for name in ("loss", "hparams", "z_norm", "undone")}
+    if evaluate and (step % every == 0 or step == run.steps):
+        record |= measure(evaluate, state.train, state.hparams, record)
+    return plain(record)
 
 
 def _fail(tuner: Any, run: RealTimeRun, state: Any) -> None:
     error = tuner.fault(state, run.window, run.validation)
+    if not run.whole:  # the state before the window comes back without its Z
+        run.move(run.step, run.carry._replace(state=state))
     error.run = run
     error.add_note(
         "foretune: what there is until then (history, best, hparams) is in the attribute `run` of "
