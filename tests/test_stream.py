@@ -270,10 +270,17 @@ class TestRun:
             constraints=CONSTRAINTS,
         )
         result = run(
-            batches(40), itertools.repeat(None), using=using, hparams=hparams(1e9), callbacks=[bias]
+            batches(40), itertools.repeat(None), using=using, hparams=hparams(1e2), callbacks=[bias]
         )
         assert result.history[0]["undone"]
         assert np.isfinite(result.history[-1]["value"])
+
+    def test_windows_that_are_all_undone_warn_once(self):
+        with pytest.warns(RuntimeWarning, match="the last 10 windows were undone") as caught:
+            result = run(batches(240), hparams=hparams(1e12))
+        assert len(caught) == 1
+        assert not result.history[-1]["undone"]  # and it recovers
+        assert result.history[-1]["value"] < 1
 
     @pytest.mark.parametrize("killed_after", [1, 5])
     def test_a_resumed_run_is_the_same_to_the_bit(self, tmp_path, killed_after):

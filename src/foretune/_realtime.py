@@ -10,7 +10,8 @@ the better the slower lambda moves. So between windows Z is discounted, Z <- gam
 earlier hyperparameters did over about 1 / (1 - gamma) windows. The paper's method is gamma = 1.
 
 A window in which training diverges is undone: the training state returns to where the window began,
-Z to 0, and the hyperparameters back off in the direction that the derivative of the loss says.
+Z to 0, and the hyperparameters back off in the direction that the derivative of the loss says. A
+single minibatch with a loss far above all before it is passed over, as no hyperparameter is at fault.
 
 Time: about that of 1 + 2m training runs for m hyperparameters, however many updates. Memory: Z, m
 states, and one more state to return to, whatever the number of steps.
@@ -32,7 +33,8 @@ from jaxtyping import Array, PyTree
 from ._arguments import Structure, copied, flatten, unflatten
 from ._constraints import check_constraints
 from ._devices import place_state
-from ._driver import Outer, Result, check_optimizer, feasible
+from ._driver import Outer, Result, check_optimizer, feasible, on_host
+from ._dynamics import TrainState
 from ._engines.nonfinite import NonFiniteError, explain_window
 from ._engines.products import pushforward
 from ._problem import FullBatch, Minibatches, Problem
@@ -48,7 +50,14 @@ from ._validate import (
     named_leaves,
     validated,
 )
-from ._window import RealTimeState, Settings, column_norms, directions_of, run_window
+from ._window import (
+    RealTimeState,
+    Settings,
+    column_norms,
+    directions_of,
+    not_finite,
+    run_window,
+)
 
 DEFAULT_OPTIMIZER = relative_adam()
 REMEMBERED = 256  # entries of each of these, before they are begun again
@@ -68,10 +77,12 @@ class RealTime:
             `Box(0.0, 0.999)`.
         discount: gamma in (0, 1], the share of Z that a window takes over from the one before. With 1
             the hypergradient is exact as long as the hyperparameters stay as they are.
-        rollback: undo a window that takes the validation error to more than so many times what it
+        rollback: undo a window that takes the validation error to more than this many times what it
             was before, or in which the training loss spikes: a quarter above the highest that a window
-            has begun with, and above what it was on the same minibatch before the window. None: never;
-            a loss that is not finite is then an error.
+            has begun with, and above what it was on the same minibatch before the window. A single
+            minibatch whose loss is over ten times that highest, also before the window, is an outlier
+            and passed over (of two in a row the second counts). None: neither of them; a loss that is
+            not finite is then an error.
         reset: set Z to 0 at the beginning of every so many windows.
         z_cap: after each window, scale the columns of Z down to this norm.
         clip: scale the hypergradient down to this norm.
@@ -173,10 +184,14 @@ class RealTime:
 
         `params` are the initial parameters, or a function of the hyperparameters that returns them.
         They are copied: `update` does not touch yours.
+
+        Raises:
+            NonFiniteError: where a hyperparameter or a parameter is NaN or infinite.
         """
         settings, hparams = self.settings, check_hparams(hparams)
         constraints = check_constraints(settings.constraints, hparams)
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(hparams)):
+            _check_start((), hparams)
             hparams = feasible(hparams, constraints)
         problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
         system = problem.system(hparams)
@@ -184,7 +199,10 @@ class RealTime:
         nothing = jnp.full((), -jnp.inf)
         opt_state = Outer(settings.optimizer, constraints).init(hparams)
         window = jnp.zeros((), jnp.int32)
-        state = RealTimeState(system.restore(s_0), hparams, Z, opt_state, window, nothing, nothing)
+        train, nothing_yet = system.restore(s_0), (window, nothing, nothing, jnp.array(False))
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((train, hparams))):
+            _check_start(train, hparams)
+        state = RealTimeState(train, hparams, Z, opt_state, *nothing_yet)
         state = copied(as_arrays(state))  # a weak type would compile a second time
         return state if settings.mesh is None else place_state(state, settings.mesh)
 
@@ -202,7 +220,8 @@ class RealTime:
         Returns:
             The new state, and the log, a dict: `value` and `hypergradient` after the window at the
             `hparams` it ran with, the norm of Z by hyperparameter `z_norm`, the mean training
-            `loss` (None for a dynamics that reports none), and whether the window was `undone`.
+            `loss` (None for a dynamics that reports none), whether the window was `undone`, and how
+            many of its minibatches were passed over as `outliers`.
 
         Raises:
             NonFiniteError: where something is not finite, with the window and the leaf. The state
@@ -252,10 +271,11 @@ class RealTime:
         Returns:
             A `Result`; its `state` is the tuner's state, with the trained weights in `state.train`.
             `history` has a record for each window: `step` (from 1), `value`, `gradient_norm`,
-            `loss`, `hparams` (those it ran with), `z_norm`, `undone` and what `evaluate` adds.
+            `loss`, `hparams` (those it ran with), `z_norm`, `undone`, `outliers` and what `evaluate`
+            adds.
 
-        Ctrl-C ends the run after the current window. `NonFiniteError` has the `run` until then and
-        the `state` before the window.
+        Where ten windows in a row are undone, a `RuntimeWarning` says so. Ctrl-C ends the run after the
+        current window. `NonFiniteError` has the `run` until then and the `state` before the window.
 
         >>> import foretune as ft, itertools, jax.numpy as jnp, numpy as np, optax
         >>> tuner = ft.RealTime(
@@ -315,7 +335,12 @@ class RealTime:
     def fault(self, state: RealTimeState, window: PyTree, validation: PyTree) -> NonFiniteError:
         """Return the error for a window that failed, from the state before it."""
         problem = self.settings.problem(state.train, window, validation)
-        error = NonFiniteError(explain_window(problem, state.hparams, int(state.window)))
+        begun = _not_finite(state.train, state.hparams, "state.train")
+        error = NonFiniteError(
+            f"not finite: what window {int(state.window)} (counted from 0) begins with. {begun}"
+            if begun
+            else explain_window(problem, state.hparams, int(state.window))
+        )
         error.state = state
         return error
 
@@ -351,6 +376,27 @@ def _program(
 
 _donating = jax.jit(_program, static_argnums=(0, 1, 2), donate_argnums=3)
 _keeping = jax.jit(_program, static_argnums=(0, 1, 2))
+
+
+def _not_finite(train: PyTree, hparams: PyTree, name: str) -> str | None:
+    """Return which leaf of a start is not finite, or None."""
+    for path, where in not_finite(train, hparams, name).items():
+        if wrong := int(jnp.sum(where)):
+            leaf = (named_leaves(hparams, "hparams") | named_leaves(train, name))[path]
+            values, at = on_host((leaf, where))
+            shown = ", ".join(map(str, np.unique(values[at]).tolist()))
+            return f"{path} ({describe(leaf)}) is {shown} in {wrong} of {where.size} entries."
+    return None
+
+
+def _check_start(train: PyTree, hparams: PyTree) -> None:
+    """Raise where the initial parameters or hyperparameters are not finite."""
+    name = "" if isinstance(train, TrainState) else "params"  # their paths: `params['w']` in both
+    if found := _not_finite(train, hparams, name):
+        raise NonFiniteError(
+            f"not finite: {found.removeprefix('.')} A run cannot start from there: every window "
+            "would be undone."
+        )
 
 
 def _flat_state(state: Any) -> tuple[list[Any], Structure]:

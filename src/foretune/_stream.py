@@ -6,6 +6,7 @@ shapes.
 """
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -199,6 +200,7 @@ def run_stream(
                 if fault:
                     _fail(tuner, run, state)
                 _note(run, state, log, evaluate, evaluate_every)
+                _warn_where_all_is_undone(run)
                 if not run.record["undone"] and (not evaluate or set(run.record) > _RECORD):
                     run.rank(score, log["hparams"])
                 for callback in callbacks:
@@ -215,7 +217,8 @@ def run_stream(
 
 
 END = object()  # of a stream
-_RECORD = {"step", "value", "gradient_norm", "loss", "hparams", "z_norm", "undone"}
+UNDONE = 10  # windows in a row, after which a run warns
+_RECORD = {"step", "value", "gradient_norm", "loss", "hparams", "z_norm", "undone", "outliers"}
 
 
 def _note(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -> None:
@@ -225,12 +228,30 @@ def _note(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -> 
     wide = jax.tree.map(lambda g: np.asarray(g, np.float64), numbers["hypergradient"])
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(wide)))
     record = {"step": run.step, "value": numbers["value"], "gradient_norm": norm}
-    record |= {name: _named(numbers[name]) for name in ("loss", "hparams", "z_norm", "undone")}
+    names = ("loss", "hparams", "z_norm", "undone", "outliers")
+    record |= {name: _named(numbers[name]) for name in names}
     try:
         if evaluate and (run.step % every == 0 or run.step == run.steps):
             record |= measure(evaluate, state.train, state.hparams, record)
     finally:
         run.note(record)
+
+
+def _warn_where_all_is_undone(run: RealTimeRun) -> None:
+    """Warn once, when many windows in a row have been undone: backing off may not help."""
+    recent = run.history[-UNDONE - 1 :]
+    if [record["undone"] for record in recent][-UNDONE:] != [True] * UNDONE:
+        return
+    if len(recent) > UNDONE and recent[0]["undone"]:  # it has been said
+        return
+    warnings.warn(
+        f"the last {UNDONE} windows were undone, because training diverged in each; the last ran with "
+        f"{run.record['hparams']!r:.200}. Hyperparameters halve with each of them, at most: start from "
+        "others (a smaller learning rate), and look at the scale of the inputs and of the initial "
+        "parameters. `RealTime(rollback=None)` undoes nothing, and says where something is not finite.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def _named(tree: PyTree) -> Any:

@@ -138,6 +138,7 @@ def tuned(
             "hparams": state.hparams,
             "z_norm": dict.fromkeys(start, nan),
             "undone": jnp.array(False),
+            "outliers": jnp.zeros((), jnp.int32),
             "dropped": jnp.array(False),
         }
         # No two leaves share memory, so that the state can be donated.
@@ -164,7 +165,7 @@ def tuned(
         anchor = state.anchor
         problem = settings.problem(anchor.train, _stacked(batch), validation)
         system = problem.system(anchor.hparams)
-        window = make_step(settings, problem, system, anchor.hparams)(state.window, 0)
+        window = make_step(settings, problem, system, anchor)(state.window, 0)
 
         def tune():
             new, log, fault = finish(settings, anchor, problem, system, window, 0)
