@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._realtime import _flat_state
+from foretune._realtime import _flat_state, _keeping
 from tests.problems import assert_trees_close, penalised, squared_error, squares
 
 STILL = optax.sgd(0.0)  # the hyperparameters stay where they are
@@ -184,11 +184,11 @@ def test_a_shorter_window_runs_in_the_same_program(kind):
     state, _ = realtime.update(state, window(0, 5), validation)
     realtime.update(realtime.init(params, hparams), window(0, 4), validation)  # its checks
     before = len(traces)
-    programs = realtime._program._cache_size()
+    programs = _keeping._cache_size()
     for a, b in ((5, 9), (9, 12)):
         state, log = realtime.update(state, window(a, b), validation)
     # A new length is looked at once, abstractly; nothing is compiled for it.
-    assert realtime._program._cache_size() <= programs + 1
+    assert _keeping._cache_size() <= programs + 1
     assert len(traces) - before <= 12
     whole = window(0, 12)
     problem = ft.Problem(ft.Training(penalised, sgd), squared_error, params, whole, validation)
@@ -426,7 +426,7 @@ def test_a_start_that_is_not_finite_is_refused(value):
 def test_a_window_that_begins_with_what_is_not_finite_is_an_error():
     windows, validation = data()
     params, hparams = start()
-    realtime = tuner(outer=None, donate=False)
+    realtime = tuner(outer=None)
     state, _ = realtime.update(realtime.init(params, hparams), windows[0], validation)
     train = state.train
     weights = train.params | {"w": in_entry(train.params["w"], np.inf)}
@@ -577,19 +577,37 @@ def test_bfloat16_tangents_leave_the_training_as_it_is():
     assert np.any(a != b)
 
 
-def test_a_state_can_be_used_once_and_the_parameters_stay():
+def test_a_state_can_be_used_again_unless_it_is_donated():
     windows, validation = data()
     params, hparams = jax.tree.map(jnp.asarray, start())
-    realtime = tuner()
-    state = realtime.init(params, hparams)
-    realtime.update(state, windows[0], validation)
-    with pytest.raises(ValueError, match="given to `update` before"):
-        realtime.update(state, windows[1], validation)
-    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves((params, hparams)))
-    keeping = tuner(donate=False)
+    keeping = tuner()
     state = keeping.init(params, hparams)
-    for _ in range(2):
-        keeping.update(state, windows[0], validation)
+    first, second = (keeping.update(state, windows[0], validation)[0] for _ in range(2))
+    assert_trees_close(second, first, 0)
+    donating = tuner(donate=True)
+    state = donating.init(params, hparams)
+    donating.update(state, windows[0], validation)
+    with pytest.raises(ValueError, match=r"reused its memory \(`donate=True`\)"):
+        donating.update(state, windows[1], validation)
+    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves((params, hparams)))
+
+
+def test_a_run_reuses_the_memory_of_its_states():
+    windows, validation = data()
+    params, hparams = start()
+
+    class Watcher(ft.Callback):
+        seen = ()
+
+        def step(self, run):
+            self.seen = (*self.seen, run.state)
+
+    watcher = Watcher()
+    stream = list(zip(*joined(windows), strict=True))
+    tuner().run(stream, [validation], params=params, hparams=hparams, window=4, callbacks=[watcher])
+    *earlier, last = watcher.seen
+    assert all(leaf.is_deleted() for state in earlier for leaf in jax.tree.leaves(state.Z))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(last))
 
 
 def test_inside_jit_and_vmap():

@@ -68,7 +68,7 @@ class TestBias:
     def test_the_first_windows_without_updates_are_unbiased(self):
         windows, validation = data()
         params, hparams = start()
-        realtime = tuner(donate=False, **EXACT)
+        realtime = tuner(**EXACT)
         before = realtime.init(params, hparams)
         state = before
         for window in windows:

@@ -42,7 +42,7 @@ def hypergradient_bias(
 
     Args:
         tuner: the `RealTime`.
-        before: the tuner's state before these windows (a copy, where `update` donates).
+        before: the tuner's state before these windows (a copy of it, with `RealTime(donate=True)`).
         windows: the windows since then, in order.
         validation: the validation batch of the last update.
         log: the log of the last update.
@@ -51,7 +51,7 @@ def hypergradient_bias(
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> tuner = ft.RealTime(
     ...     ft.Training(lambda w, h, x: jnp.mean((w - x) ** 2), lambda h: optax.sgd(h["lr"])),
-    ...     objective=lambda state, h, x: jnp.mean((state.params - x) ** 2), donate=False)
+    ...     objective=lambda state, h, x: jnp.mean((state.params - x) ** 2))
     >>> before = tuner.init(jnp.array(0.0), {"lr": jnp.array(0.01)})
     >>> window = jnp.ones((5, 2))
     >>> after, log = tuner.update(before, window, jnp.ones(2))

@@ -89,7 +89,8 @@ class RealTime:
         chunk: columns of Z in work at a time, where there are many hyperparameters.
         tangents: a floating-point type, `jnp.bfloat16` say, in which the loss is computed for Z
             only (with `Training`); the training stays as it is.
-        donate: reuse the memory of the state given to `update`, which is then deleted.
+        donate: reuse the memory of the state given to `update`, which is then deleted: it saves one
+            state, Z included. `run` does so with its own states in any case.
         mesh: `foretune.mesh(data=..., tangents=...)`: `init` places the state on it, the columns of Z
             split over `tangents`, all else on every device. Place batches by `foretune.shard`.
 
@@ -123,7 +124,7 @@ class RealTime:
         clip: float | None = None,
         chunk: int | None = None,
         tangents: Any = None,
-        donate: bool = True,
+        donate: bool = False,
         mesh: Any = None,
     ):
         check_optimizer(optimizer)
@@ -163,7 +164,7 @@ class RealTime:
             mesh,
         )
         self._arrays, self._structure = flatten(self.settings)
-        self._program = _donating if donate else _keeping
+        self.donate = donate
 
     @classmethod
     def paper(cls, dynamics: Any, objective: Any, *, constraints: Any = None) -> "RealTime":
@@ -212,7 +213,7 @@ class RealTime:
         """Train over one window of minibatches, then update the hyperparameters.
 
         Args:
-            state: the state, from `init` or the last update. Its memory is reused (`donate`).
+            state: the state, from `init` or the last update. With `donate` its memory is reused.
             window: minibatches stacked on a leading axis, as `windows` makes them, or `Minibatches`,
                 or `FullBatch`. A window shorter than one before it runs in the same program.
             validation: what the objective gets as its third argument.
@@ -227,7 +228,7 @@ class RealTime:
             NonFiniteError: where something is not finite, with the window and the leaf. The state
                 before the window is its attribute `state`, to go on from (its Z begins at 0 again).
         """
-        new, log, fault = self.dispatch(state, window, validation)
+        new, log, fault = self.dispatch(state, window, validation, donate=self.donate)
         if not isinstance(fault, Tracer) and fault:
             raise self.fault(new, window, validation)
         return new, log
@@ -305,9 +306,12 @@ class RealTime:
         )
 
     def dispatch(
-        self, state: RealTimeState, window: PyTree, validation: PyTree
+        self, state: RealTimeState, window: PyTree, validation: PyTree, *, donate: bool = True
     ) -> tuple[RealTimeState, dict[str, Any], Any]:
-        """Begin an update without waiting for it; the third result says whether it failed."""
+        """Begin an update without waiting for it; the third result says whether it failed.
+
+        The state's memory is reused, unless `donate` is False.
+        """
         window, validation = as_arrays((window, validation))
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, window, validation))):
             everything = tuple(named_leaves(state.hparams, "hparams"))
@@ -315,12 +319,14 @@ class RealTime:
             validated(problem, state.hparams)
             return run_window(self.settings, state, problem, jnp.array(problem.steps))
         arguments = self._flat(state, window, validation)
-        new, log, fault = self._program(*arguments)
+        new, log, fault = (_donating if donate else _keeping)(*arguments)
         return unflatten(arguments[2], new), log, fault
 
     def lower(self, state: RealTimeState, window: PyTree, validation: PyTree) -> jax.stages.Lowered:
         """Return the program of an update, for its memory and cost analysis."""
-        return self._program.lower(*self._flat(state, *as_arrays((window, validation))))
+        return (_donating if self.donate else _keeping).lower(
+            *self._flat(state, *as_arrays((window, validation)))
+        )
 
     def problem(self, state: RealTimeState, window: PyTree, validation: PyTree) -> Problem:
         """Return the training over a window as a problem of its own, from this state on."""
@@ -407,8 +413,8 @@ def _flat_state(state: Any) -> tuple[list[Any], Structure]:
     arrays, structure = flatten(state)
     if any(isinstance(array, jax.Array) and array.is_deleted() for array in arrays):
         raise ValueError(
-            "this state has been given to `update` before, and its memory was reused. Go on from the "
-            "state that `update` returned, or give `RealTime(..., donate=False)`."
+            "this state has been given to an `update` that reused its memory (`donate=True`). Continue "
+            "from the state that it returned, or leave `donate` out."
         )
     return arrays, structure
 
