@@ -108,6 +108,13 @@ class TestBias:
             ft.minimize(problem, {"lr": jnp.array(0.1)}, steps=1, callbacks=[ft.Bias()])
 
 
+def update_twice(optimizer, state, batch, validation):
+    """The host sees that the first update has failed in its own call, or in the next."""
+    state, _ = optimizer.update(state, batch, validation)
+    assert jax.block_until_ready(state).log["dropped"]
+    optimizer.update(state, batch, validation)
+
+
 class TestTuned:
     def loss(self, params, batch):
         return squares(params, batch)
@@ -203,7 +210,7 @@ class TestTuned:
         state = optimizer.init(params)
         x, y = self.batches(8)[0]
         with pytest.raises(ft.NonFiniteError, match=r"batch\[0\]") as caught:
-            optimizer.update(state, (x * np.nan, y), validation)
+            update_twice(optimizer, state, (x * np.nan, y), validation)
         state, loss = optimizer.update(caught.value.state, (x, y), validation)
         assert np.isfinite(loss)
         adam = ft.tuned(optax.adam, self.loss, every=2, learning_rate=0.01)
@@ -211,7 +218,54 @@ class TestTuned:
         x[:, 1] = 0.0
         state, _ = adam.update(state, (x, y), validation)
         with pytest.raises(ft.NonFiniteError, match="eps_root"):
-            adam.update(state, (x, y), validation)
+            update_twice(adam, state, (x, y), validation)
+
+    def test_it_does_not_wait_for_the_device(self, monkeypatch):
+        _, validation = data()
+        optimizer = ft.tuned(optax.sgd, self.loss, every=4, learning_rate=0.01)
+        state = optimizer.init(start()[0])
+        batches = self.batches(12)
+        x, y = batches[2]
+        batches[2] = np.full_like(x, np.nan), y
+        array, waits = type(jnp.zeros(())), []
+        for name in ("__bool__", "__int__", "__float__", "__array__"):
+            real = getattr(array, name)
+
+            def convert(self, *args, real=real, **kwargs):
+                waits.append(self.shape)
+                return real(self, *args, **kwargs)
+
+            monkeypatch.setattr(array, name, convert)
+        monkeypatch.setattr(array, "is_ready", lambda self: False)  # a slow device
+        for batch in batches[:4]:
+            state, _ = optimizer.update(state, batch, validation)
+        assert waits == []
+        for batch in batches[4:6]:
+            state, _ = optimizer.update(state, batch, validation)
+        assert len(waits) == 2  # for calls that are four calls old
+        with pytest.raises(ft.NonFiniteError, match=r"window 0, .*batch\[0\]") as caught:
+            optimizer.update(state, batches[6], validation)
+        monkeypatch.undo()
+        resumed = caught.value.state
+        assert_trees_close(resumed.anchor.window, 1, 0)  # of batches 3 to 6: nothing was lost
+        assert not resumed.log["dropped"]
+        clean = optimizer.init(start()[0])
+        for batch in batches[3:7]:
+            clean, _ = optimizer.update(clean, batch, validation)
+        assert_trees_close(resumed.params, clean.params, 1e-6)
+
+    def test_two_trainings_at_once_get_their_own_errors(self, monkeypatch):
+        _, validation = data()
+        optimizer = ft.tuned(optax.sgd, self.loss, every=2, learning_rate=0.01)
+        good = bad = optimizer.init(start()[0])
+        x, y = self.batches(4)[0]
+        monkeypatch.setattr(type(good.params["w"]), "is_ready", lambda self: False)
+        bad, _ = optimizer.update(bad, (x * np.nan, y), validation)
+        for _ in range(5):
+            good, _ = optimizer.update(good, (x, y), validation)
+        bad, _ = optimizer.update(bad, (x, y), validation)
+        with pytest.raises(ft.NonFiniteError):
+            optimizer.update(bad, (x, y), validation)
 
     def test_inside_jit_with_a_donated_state_it_compiles_once(self):
         _, validation = data()

@@ -4,6 +4,7 @@ The loop goes on calling `update` once for each minibatch; every few steps the h
 It is `RealTime` with its window spread over calls.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,11 +35,14 @@ USUAL = {
 }
 
 
+RUNS = 8  # of one optimizer at the same time, whose calls are remembered
+
+
 class TunedState(NamedTuple):
     """Where a tuned training is: `params`, `hparams` and the `log` of their last update."""
 
     log: dict[str, Any]
-    """The log of the last update of the hyperparameters, as of `RealTime.update`; NaN before."""
+    """The log of the last window, as of `RealTime.update`, and whether it was `dropped`; NaN before."""
     anchor: RealTimeState
     """The tuner's state at the beginning of the window, without its Z."""
     window: Progressing
@@ -88,10 +92,11 @@ def tuned(
         **hparams: the constants to be tuned, with their initial values.
 
     `update` returns the new state and the loss of the minibatch. It is compiled, and pure: inside your
-    own `jax.jit` it has less overhead. The parameters may be any pytree, an Equinox model for
-    instance. A window whose loss diverges is undone. One in which something else is not finite,
-    the data for instance, is dropped with a `NonFiniteError`, whose `state` is the one to go on
-    from; inside `jit` there is no error, only `state.log["dropped"]`.
+    own `jax.jit` it has less overhead. It does not wait for the device. The parameters may be any
+    pytree, an Equinox model for instance. A window whose loss diverges is undone. One in which
+    something else is not finite, the data for instance, is dropped, and training continues from
+    where the window began; there is a `NonFiniteError`, at the latest `every` calls later, whose
+    `state` is the one to continue from. Inside `jit` there is no error, only `state.log["dropped"]`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> loss = lambda w, x: jnp.mean((w - x) ** 2)
@@ -145,6 +150,7 @@ def tuned(
         return copied(TunedState(log, state._replace(Z=None), begin(settings, state)))
 
     checked: list[bool] = []
+    unseen = _Unseen(every)
 
     def update(state: TunedState, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
         batch, validation = jax.tree.map(readable, (batch, validation))
@@ -152,16 +158,21 @@ def tuned(
             problem = settings.problem(state.anchor.train, _stacked(batch), validation)
             validated(problem, state.hparams)
             checked.append(True)
-        after, value = program(state, batch, validation)
-        dropped = after.log["dropped"]
-        if not isinstance(dropped, Tracer) and dropped:
-            error = tuner.fault(after.anchor, _stacked(batch), validation)
+        after, value, dropped = program(state, batch, validation)
+        if isinstance(dropped, Tracer):
+            return after, value
+        call = _Call(dropped, batch, validation)
+        if (failed := unseen.look(state, after, call)) is not None:
+            window, batch, validation = failed
+            error = tuner.fault(after.anchor._replace(window=window), _stacked(batch), validation)
             error.state = after
             raise error
         return after, value
 
     @eqx.filter_jit
-    def program(state: TunedState, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
+    def program(
+        state: TunedState, batch: PyTree, validation: PyTree
+    ) -> tuple[TunedState, Array, Array]:
         anchor = state.anchor
         problem = settings.problem(anchor.train, _stacked(batch), validation)
         system = problem.system(anchor.hparams)
@@ -171,16 +182,51 @@ def tuned(
             new, log, fault = finish(settings, anchor, problem, system, window, 0)
             log = log | {"dropped": fault}
             log = {name: jax.tree.map(_as, log[name], state.log[name]) for name in state.log}
-            return log, eqx.filter(new._replace(Z=None), eqx.is_array), begin(settings, new)
+            new_window = begin(settings, new)
+            return log, eqx.filter(new._replace(Z=None), eqx.is_array), new_window, fault
 
         def wait():
-            log = state.log | {"dropped": jnp.array(False)}
-            return log, eqx.filter(anchor, eqx.is_array), window
+            return state.log, eqx.filter(anchor, eqx.is_array), window, jnp.array(False)
 
-        log, new, window_after = lax.cond((window.steps == every) | ~window.calm, tune, wait)
-        return TunedState(log, eqx.combine(new, anchor), window_after), window.loss
+        over = (window.steps == every) | ~window.calm
+        log, new, window_after, fault = lax.cond(over, tune, wait)
+        dropped = jnp.where(fault, anchor.window, -1)
+        return TunedState(log, eqx.combine(new, anchor), window_after), window.loss, dropped
 
     return Tuned(init, update)
+
+
+class _Call(NamedTuple):
+    """A call of `update` and how it ended, which the host need not know yet."""
+
+    dropped: Array  # the number of the window that was dropped, or -1
+    batch: PyTree
+    validation: PyTree
+
+
+class _Unseen:
+    """The calls whose end has not been looked at: to look at the last one would be to wait for it.
+
+    Calls that belong together, each with the state that the one before it returned, form a run.
+    """
+
+    def __init__(self, most: int):
+        self.most = most  # calls of a run; then the first of them is waited for
+        self.runs: dict[int, tuple[Any, deque[_Call]]] = {}
+
+    def look(self, before: TunedState, after: TunedState, call: _Call) -> _Call | None:
+        """Return a call of this run that has ended in a dropped window, if there is one."""
+        _, calls = self.runs.pop(id(before.log["dropped"]), (None, deque()))
+        calls.append(call)
+        failed = None
+        while failed is None and calls and (len(calls) > self.most or calls[0].dropped.is_ready()):
+            first = calls.popleft()
+            failed = first if int(first.dropped) >= 0 else None
+        if len(self.runs) >= RUNS:  # the oldest has been given up
+            del self.runs[next(iter(self.runs))]
+        token = after.log["dropped"]  # kept, so that no other array gets its id
+        self.runs[id(token)] = token, calls
+        return failed
 
 
 def _stacked(batch: PyTree) -> PyTree:
