@@ -1,5 +1,6 @@
 """Real-time tuning: exact where it must be, robust where it should be."""
 
+import contextlib
 import re
 
 import jax
@@ -9,7 +10,7 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._realtime import _flat_state, _keeping
+from foretune._realtime import _keeping
 from tests.problems import assert_trees_close, penalised, squared_error, squares
 
 STILL = optax.sgd(0.0)  # the hyperparameters stay where they are
@@ -627,21 +628,107 @@ def test_inside_jit_and_vmap():
     assert_trees_close(first_log["hypergradient"], outside[1]["hypergradient"], 1e-4)
 
 
+@pytest.mark.parametrize("name", ["discount", "rollback", "z_cap", "clip"])
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, "1", True, 1j, np.ones(1), [2.0]])
+def test_options_that_are_no_number_that_fits(name, value):
+    number = type(value) is float
+    with pytest.raises(ValueError if number else TypeError, match=rf"RealTime\({name}="):
+        tuner(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["reset", "chunk"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, np.nan, "1", True, 1j])
+def test_options_that_are_no_count(name, value):
+    with pytest.raises(ValueError, match=rf"RealTime\({name}=.*whole number"):
+        tuner(**{name: value})
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"discount": 0.0}, r"discount=0\.0"),
-        ({"discount": 1.5}, r"\(0, 1\]"),
-        ({"rollback": 0.5}, "rollback"),
-        ({"z_cap": 0.0}, "z_cap"),
-        ({"clip": -1.0}, "clip"),
-        ({"reset": 0}, "reset"),
-        ({"chunk": 0}, "chunk"),
+        ({"discount": 1.5}, ValueError, r"\(0, 1\]"),
+        ({"discount": None}, TypeError, "discount"),
+        ({"rollback": 1.0}, ValueError, "a factor over 1"),
+        ({"tangents": np.int8}, TypeError, "tangents=.*floating-point"),
+        ({"tangents": bool}, TypeError, "tangents=.*floating-point"),
+        ({"tangents": "float"}, None, ""),
+        ({"tangents": "number"}, TypeError, "tangents=.*floating-point"),
+        ({"tangents": complex}, TypeError, "tangents=.*floating-point"),
+        ({"donate": None}, TypeError, "donate=None"),
+        ({"discount": np.float32(0.5), "rollback": 2, "z_cap": 1, "reset": np.int64(3)}, None, ""),
     ],
 )
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_options(options, error, message):
+    with pytest.raises(error, match=message) if error else contextlib.nullcontext():
         tuner(**options)
+
+
+def test_windows_and_validation_that_are_no_data():
+    (window, *_), validation = data()
+    params, hparams = start()
+    realtime = tuner()
+    state = realtime.init(params, hparams)
+    batches = ft.Minibatches(jax.tree.map(lambda leaf: leaf[0], window), np.zeros((2, 3), int))
+    for empty in ([], (), None, (window[0][:0], window[1][:0]), batches.at(batches.indices[:0])):
+        with pytest.raises(ValueError, match="the window is empty"):
+            realtime.update(state, empty, validation)
+    lists = jax.tree.map(lambda leaf: leaf.tolist(), (window, validation))
+    with pytest.raises(TypeError, match=r"window\[0\] is a list of 4.*numpy.asarray"):
+        realtime.update(state, lists[0], validation)
+    with pytest.raises(TypeError, match=r"validation\[0\] is a list of 20.*numpy.asarray"):
+        realtime.update(state, window, lists[1])
+
+
+def test_data_that_no_longer_fits():
+    (window, *_), validation = data()
+    params, hparams = start()
+    realtime = tuner()
+    state = realtime.init(params, hparams)
+    wide = (np.ones((4, 8, 5), np.float32), window[1]), (np.ones((20, 5)), validation[1])
+    with pytest.raises(TypeError, match="dot_general") as caught:  # the first of all
+        realtime.update(state, wide[0], validation)
+    assert any("window[0]: float32[4,8,5]" in note for note in caught.value.__notes__)
+    realtime.update(state, window, validation)
+    message = r"window\[0\] is float32\[4,8,5\], it was float32\[4,8,3\](.|\n)*dot_general"
+    with pytest.raises(ValueError, match=message):
+        realtime.update(state, wide[0], validation)
+    message = r"validation\[0\] is float32\[20,5\], it was float32\[20,3\]"
+    with pytest.raises(ValueError, match=message):
+        realtime.update(state, window, wide[1])
+    with pytest.raises(ValueError, match=r"validation\['x'\] is float32\[20,3\], it was absent"):
+        realtime.update(state, window, {"x": validation[0]})
+    with pytest.raises(ValueError, match=message):
+        jax.jit(realtime.update)(state, window, wide[1])
+    realtime.update(state, window, validation)  # and it continues
+
+
+def test_states_of_other_tuners():
+    (window, *_), validation = data()
+    params, hparams = start()
+    realtime = tuner(outer=optax.adam(0.01))
+    mine = realtime.init(params, hparams)
+    rate = ft.Training(lambda p, h, batch: squares(p, batch), lambda h: optax.sgd(h["rate"]))
+    for path, state in {
+        "state.opt_state[0].mu['decay'] is absent, it needs float32[]": tuner().init(
+            params, hparams
+        ),
+        "state.Z.params['b'] is float32[1], it needs float32[3]": mine._replace(
+            Z=jax.tree.map(lambda z: z[:1], mine.Z)
+        ),
+        "state.train.opt_state[0].mu['w'] is float32[3], it was absent": tuner(
+            adam, optax.adam(0.01)
+        ).init(params, hparams),
+        "state.train.params['w'] is float32[5], it was float32[3]": tuner(
+            outer=optax.adam(0.01)
+        ).init(*start(d=5)),
+        "state.hparams['rate'] is float32[], it was absent": ft.RealTime(
+            rate, squared_error, optax.adam(0.01)
+        ).init(params, {"rate": jnp.array(0.1)}),
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(path)):
+            realtime.update(state, window, validation)
+    with pytest.raises(TypeError, match="the state that `init` or the last `update` returned"):
+        realtime.update(mine.train, window, validation)
 
 
 def test_bad_input_is_refused_before_compilation():
@@ -653,8 +740,6 @@ def test_bad_input_is_refused_before_compilation():
         realtime.update(state, windows[0], validation)
     with pytest.raises(TypeError, match="hyperparameters are float arrays"):
         realtime.init(params, {"lr": 0.1})
-    with pytest.raises(TypeError, match="update takes the state"):
-        _flat_state(params)
     with pytest.raises(ValueError, match="leading axes"):
         realtime.update(
             realtime.init(params, hparams), (windows[0][0], windows[0][1][:2]), validation

@@ -18,10 +18,10 @@ states, and one more state to return to, whatever the number of steps.
 Reference: Franceschi et al., ICML 2017, Section 3.3 and Algorithm 2.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,14 +37,21 @@ from ._driver import Outer, Result, check_optimizer, feasible, on_host
 from ._dynamics import TrainState
 from ._engines.nonfinite import NonFiniteError, explain_window
 from ._engines.products import pushforward
-from ._problem import FullBatch, Minibatches, Problem
+from ._problem import FullBatch, Problem
 from ._relative import relative_adam
-from ._stream import run_stream
+from ._stream import (
+    Shapes,
+    check_data,
+    differences,
+    padded,
+    remember,
+    run_stream,
+    shapes_of,
+)
 from ._validate import (
     as_arrays,
     check_count,
     check_hparams,
-    check_leading_axis,
     check_mesh,
     describe,
     named_leaves,
@@ -55,14 +62,13 @@ from ._window import (
     Settings,
     column_norms,
     directions_of,
+    floating,
     not_finite,
+    number,
     run_window,
 )
 
 DEFAULT_OPTIMIZER = relative_adam()
-REMEMBERED = 256  # entries of each of these, before they are begun again
-_CAPACITY: dict[Any, int] = {}  # the longest window seen, by the program it is for
-_CHECKED: dict[Any, None] = {}  # the structures and shapes that have passed the checks
 
 
 class RealTime:
@@ -117,29 +123,33 @@ class RealTime:
         optimizer: Any = None,
         *,
         constraints: Any = None,
-        discount: float = 0.9,
-        rollback: float | None = 1.5,
-        reset: int | None = None,
-        z_cap: float | None = None,
-        clip: float | None = None,
-        chunk: int | None = None,
+        discount: Any = 0.9,
+        rollback: Any = 1.5,
+        reset: Any = None,
+        z_cap: Any = None,
+        clip: Any = None,
+        chunk: Any = None,
         tangents: Any = None,
-        donate: bool = False,
+        donate: Any = False,
         mesh: Any = None,
     ):
         check_optimizer(optimizer)
         # The same checks and wrapping as for a problem that is never run.
         problem = Problem(dynamics, objective, None, FullBatch(None, steps=1))
-        if not 0 < discount <= 1:
-            raise ValueError(f"RealTime(discount={discount}): it must lie in (0, 1].")
-        if rollback is not None and not rollback > 1:
-            raise ValueError(f"RealTime(rollback={rollback}): a factor over 1, or None.")
-        for name, bound in {"z_cap": z_cap, "clip": clip}.items():
-            if bound is not None and not bound > 0:
-                raise ValueError(f"RealTime({name}={bound}): a norm over 0, or None.")
+        discount = number(
+            "discount", discount, lambda gamma: 0 < gamma <= 1, "it must lie in (0, 1]"
+        )
+        if rollback is not None:
+            rollback = number("rollback", rollback, lambda r: r > 1, "a factor over 1, or None")
+        if z_cap is not None:
+            z_cap = number("z_cap", z_cap, lambda norm: norm > 0, "a norm over 0, or None")
+        if clip is not None:
+            clip = number("clip", clip, lambda norm: norm > 0, "a norm over 0, or None")
         for name, count in {"reset": reset, "chunk": chunk}.items():
             if count is not None:
-                check_count(count, f"RealTime({name}={count})")
+                check_count(count, f"RealTime({name}={count!r})")
+        if not isinstance(donate, bool):
+            raise TypeError(f"RealTime(donate={donate!r:.60}): True or False.")
         if tangents is not None and not hasattr(dynamics, "in_precision"):
             raise TypeError(
                 f"RealTime(tangents={tangents}) needs a dynamics with the method `in_precision`, as "
@@ -157,14 +167,16 @@ class RealTime:
             dict(constraints) if isinstance(constraints, Mapping) else constraints,
             discount,
             rollback,
-            reset,
+            None if reset is None else int(reset),
             z_cap,
-            chunk,
-            None if tangents is None else np.dtype(tangents),
+            None if chunk is None else int(chunk),
+            None if tangents is None else floating(tangents),
             mesh,
         )
         self._arrays, self._structure = flatten(self.settings)
         self.donate = donate
+        self._checked: dict[Any, None] = {}  # the structures and shapes that have passed the checks
+        self._shapes = Shapes()
 
     @classmethod
     def paper(cls, dynamics: Any, objective: Any, *, constraints: Any = None) -> "RealTime":
@@ -205,10 +217,11 @@ class RealTime:
             _check_start(train, hparams)
         state = RealTimeState(train, hparams, Z, opt_state, *nothing_yet)
         state = copied(as_arrays(state))  # a weak type would compile a second time
+        self._shapes.note(state=state)
         return state if settings.mesh is None else place_state(state, settings.mesh)
 
     def update(
-        self, state: RealTimeState, window: PyTree, validation: PyTree
+        self, state: Any, window: PyTree, validation: PyTree
     ) -> tuple[RealTimeState, dict[str, Any]]:
         """Train over one window of minibatches, then update the hyperparameters.
 
@@ -306,17 +319,24 @@ class RealTime:
         )
 
     def dispatch(
-        self, state: RealTimeState, window: PyTree, validation: PyTree, *, donate: bool = True
+        self, state: Any, window: PyTree, validation: PyTree, *, donate: bool = True
     ) -> tuple[RealTimeState, dict[str, Any], Any]:
         """Begin an update without waiting for it; the third result says whether it failed.
 
         The state's memory is reused, unless `donate` is False.
         """
+        if not isinstance(state, RealTimeState):
+            raise TypeError(
+                "`update` takes the state that `init` or the last `update` returned, got "
+                f"{describe(state)}."
+            )
         window, validation = as_arrays((window, validation))
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, window, validation))):
             everything = tuple(named_leaves(state.hparams, "hparams"))
-            problem = self.settings.problem(state.train, window, validation, everything)
-            validated(problem, state.hparams)
+            _check_state(self.settings, state)
+            with self._shapes.explaining(state=state, window=window, validation=validation):
+                problem = self.settings.problem(state.train, window, validation, everything)
+                validated(problem, state.hparams)
             return run_window(self.settings, state, problem, jnp.array(problem.steps))
         arguments = self._flat(state, window, validation)
         new, log, fault = (_donating if donate else _keeping)(*arguments)
@@ -353,13 +373,17 @@ class RealTime:
     def _flat(self, state: RealTimeState, window: PyTree, validation: PyTree) -> tuple[Any, ...]:
         """Return the arguments of the program, after the checks that new shapes need."""
         donated, state_structure = _flat_state(state)
-        padded, steps = _padded(self._structure, window)
-        others, structure = flatten((padded, validation))
+        check_data(window, "window")
+        longer, steps = padded(self._structure, window)
+        others, structure = flatten((longer, validation))
         shapes = tuple((array.shape, array.dtype) for array in (*donated, *others))
-        key = self._structure, state_structure, structure, shapes
-        if key not in _CHECKED:
-            validated(self.problem(state, window, validation), state.hparams)
-            _remember(_CHECKED, key, None)
+        key = state_structure, structure, shapes
+        if key not in self._checked:
+            check_data(validation, "validation")
+            _check_state(self.settings, state)
+            with self._shapes.explaining(state=state, window=window, validation=validation):
+                validated(self.problem(state, window, validation), state.hparams)
+            remember(self._checked, key, None)
         return self._structure, structure, state_structure, donated, self._arrays, others, steps
 
 
@@ -405,11 +429,27 @@ def _check_start(train: PyTree, hparams: PyTree) -> None:
         )
 
 
-def _flat_state(state: Any) -> tuple[list[Any], Structure]:
-    if not isinstance(state, RealTimeState):
-        raise TypeError(
-            f"update takes the state that `init` or the last `update` returned, got {describe(state)}."
+def _check_state(settings: Settings, state: RealTimeState) -> None:
+    """Raise where a state is not one of this tuner: its outer optimizer's, or the columns of its Z."""
+    outer = Outer(settings.optimizer, check_constraints(settings.constraints, state.hparams))
+    m = sum(leaf.size for leaf in jax.tree.leaves(state.hparams))
+    moving = eqx.filter(state.train, eqx.is_inexact_array)
+    columns = jax.tree.map(lambda s: jax.ShapeDtypeStruct((m, *s.shape), s.dtype), moving)
+    expected = {"opt_state": jax.eval_shape(outer.init, state.hparams), "Z": columns}
+    for name, tree in expected.items():
+        lines = differences(
+            shapes_of(getattr(state, name), f"state.{name}"),
+            shapes_of(tree, f"state.{name}"),
+            "it needs",
         )
+        if lines:
+            raise ValueError(
+                f"this state does not fit this tuner:\n{lines}\nIt is that of a tuner with another "
+                "optimizer, other hyperparameters or other parameters. Begin with `init` of this one."
+            )
+
+
+def _flat_state(state: RealTimeState) -> tuple[list[Any], Structure]:
     arrays, structure = flatten(state)
     if any(isinstance(array, jax.Array) and array.is_deleted() for array in arrays):
         raise ValueError(
@@ -417,38 +457,3 @@ def _flat_state(state: Any) -> tuple[list[Any], Structure]:
             "from the state that it returned, or leave `donate` out."
         )
     return arrays, structure
-
-
-def _padded(program: Structure, window: Any) -> tuple[Any, np.ndarray]:
-    """Return the window padded to the longest like it so far, and its true length.
-
-    A program is compiled for the shape of its window; its loop runs to the true length.
-    """
-    if isinstance(window, FullBatch):
-        return FullBatch(window.data, 1), np.asarray(window.steps, np.int32)
-    xs = window.indices if isinstance(window, Minibatches) else window
-    steps = check_leading_axis(xs, "window", "the minibatches")
-    leaves, structure = flatten(xs)
-    key = program, structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
-    capacity = max(_CAPACITY.get(key, 0), steps)
-    _remember(_CAPACITY, key, capacity)
-    if capacity > steps:
-        xs = jax.tree.map(functools.partial(_pad, capacity), xs)
-        window = window.at(xs) if isinstance(window, Minibatches) else xs
-    return window, np.asarray(steps, np.int32)
-
-
-def _pad(capacity: int, x: Any) -> Any:
-    more = (capacity - len(x), *x.shape[1:])
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jnp.concatenate([x, jnp.broadcast_to(x[:1], more)])
-    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:  # it stays where it is
-        return jax.device_put(jnp.concatenate([x, jnp.zeros(more, x.dtype)]), x.sharding)
-    x = np.asarray(x)  # by NumPy, which compiles nothing
-    return np.concatenate([x, np.zeros(more, x.dtype)])
-
-
-def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(memory) >= REMEMBERED:
-        memory.clear()
-    memory[key] = value

@@ -199,7 +199,7 @@ def tuned(
 class _Call(NamedTuple):
     """A call of `update` and how it ended, which the host need not know yet."""
 
-    dropped: Array  # the number of the window that was dropped, or -1
+    dropped: Any  # the number of the window that was dropped, or -1
     batch: PyTree
     validation: PyTree
 

@@ -7,12 +7,16 @@ All here are pure functions, to be traced; `RealTime` runs them over a window in
 spreads them over calls. `_realtime.py` says what they compute and why.
 """
 
+import contextlib
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
@@ -24,7 +28,7 @@ from ._dynamics import TrainState
 from ._engines.nonfinite import is_finite
 from ._engines.products import Apart, apart, error_gradients, inner_products, pushforward, stacked
 from ._problem import Continued, Problem, System
-from ._validate import named_leaves
+from ._validate import describe, named_leaves
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
 SPIKE = 1.25  # a loss this many times what it was has spiked
@@ -74,6 +78,23 @@ class Settings(eqx.Module):
         """Return the training over a window as a problem of its own."""
         dynamics = Continued(self.dynamics, carried)
         return Problem(dynamics, self.objective, train, window, validation)
+
+
+def number(name: str, value: Any, fits: Callable[[Any], bool], expected: str) -> float:
+    """Return an option of `RealTime` that is a finite real number and fits, or raise."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"RealTime({name}=...) is {describe(value)}: {expected}.")
+    if not (math.isfinite(value) and fits(value)):
+        raise ValueError(f"RealTime({name}={value}): {expected}.")
+    return float(value)
+
+
+def floating(dtype: Any) -> Any:
+    """Return the floating-point type that `RealTime(tangents=...)` is, or raise."""
+    with contextlib.suppress(TypeError):
+        if jnp.issubdtype(np.dtype(dtype), jnp.floating):
+            return np.dtype(dtype)
+    raise TypeError(f"RealTime(tangents={dtype!r:.60}): a floating-point type, `jnp.bfloat16` say.")
 
 
 class Progressing(NamedTuple):
