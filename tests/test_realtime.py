@@ -709,13 +709,13 @@ def test_states_of_other_tuners():
     mine = realtime.init(params, hparams)
     rate = ft.Training(lambda p, h, batch: squares(p, batch), lambda h: optax.sgd(h["rate"]))
     for path, state in {
-        "state.opt_state[0].mu['decay'] is absent, it needs float32[]": tuner().init(
+        "state.opt_state[0].mu['decay'] is absent, it should be float32[]": tuner().init(
             params, hparams
         ),
-        "state.Z.params['b'] is float32[1], it needs float32[3]": mine._replace(
+        "state.Z.params['b'] is float32[1], it should be float32[3]": mine._replace(
             Z=jax.tree.map(lambda z: z[:1], mine.Z)
         ),
-        "state.train.opt_state[0].mu['w'] is float32[3], it was absent": tuner(
+        "state.train.opt_state[0].mu['w'] is float32[3], it should be absent": tuner(
             adam, optax.adam(0.01)
         ).init(params, hparams),
         "state.train.params['w'] is float32[5], it was float32[3]": tuner(

@@ -1,7 +1,7 @@
 """Real-time tuning as an optimizer, the outer optimizer behind it, and how far it can be trusted."""
 
+import contextlib
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -278,13 +278,87 @@ class TestTuned:
         assert update._cache_size() <= 2
         assert np.all(np.isfinite(state.params["w"]))
 
-    def test_bad_input(self):
-        with pytest.raises(TypeError, match=r"functools\.partial"):
-            ft.tuned(optax.sgd, self.loss, learning_rate=0.1, nesterov=True)
+    @pytest.mark.parametrize(
+        ("given", "error", "message"),
+        [
+            (
+                {"learning_rate": 0.1, "nesterov": True},
+                TypeError,
+                r"nesterov=True.*functools\.partial",
+            ),
+            ({"learning_rate": None}, TypeError, "learning_rate=None.*no number"),
+            ({"learning_rate": "0.1"}, TypeError, "learning_rate='0.1'.*no number"),
+            ({"learning_rate": [0.1]}, TypeError, "no number"),
+            ({"learning_rate": np.array(0.1j)}, TypeError, "no number"),
+            ({"learning_rate": np.array(True)}, TypeError, "no number"),
+            ({"learning_rate": np.nan}, ValueError, "learning_rate=nan.*finite"),
+            ({"learning_rate": np.array([0.1, np.inf])}, ValueError, "finite"),
+            ({"learning_rate": np.zeros(0)}, ValueError, "finite"),
+            ({"learning_rate": np.float64(0.1), "momentum": 0}, None, ""),
+            ({"momentum": 0.1}, TypeError, "'learning_rate'"),
+            ({"rate": 0.1}, TypeError, "`sgd` cannot be called with rate alone"),
+            ({}, ValueError, "nothing to tune"),
+            ({"every": 0}, ValueError, "every=0"),
+            ({"every": 2.5}, ValueError, r"every=2\.5"),
+            ({"every": True}, ValueError, "every=True"),
+            ({"optimizer": optax.sgd(0.1)}, TypeError, "makes the optimizer itself"),
+            ({"optimizer": 3}, TypeError, "optimizer.* got the int 3"),
+            ({"loss": None}, TypeError, r"loss\(params, batch\).*None"),
+            ({"loss": lambda params: 0.0}, TypeError, r"loss\(params, batch\)"),
+            ({"error": 1.0}, TypeError, r"error\(params, validation\).* the float"),
+            ({"constraints": ft.NonNegative()}, TypeError, r"constraints=\.\.\.\) must be a dict"),
+            ({"options": "discount"}, TypeError, r"options=\.\.\.\) must be a dict"),
+            ({"options": {"discount": "1"}}, TypeError, "discount"),
+        ],
+    )
+    def test_what_it_is_made_of(self, given, error, message):
+        names = {"optimizer", "loss", "error", "every", "constraints", "options"}
+        constants = {} if set(given) - names or not given else {"learning_rate": 0.1}
+        arguments = {"optimizer": optax.sgd, "loss": self.loss} | constants | given
+        with pytest.raises(error, match=message) if error else contextlib.nullcontext():
+            ft.tuned(**arguments)
+
+    def test_what_update_is_given(self):
+        validation, (batch, *_) = data()[1], self.batches(4)
+        params, _ = start()
+        optimizer = ft.tuned(optax.sgd, self.loss, learning_rate=0.1)
+        state = optimizer.init(params)
+
+        def refused(error, message, state=state, batch=batch, validation=validation):
+            with pytest.raises(error, match=message):
+                optimizer.update(state, batch, validation)
+
+        refused(TypeError, r"batch\[0\] is a list of 8", batch=(batch[0].tolist(), batch[1]))
+        optimizer.update(state, batch, validation)
+        refused(TypeError, "the state that `init` or `update` returned", state=params)
+        refused(
+            ValueError,
+            r"validation\['x'\] is float32\[20,3\], it was absent",
+            validation={"x": validation[0]},
+        )
+        refused(
+            ValueError,
+            r"batch\[0\] is float32\[8,5\], it was float32\[8,3\]",
+            batch=(np.ones((8, 5), np.float32), batch[1]),
+        )
+        adam = ft.tuned(optax.adam, self.loss, learning_rate=0.1)
+        refused(ValueError, r"opt_state\[0\]\.count is int32\[\]", state=adam.init(params))
+        momentum = ft.tuned(optax.sgd, self.loss, learning_rate=0.1, momentum=0.5)
+        refused(ValueError, r"\['learning_rate', 'momentum'\]", state=momentum.init(params))
+        optimizer.update(state, batch, validation)
+
+    def test_losses_and_starts_that_do_not_fit(self):
+        validation, (batch, *_) = data()[1], self.batches(4)
+        params, _ = start()
+        each = lambda params, batch: batch[0] @ params["w"] - batch[1]  # noqa: E731
+        vector = ft.tuned(optax.sgd, each, learning_rate=0.1)
+        with pytest.raises(TypeError, match=r"loss must return(.|\n)*float32\[8\]"):
+            vector.update(vector.init(params), batch, validation)
+        vector = ft.tuned(optax.sgd, self.loss, each, learning_rate=0.1)
+        with pytest.raises(ValueError, match=r"objective must return(.|\n)*float32\[20\]"):
+            vector.update(vector.init(params), batch, validation)
         unused = ft.tuned(lambda lr, foo: optax.sgd(lr), self.loss, lr=0.1, foo=1.0)
         with pytest.raises(ValueError, match="does not depend on hparams\\['foo'\\]"):
-            unused.update(unused.init(start()[0]), self.batches(4)[0], data()[1])
-        with pytest.raises(ValueError, match="nothing to tune"):
-            ft.tuned(optax.sgd, self.loss)
-        with pytest.raises(TypeError, match=re.escape("loss(params, batch)")):
-            ft.tuned(optax.sgd, lambda params: 0.0, learning_rate=0.1)
+            unused.update(unused.init(params), batch, validation)
+        with pytest.raises(ft.NonFiniteError, match=r"params\['b'\] .* is nan"):
+            unused.init(params | {"b": np.float32(np.nan)})

@@ -18,7 +18,7 @@ states, and one more state to return to, whatever the number of steps.
 Reference: Franceschi et al., ICML 2017, Section 3.3 and Algorithm 2.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -34,12 +34,13 @@ from ._arguments import Structure, copied, flatten, unflatten
 from ._constraints import check_constraints
 from ._devices import place_state
 from ._driver import Outer, Result, check_optimizer, feasible, on_host
-from ._dynamics import TrainState
+from ._dynamics import Training, TrainState
 from ._engines.nonfinite import NonFiniteError, explain_window
 from ._engines.products import pushforward
 from ._problem import FullBatch, Problem
 from ._relative import relative_adam
 from ._stream import (
+    Misfit,
     Shapes,
     check_data,
     differences,
@@ -253,13 +254,13 @@ class RealTime:
         *,
         params: PyTree,
         hparams: PyTree,
-        steps: int | None = None,
-        window: int = 10,
+        steps: Any = None,
+        window: Any = 10,
         callbacks: Any = (),
         stop: Any = None,
-        evaluate: Callable[[PyTree, PyTree], dict[str, Any]] | None = None,
-        evaluate_every: int = 1,
-        score: Callable[[dict[str, Any]], Any] | None = None,
+        evaluate: Any = None,
+        evaluate_every: Any = 1,
+        score: Any = None,
         skip: bool = True,
     ) -> Result:
         """Tune over a stream of minibatches, until it ends.
@@ -333,8 +334,8 @@ class RealTime:
         window, validation = as_arrays((window, validation))
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, window, validation))):
             everything = tuple(named_leaves(state.hparams, "hparams"))
-            _check_state(self.settings, state)
             with self._shapes.explaining(state=state, window=window, validation=validation):
+                check_state(self.settings, state)
                 problem = self.settings.problem(state.train, window, validation, everything)
                 validated(problem, state.hparams)
             return run_window(self.settings, state, problem, jnp.array(problem.steps))
@@ -380,8 +381,8 @@ class RealTime:
         key = state_structure, structure, shapes
         if key not in self._checked:
             check_data(validation, "validation")
-            _check_state(self.settings, state)
             with self._shapes.explaining(state=state, window=window, validation=validation):
+                check_state(self.settings, state)
                 validated(self.problem(state, window, validation), state.hparams)
             remember(self._checked, key, None)
         return self._structure, structure, state_structure, donated, self._arrays, others, steps
@@ -429,21 +430,22 @@ def _check_start(train: PyTree, hparams: PyTree) -> None:
         )
 
 
-def _check_state(settings: Settings, state: RealTimeState) -> None:
-    """Raise where a state is not one of this tuner: its outer optimizer's, or the columns of its Z."""
+def check_state(settings: Settings, state: RealTimeState) -> None:
+    """Raise where a state is not one of this tuner: its optimizers' states, and the columns of Z."""
     outer = Outer(settings.optimizer, check_constraints(settings.constraints, state.hparams))
-    m = sum(leaf.size for leaf in jax.tree.leaves(state.hparams))
-    moving = eqx.filter(state.train, eqx.is_inexact_array)
-    columns = jax.tree.map(lambda s: jax.ShapeDtypeStruct((m, *s.shape), s.dtype), moving)
-    expected = {"opt_state": jax.eval_shape(outer.init, state.hparams), "Z": columns}
+    expected = {"opt_state": jax.eval_shape(outer.init, state.hparams)}
+    if isinstance(settings.dynamics, Training) and isinstance(state.train, TrainState):
+        params, _, model_state, _ = state.train
+        begun = (params, model_state) if settings.dynamics.has_state else params
+        expected["train"] = eqx.filter_eval_shape(settings.dynamics.init, begun, state.hparams)
+    if state.Z is not None:
+        m = sum(leaf.size for leaf in jax.tree.leaves(state.hparams))
+        moving = eqx.filter(state.train, eqx.is_inexact_array)
+        expected["Z"] = jax.tree.map(lambda s: jax.ShapeDtypeStruct((m, *s.shape), s.dtype), moving)
     for name, tree in expected.items():
-        lines = differences(
-            shapes_of(getattr(state, name), f"state.{name}"),
-            shapes_of(tree, f"state.{name}"),
-            "it needs",
-        )
-        if lines:
-            raise ValueError(
+        given = shapes_of(getattr(state, name), f"state.{name}")
+        if lines := differences(given, shapes_of(tree, f"state.{name}"), "it should be"):
+            raise Misfit(
                 f"this state does not fit this tuner:\n{lines}\nIt is that of a tuner with another "
                 "optimizer, other hyperparameters or other parameters. Begin with `init` of this one."
             )

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,14 @@ from ._driver import (
     start_callbacks,
 )
 from ._problem import FullBatch, Minibatches
-from ._validate import check_count, check_leading_axis, describe, describe_tree, named_leaves
+from ._validate import (
+    check_count,
+    check_leading_axis,
+    check_signature,
+    describe,
+    describe_tree,
+    named_leaves,
+)
 
 REMEMBERED = 256  # entries of a memory, before it is begun again
 _CAPACITY: dict[Any, int] = {}  # the longest window seen, by the program it is for
@@ -170,6 +177,10 @@ def check_data(tree: PyTree, name: str) -> None:
             )
 
 
+class Misfit(ValueError):
+    """Something that does not fit, in an error that says all about it."""
+
+
 class Shapes:
     """What a tuner was given last that fitted, for what is said of something that does not."""
 
@@ -185,6 +196,8 @@ class Shapes:
         """Add to an error, of checks, what has changed since all was well."""
         try:
             yield
+        except Misfit:
+            raise
         except Exception as error:
             now = {name: shapes_of(tree, name) for name, tree in given.items()}
             old = {name: self.known[name] for name in given if name in self.known}
@@ -196,7 +209,7 @@ class Shapes:
                     f"{changed}\nWith it: {type(error).__name__}: {error}{advice}"
                 ) from error
             if getattr(error, "__notes__", ()):  # it comes from the user's code
-                for name in now.keys() - old.keys():
+                for name in (name for name in given if name not in old):
                     error.add_note(f"foretune: given with\n{describe_tree(given[name], name)}")
             raise
         self.note(**given)
@@ -253,20 +266,27 @@ def run_stream(
     *,
     params: PyTree,
     hparams: PyTree,
-    steps: int | None,
-    window: int,
+    steps: Any,
+    window: Any,
     callbacks: Any,
     stop: Any,
-    evaluate: Callable[[PyTree, PyTree], dict[str, Any]] | None,
-    evaluate_every: int,
-    score: Callable[[dict[str, Any]], Any] | None,
+    evaluate: Any,
+    evaluate_every: Any,
+    score: Any,
     skip: bool,
 ) -> Result:
     """Do what `RealTime.run` documents."""
     if steps is not None:
         check_count(steps, f"run(steps={steps!r})")
-    check_count(evaluate_every, f"run(evaluate_every={evaluate_every})")
+    check_count(window, f"run(window={window!r})")
+    check_count(evaluate_every, f"run(evaluate_every={evaluate_every!r})")
     check_callbacks(callbacks)
+    _check_function(evaluate, "evaluate(state, hparams)")
+    _check_function(score, "score(record)")
+    if isinstance(stop, Iterable):
+        stop = list(stop)
+    for rule in stop if isinstance(stop, list) else [stop]:
+        _check_function(rule, "stop(run)")
     check_stream(validation_stream, "the validation stream")
     pieces = windows(train_stream, window)
     state = tuner.init(params, hparams)
@@ -319,6 +339,19 @@ def run_stream(
     if run.value is None and run.history:  # resumed at its end
         run.value = run.history[-1]["value"]
     return Result(run.hparams, run.value, run.carry.state, run.history, run.best, stopped)
+
+
+def _check_function(function: Any, form: str) -> None:
+    """Raise unless it is None or a function that can be called as `form` says."""
+    name = form[: form.index("(")]
+    if isinstance(function, type):
+        raise TypeError(
+            f"run({name}={function.__name__}) is a class; give `{function.__name__}(...)`."
+        )
+    if function is not None and not callable(function):
+        raise TypeError(f"run({name}=...) must be a function `{form}`, got {describe(function)}.")
+    if function is not None:
+        check_signature(function, form)
 
 
 END = object()  # of a stream

@@ -4,8 +4,9 @@ The loop goes on calling `update` once for each minibatch; every few steps the h
 It is `RealTime` with its window spread over calls.
 """
 
+import inspect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,12 +18,12 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from ._arguments import copied
+from ._arguments import copied, flatten
 from ._constraints import Box, NonNegative
 from ._dynamics import Training
-from ._realtime import RealTime
-from ._stream import readable
-from ._validate import check_count, check_signature, validated
+from ._realtime import RealTime, check_state
+from ._stream import Shapes, check_data, readable, remember
+from ._validate import check_count, check_signature, describe, validated
 from ._window import Progressing, RealTimeState, begin, finish, make_step
 
 USUAL = {
@@ -69,13 +70,13 @@ class Tuned(NamedTuple):
 
 
 def tuned(
-    optimizer: Callable[..., Any],
-    loss: Callable[[PyTree, PyTree], Float[Array, ""]],
-    error: Callable[[PyTree, PyTree], Float[Array, ""]] | None = None,
+    optimizer: Any,
+    loss: Any,
+    error: Any = None,
     *,
-    every: int = 10,
-    constraints: dict[str, Any] | None = None,
-    options: dict[str, Any] | None = None,
+    every: Any = 10,
+    constraints: Any = None,
+    options: Any = None,
     **hparams: Any,
 ) -> Tuned:
     """Return an optimizer that tunes its own constants on validation data, as it trains.
@@ -107,10 +108,15 @@ def tuned(
     >>> round(float(state.params), 2), float(state.hparams["learning_rate"]) > 1e-3
     (1.0, True)
     """
-    check_count(every, f"tuned(every={every})")
-    check_signature(loss, "loss(params, batch)")
+    check_count(every, f"tuned(every={every!r})")
     error = loss if error is None else error
+    _check_callable(loss, "loss(params, batch)")
+    check_signature(loss, "loss(params, batch)")
+    _check_callable(error, "error(params, validation)")
     check_signature(error, "error(params, validation)")
+    for name, given in {"constraints": constraints, "options": options}.items():
+        if not (given is None or isinstance(given, Mapping)):
+            raise TypeError(f"tuned({name}=...) must be a dict, got {describe(given)}.")
     if not hparams:
         raise ValueError("tuned has nothing to tune: give constants, `learning_rate=0.1` say.")
     if isinstance(optimizer, optax.GradientTransformation):
@@ -118,24 +124,30 @@ def tuned(
             "tuned makes the optimizer itself, from the constants to be tuned: give `optax.sgd`, not "
             "`optax.sgd(0.1)`."
         )
-    for name, value in hparams.items():
-        if isinstance(value, bool) or not isinstance(value, float | int | np.ndarray | jax.Array):
-            raise TypeError(
-                f"tuned({name}={value!r:.40}) is no number to tune. Keep it in the optimizer: "
-                f"`functools.partial({getattr(optimizer, '__name__', 'optimizer')}, {name}=...)`."
-            )
-    start = {name: jnp.asarray(value, float) for name, value in hparams.items()}
+    _check_callable(optimizer, "optimizer(learning_rate=...)")
+    called = getattr(optimizer, "__name__", "optimizer")
+    start = {name: _constant(name, value, called) for name, value in hparams.items()}
+    try:
+        inspect.signature(optimizer).bind(**start)
+    except TypeError as problem:
+        raise TypeError(
+            f"`{called}` cannot be called with {', '.join(start)} alone: {problem}. What is not to be "
+            f"tuned is given before, `functools.partial({called}, ...)`."
+        ) from None
+    except ValueError:  # a builtin, which has no signature
+        pass
     usual = {name: USUAL[name] for name in hparams if name in USUAL}
     tuner = RealTime(
         Training(lambda params, h, batch: loss(params, batch), lambda h: optimizer(**h)),
         lambda state, h, validation: error(state.params, validation),
-        constraints=usual | (constraints or {}),
+        constraints=usual | dict(constraints or {}),
         **(options or {}),
     )
     settings = tuner.settings
 
     def init(params: PyTree) -> TunedState:
         state = tuner.init(params, start)
+        shapes.note(state=state._replace(Z=None))
         nan = jnp.full((), jnp.nan, jnp.result_type(float))
         log = {
             "value": nan,
@@ -149,15 +161,37 @@ def tuned(
         # No two leaves share memory, so that the state can be donated.
         return copied(TunedState(log, state._replace(Z=None), begin(settings, state)))
 
-    checked: list[bool] = []
+    shapes = Shapes()
+    checked: dict[Any, None] = {}
     unseen = _Unseen(every)
 
-    def update(state: TunedState, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
-        batch, validation = jax.tree.map(readable, (batch, validation))
-        if not checked:
+    def check(state: TunedState, batch: PyTree, validation: PyTree) -> None:
+        if set(state.hparams) != set(start):
+            raise ValueError(
+                f"this state is of another optimizer: it has the constants {sorted(state.hparams)}, "
+                f"this one tunes {sorted(start)}. Begin with `init` of this one."
+            )
+        with shapes.explaining(state=state.anchor, batch=batch, validation=validation):
+            check_state(settings, state.anchor)
             problem = settings.problem(state.anchor.train, _stacked(batch), validation)
             validated(problem, state.hparams)
-            checked.append(True)
+
+    def update(state: Any, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
+        if not isinstance(state, TunedState):
+            raise TypeError(
+                f"`update` takes the state that `init` or `update` returned, got {describe(state)}."
+            )
+        given, (batch, validation) = (
+            (batch, validation),
+            jax.tree.map(readable, (batch, validation)),
+        )
+        arrays, structure = flatten((batch, validation))
+        key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in arrays)
+        if key not in checked:
+            check_data(given[0], "batch")
+            check_data(given[1], "validation")
+            check(state, batch, validation)
+            remember(checked, key, None)
         after, value, dropped = program(state, batch, validation)
         if isinstance(dropped, Tracer):
             return after, value
@@ -227,6 +261,30 @@ class _Unseen:
         token = after.log["dropped"]  # kept, so that no other array gets its id
         self.runs[id(token)] = token, calls
         return failed
+
+
+def _check_callable(function: Any, form: str) -> None:
+    if not callable(function):
+        raise TypeError(f"tuned needs a function `{form}`, got {describe(function)}.")
+
+
+def _constant(name: str, value: Any, called: str) -> Float[Array, "..."]:
+    """Return a constant to be tuned as an array, or raise."""
+    numeric = isinstance(value, float | int | np.ndarray | np.generic | jax.Array)
+    kind = getattr(value, "dtype", np.result_type(type(value))) if numeric else np.dtype(bool)
+    if not any(jnp.issubdtype(kind, wanted) for wanted in (jnp.floating, jnp.integer)):
+        raise TypeError(
+            f"tuned({name}={value!r:.40}) is no number to tune. Keep it in the optimizer: "
+            f"`functools.partial({called}, {name}=...)`."
+        )
+    array = jnp.asarray(value, float)
+    if isinstance(array, Tracer):
+        return array
+    if array.size == 0 or not np.all(np.isfinite(array)):
+        raise ValueError(
+            f"tuned({name}={value!r:.40}): a constant starts at a finite number, its usual value say."
+        )
+    return array
 
 
 def _stacked(batch: PyTree) -> PyTree:
