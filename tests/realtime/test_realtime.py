@@ -1,6 +1,6 @@
 """Real-time tuning: exact where it must be, robust where it should be."""
 
-import functools
+import contextlib
 import re
 
 import jax
@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._realtime.tuner import _flat_state
+from foretune._realtime.tuner import _keeping
 
 from ..problems import assert_trees_close, penalised, squared_error, squares
 
@@ -186,11 +186,11 @@ def test_a_shorter_window_runs_in_the_same_program(kind):
     state, _ = realtime.update(state, window(0, 5), validation)
     realtime.update(realtime.init(params, hparams), window(0, 4), validation)  # its checks
     before = len(traces)
-    programs = realtime._program._cache_size()
+    programs = _keeping._cache_size()
     for a, b in ((5, 9), (9, 12)):
         state, log = realtime.update(state, window(a, b), validation)
     # A new length is looked at once, abstractly; nothing is compiled for it.
-    assert realtime._program._cache_size() <= programs + 1
+    assert _keeping._cache_size() <= programs + 1
     assert len(traces) - before <= 12
     whole = window(0, 12)
     problem = ft.Problem(ft.Training(penalised, sgd), squared_error, params, whole, validation)
@@ -405,6 +405,129 @@ def test_a_derivative_that_is_not_finite_is_no_divergence():
         realtime.update(realtime.init(params, hparams), (x, y), validation)
 
 
+def in_entry(array, value):
+    return jnp.asarray(array).at[(0,) * jnp.ndim(array)].set(value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_start_that_is_not_finite_is_refused(value):
+    params, hparams = start()
+    realtime = tuner(constraints={"lr": ft.NonNegative()})
+    with pytest.raises(ft.NonFiniteError, match=rf"hparams\['lr'\] \(float32\[\]\) is {value}"):
+        realtime.init(params, hparams | {"lr": jnp.array(value)})
+    broken = params | {"w": in_entry(params["w"], value)}
+    message = rf"params\['w'\] \(float32\[3\]\) is {value} in 1 of 3 entries"
+    with pytest.raises(ft.NonFiniteError, match=message):
+        realtime.init(broken, hparams)
+    with pytest.raises(ft.NonFiniteError, match=message):
+        realtime.init(lambda h: broken, hparams)
+    with pytest.raises(ft.NonFiniteError, match=r"params \(float32\[\]\) is nan"):
+        ft.RealTime(Decay(), lambda state, h, x: state).init(np.float32(np.nan), hparams)
+
+
+def test_a_window_that_begins_with_what_is_not_finite_is_an_error():
+    windows, validation = data()
+    params, hparams = start()
+    realtime = tuner(outer=None)
+    state, _ = realtime.update(realtime.init(params, hparams), windows[0], validation)
+    train = state.train
+    weights = train.params | {"w": in_entry(train.params["w"], np.inf)}
+    momenta = jax.tree.map(lambda leaf: in_entry(leaf, np.nan), train.opt_state)
+    for path, altered in {
+        "hparams['lr']": state._replace(hparams=state.hparams | {"lr": jnp.array(np.nan)}),
+        "state.train.params['w']": state._replace(train=train._replace(params=weights)),
+        "state.train.opt_state[0]": state._replace(train=train._replace(opt_state=momenta)),
+    }.items():
+        with pytest.raises(ft.NonFiniteError, match=f"window 1 .*begins with. {re.escape(path)}"):
+            realtime.update(altered, windows[1], validation)
+
+
+def test_an_infinite_accumulator_of_the_optimizer_is_no_fault():
+    def optimizer(h):
+        plateau = optax.contrib.reduce_on_plateau(accumulation_size=1)  # its best value is inf
+        return optax.chain(optax.sgd(h["lr"], h["momentum"]), plateau)
+
+    windows, validation = data()
+    params, hparams = start()
+    realtime = tuner(optimizer)
+    _, log = realtime.update(realtime.init(params, hparams), windows[0], validation)
+    assert np.isfinite(log["value"])
+
+
+def corrupted(count, size, at=9, every=10):
+    """Return minibatches of which every tenth has targets that are far off."""
+    x, y = joined(data(windows=count // 4)[0])
+    y[at::every] += size
+    return list(zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize(("size", "at"), [(100.0, 9), (1e25, 5), (1e6, 0)])
+def test_outliers_are_passed_over(size, at):
+    _, validation = data()
+    params, hparams = start()
+    constraints = {
+        "lr": ft.NonNegative(),
+        "momentum": ft.Box(0.0, 0.999),
+        "decay": ft.NonNegative(),
+    }
+    realtime = tuner(outer=None, constraints=constraints)
+    stream = corrupted(1000, np.float32(size), at)
+    result = realtime.run(stream, [validation], params=params, hparams=hparams, window=10)
+    rates = [record["hparams"]["lr"] for record in result.history]
+    assert len(rates) == 100
+    assert 0.005 <= min(rates) < max(rates) < 0.5
+    assert result.history[-1]["value"] < 0.01 * squares(params, validation)
+    assert all(record["outliers"] == 1 for record in result.history[1:])
+    # The very first minibatch of all is no outlier: there is nothing yet to compare it with.
+    assert not any(record["undone"] for record in result.history[1:])
+    assert max(record["loss"] for record in result.history[1:]) < 100
+
+
+def test_an_outlier_leaves_training_and_z_as_they_are():
+    (x, y), validation = data(windows=1, delta=6)[0][0], data()[1]
+    params, hparams = start()
+    realtime = tuner(discount=1.0)
+    whole, log = realtime.update(realtime.init(params, hparams), (x, y + 0), validation)
+    worse = [np.insert(leaf, 3, leaf[0], 0) for leaf in (x, y)]
+    worse[1][3] = 1e4
+    state, other = realtime.update(realtime.init(params, hparams), tuple(worse), validation)
+    assert int(other["outliers"]) == 1
+    assert_trees_close(state.train, whole.train, 1e-6)
+    assert_trees_close(state.Z, whole.Z, 1e-5)
+    assert_trees_close(other["hypergradient"], log["hypergradient"], 1e-5)
+    assert_trees_close(other["loss"], log["loss"], 1e-6)
+
+
+def test_data_that_has_changed_is_no_outlier():
+    windows, validation = data(windows=6)
+    params, hparams = start()
+    realtime = tuner()
+    state = realtime.init(params, hparams)
+    counts = []
+    for k, (x, y) in enumerate(windows):
+        state, log = realtime.update(state, (x, y + 100 * (k >= 2)), (validation[0], y[0, 0] + 100))
+        counts.append(int(log["outliers"]))
+    assert counts == [0, 0, 1, 0, 0, 0]
+
+
+class Growth(Decay):
+    """A dynamics that diverges whatever its hyperparameter is."""
+
+    def step(self, state, hparams, batch):
+        return 10 * state + hparams["rate"]
+
+
+@pytest.mark.parametrize("constraint", [ft.NonNegative(), ft.Log()])
+def test_backing_off_stops_short_of_0(constraint):
+    error = lambda state, h, x: state**2  # noqa: E731
+    realtime = ft.RealTime(Growth(), error, constraints={"rate": constraint})
+    state = realtime.init(jnp.array(1.0), {"rate": jnp.array(2e-38)})
+    for _ in range(3):
+        state, log = realtime.update(state, np.ones(2), None)
+        assert log["undone"]
+        assert state.hparams["rate"] >= np.finfo(np.float32).tiny
+
+
 def test_discount_reset_cap_and_clip():
     windows, validation = data()
     params, hparams = start()
@@ -456,19 +579,37 @@ def test_bfloat16_tangents_leave_the_training_as_it_is():
     assert np.any(a != b)
 
 
-def test_a_state_can_be_used_once_and_the_parameters_stay():
+def test_a_state_can_be_used_again_unless_it_is_donated():
     windows, validation = data()
     params, hparams = jax.tree.map(jnp.asarray, start())
-    realtime = tuner()
-    state = realtime.init(params, hparams)
-    realtime.update(state, windows[0], validation)
-    with pytest.raises(ValueError, match="given to `update` before"):
-        realtime.update(state, windows[1], validation)
-    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves((params, hparams)))
-    keeping = tuner(donate=False)
+    keeping = tuner()
     state = keeping.init(params, hparams)
-    for _ in range(2):
-        keeping.update(state, windows[0], validation)
+    first, second = (keeping.update(state, windows[0], validation)[0] for _ in range(2))
+    assert_trees_close(second, first, 0)
+    donating = tuner(donate=True)
+    state = donating.init(params, hparams)
+    donating.update(state, windows[0], validation)
+    with pytest.raises(ValueError, match=r"reused its memory \(`donate=True`\)"):
+        donating.update(state, windows[1], validation)
+    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves((params, hparams)))
+
+
+def test_a_run_reuses_the_memory_of_its_states():
+    windows, validation = data()
+    params, hparams = start()
+
+    class Watcher(ft.Callback):
+        seen = ()
+
+        def step(self, run):
+            self.seen = (*self.seen, run.state)
+
+    watcher = Watcher()
+    stream = list(zip(*joined(windows), strict=True))
+    tuner().run(stream, [validation], params=params, hparams=hparams, window=4, callbacks=[watcher])
+    *earlier, last = watcher.seen
+    assert all(leaf.is_deleted() for state in earlier for leaf in jax.tree.leaves(state.Z))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(last))
 
 
 def test_inside_jit_and_vmap():
@@ -488,21 +629,107 @@ def test_inside_jit_and_vmap():
     assert_trees_close(first_log["hypergradient"], outside[1]["hypergradient"], 1e-4)
 
 
+@pytest.mark.parametrize("name", ["discount", "rollback", "z_cap", "clip"])
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, "1", True, 1j, np.ones(1), [2.0]])
+def test_options_that_are_no_number_that_fits(name, value):
+    number = type(value) is float
+    with pytest.raises(ValueError if number else TypeError, match=rf"RealTime\({name}="):
+        tuner(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["reset", "chunk"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, np.nan, "1", True, 1j])
+def test_options_that_are_no_count(name, value):
+    with pytest.raises(ValueError, match=rf"RealTime\({name}=.*whole number"):
+        tuner(**{name: value})
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"discount": 0.0}, r"discount=0\.0"),
-        ({"discount": 1.5}, r"\(0, 1\]"),
-        ({"rollback": 0.5}, "rollback"),
-        ({"z_cap": 0.0}, "z_cap"),
-        ({"clip": -1.0}, "clip"),
-        ({"reset": 0}, "reset"),
-        ({"chunk": 0}, "chunk"),
+        ({"discount": 1.5}, ValueError, r"\(0, 1\]"),
+        ({"discount": None}, TypeError, "discount"),
+        ({"rollback": 1.0}, ValueError, "a factor over 1"),
+        ({"tangents": np.int8}, TypeError, "tangents=.*floating-point"),
+        ({"tangents": bool}, TypeError, "tangents=.*floating-point"),
+        ({"tangents": "float"}, None, ""),
+        ({"tangents": "number"}, TypeError, "tangents=.*floating-point"),
+        ({"tangents": complex}, TypeError, "tangents=.*floating-point"),
+        ({"donate": None}, TypeError, "donate=None"),
+        ({"discount": np.float32(0.5), "rollback": 2, "z_cap": 1, "reset": np.int64(3)}, None, ""),
     ],
 )
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_options(options, error, message):
+    with pytest.raises(error, match=message) if error else contextlib.nullcontext():
         tuner(**options)
+
+
+def test_windows_and_validation_that_are_no_data():
+    (window, *_), validation = data()
+    params, hparams = start()
+    realtime = tuner()
+    state = realtime.init(params, hparams)
+    batches = ft.Minibatches(jax.tree.map(lambda leaf: leaf[0], window), np.zeros((2, 3), int))
+    for empty in ([], (), None, (window[0][:0], window[1][:0]), batches.at(batches.indices[:0])):
+        with pytest.raises(ValueError, match="the window is empty"):
+            realtime.update(state, empty, validation)
+    lists = jax.tree.map(lambda leaf: leaf.tolist(), (window, validation))
+    with pytest.raises(TypeError, match=r"window\[0\] is a list of 4.*numpy.asarray"):
+        realtime.update(state, lists[0], validation)
+    with pytest.raises(TypeError, match=r"validation\[0\] is a list of 20.*numpy.asarray"):
+        realtime.update(state, window, lists[1])
+
+
+def test_data_that_no_longer_fits():
+    (window, *_), validation = data()
+    params, hparams = start()
+    realtime = tuner()
+    state = realtime.init(params, hparams)
+    wide = (np.ones((4, 8, 5), np.float32), window[1]), (np.ones((20, 5)), validation[1])
+    with pytest.raises(TypeError, match="dot_general") as caught:  # the first of all
+        realtime.update(state, wide[0], validation)
+    assert any("window[0]: float32[4,8,5]" in note for note in caught.value.__notes__)
+    realtime.update(state, window, validation)
+    message = r"window\[0\] is float32\[4,8,5\], it was float32\[4,8,3\](.|\n)*dot_general"
+    with pytest.raises(ValueError, match=message):
+        realtime.update(state, wide[0], validation)
+    message = r"validation\[0\] is float32\[20,5\], it was float32\[20,3\]"
+    with pytest.raises(ValueError, match=message):
+        realtime.update(state, window, wide[1])
+    with pytest.raises(ValueError, match=r"validation\['x'\] is float32\[20,3\], it was absent"):
+        realtime.update(state, window, {"x": validation[0]})
+    with pytest.raises(ValueError, match=message):
+        jax.jit(realtime.update)(state, window, wide[1])
+    realtime.update(state, window, validation)  # and it continues
+
+
+def test_states_of_other_tuners():
+    (window, *_), validation = data()
+    params, hparams = start()
+    realtime = tuner(outer=optax.adam(0.01))
+    mine = realtime.init(params, hparams)
+    rate = ft.Training(lambda p, h, batch: squares(p, batch), lambda h: optax.sgd(h["rate"]))
+    for path, state in {
+        "state.opt_state[0].mu['decay'] is absent, it should be float32[]": tuner().init(
+            params, hparams
+        ),
+        "state.Z.params['b'] is float32[1], it should be float32[3]": mine._replace(
+            Z=jax.tree.map(lambda z: z[:1], mine.Z)
+        ),
+        "state.train.opt_state[0].mu['w'] is float32[3], it should be absent": tuner(
+            adam, optax.adam(0.01)
+        ).init(params, hparams),
+        "state.train.params['w'] is float32[5], it was float32[3]": tuner(
+            outer=optax.adam(0.01)
+        ).init(*start(d=5)),
+        "state.hparams['rate'] is float32[], it was absent": ft.RealTime(
+            rate, squared_error, optax.adam(0.01)
+        ).init(params, {"rate": jnp.array(0.1)}),
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(path)):
+            realtime.update(state, window, validation)
+    with pytest.raises(TypeError, match="the state that `init` or the last `update` returned"):
+        realtime.update(mine.train, window, validation)
 
 
 def test_bad_input_is_refused_before_compilation():
@@ -514,8 +741,6 @@ def test_bad_input_is_refused_before_compilation():
         realtime.update(state, windows[0], validation)
     with pytest.raises(TypeError, match="hyperparameters are float arrays"):
         realtime.init(params, {"lr": 0.1})
-    with pytest.raises(TypeError, match="update takes the state"):
-        _flat_state(params)
     with pytest.raises(ValueError, match="leading axes"):
         realtime.update(
             realtime.init(params, hparams), (windows[0][0], windows[0][1][:2]), validation
@@ -563,225 +788,3 @@ def test_hyperparameters_of_two_precisions(x64):
         state, _ = realtime.update(state, window, validation)
     assert state.hparams["decay"].dtype == np.float64
     assert state.hparams["lr"].dtype == np.float32
-
-
-class TestRelativeAdam:
-    def test_a_vanishing_gradient_does_not_explode(self):
-        optimizer = ft.relative_adam(0.1)
-        h = jnp.array(0.5)
-        step, _ = optimizer.update(jnp.array(1e-24), optimizer.init(h), h, value=jnp.array(1.0))
-        assert abs(step) <= 1.0 * (0.5 + 50)
-
-    def test_steps_are_relative_whatever_the_scale(self):
-        optimizer = ft.relative_adam(0.1)
-        for scale in (1e-6, 1.0, 1e6):
-            h = jnp.array(scale)
-            state = optimizer.init(h)
-            g = jnp.array(3.0 / scale)  # f is a function of h / scale
-            step, _ = optimizer.update(g, state, h, value=jnp.array(1.0))
-            assert np.isclose(step / scale, -0.1 * (1 + 0.1 / 3))
-
-    def test_it_waits_for_a_gradient_and_then_leaves_0(self):
-        optimizer = ft.relative_adam(0.1)
-        h = jnp.zeros(2)
-        state = optimizer.init(h)
-        step, state = optimizer.update(jnp.zeros(2), state, h, value=jnp.array(1.0))
-        assert not np.any(step)
-        step, _ = optimizer.update(jnp.array([-2.0, 0.0]), state, h, value=jnp.array(1.0))
-        assert step[0] > 0
-        assert step[1] == 0
-
-    def test_a_box_is_approached_but_not_reached(self):
-        box = ft.Box(0.0, 1.0)
-        u = jnp.array(0.9)
-        reach = box.reach(u, jnp.array(0.5))
-        assert np.isclose(reach, 0.1)
-        assert box.reach(jnp.array(1.0), jnp.array(0.0)) > 0
-
-    def test_in_minimize(self):
-        problem = ft.Problem(
-            ft.Training(lambda w, h, x: (w - x) ** 2 + h["decay"] * w**2, optax.sgd(0.2)),
-            lambda state, h, x: (state.params - 0.8) ** 2,
-            jnp.array(0.0),
-            ft.FullBatch(jnp.array(1.0), steps=50),
-        )
-        result = ft.minimize(
-            problem,
-            {"decay": jnp.array(0.0)},
-            steps=80,
-            optimizer=ft.relative_adam(),
-            constraints={"decay": ft.NonNegative()},
-        )
-        assert abs(float(result.best.hparams["decay"]) - 0.25) < 0.03
-
-
-class TestBias:
-    def test_the_first_windows_without_updates_are_unbiased(self):
-        windows, validation = data()
-        params, hparams = start()
-        realtime = tuner(donate=False, **EXACT)
-        before = realtime.init(params, hparams)
-        state = before
-        for window in windows:
-            state, log = realtime.update(state, window, validation)
-        report = ft.hypergradient_bias(realtime, before, windows, validation, log)
-        assert report.cosine > 0.9999
-        assert report.by_leaf == {"decay": 1.0, "lr": 1.0, "momentum": 1.0}
-        reverse = ft.hypergradient_bias(
-            realtime, before, windows, validation, log, engine=ft.Reverse()
-        )
-        assert_trees_close(reverse.exact, report.exact, 1e-4)
-
-    def test_the_callback_reports_at_chosen_windows(self):
-        windows, validation = data(windows=12)
-        params, hparams = start()
-        bias = ft.Bias(every=4, windows=2)
-        result = tuner(outer=optax.adam(0.005)).run(
-            zip(*joined(windows), strict=True),
-            [validation],
-            params=params,
-            hparams=hparams,
-            window=4,
-            callbacks=[bias],
-        )
-        assert list(bias.reports) == [4, 8, 12]
-        assert all(-1 <= report.cosine <= 1 for report in bias.reports.values())
-        assert [r["step"] for r in result.history if "bias_cosine" in r] == [4, 8, 12]
-
-    def test_it_is_for_real_time(self):
-        problem = ft.Problem(
-            ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-            lambda state, h, x: state.params**2,
-            jnp.array(1.0),
-            ft.FullBatch(jnp.array(0.0), steps=2),
-        )
-        with pytest.raises(TypeError, match="RealTime"):
-            ft.minimize(problem, {"lr": jnp.array(0.1)}, steps=1, callbacks=[ft.Bias()])
-
-
-class TestTuned:
-    def loss(self, params, batch):
-        return squares(params, batch)
-
-    def batches(self, count):
-        x, y = joined(data(windows=count // 4)[0])
-        return list(zip(x, y, strict=True))
-
-    def test_it_is_real_time_tuning_spread_over_calls(self):
-        _, validation = data()
-        params, _ = start()
-        optimizer = ft.tuned(optax.sgd, self.loss, every=4, learning_rate=0.01, momentum=0.5)
-        state = optimizer.init(params)
-        losses = []
-        for batch in self.batches(12):
-            state, loss = optimizer.update(state, batch, validation)
-            losses.append(float(loss))
-        realtime = ft.RealTime(
-            ft.Training(lambda p, h, b: squares(p, b), lambda h: optax.sgd(**h)),
-            squared_error,
-            constraints={"learning_rate": ft.NonNegative(), "momentum": ft.Box(0.0, 0.999)},
-        )
-        other = realtime.init(
-            params, {"learning_rate": jnp.array(0.01), "momentum": jnp.array(0.5)}
-        )
-        for window in data()[0]:
-            other, log = realtime.update(other, window, validation)
-        assert_trees_close(state.params, other.train.params, 1e-5)
-        assert_trees_close(state.hparams, other.hparams, 1e-5)
-        assert_trees_close(state.log["hypergradient"], log["hypergradient"], 1e-4)
-        assert np.isclose(np.mean(losses[-4:]), log["loss"])
-
-    def test_parameters_move_at_every_call_and_constants_every_few(self):
-        _, validation = data()
-        params, _ = start()
-        optimizer = ft.tuned(optax.sgd, self.loss, every=3, learning_rate=0.01)
-        state = optimizer.init(params)
-        rates = []
-        for batch in self.batches(8):
-            before = state.params["w"]
-            state, _ = optimizer.update(state, batch, validation)
-            assert np.all(state.params["w"] != before)
-            rates.append(float(state.hparams["learning_rate"]))
-        assert len(set(rates)) == 3
-        assert rates[0] == rates[1] == np.float32(0.01)
-
-    def test_a_diverging_window_ends_early(self):
-        _, validation = data()
-        params, _ = start()
-        optimizer = ft.tuned(optax.sgd, self.loss, every=50, learning_rate=20.0)
-        state = optimizer.init(params)
-        for batch in self.batches(40):
-            state, _ = optimizer.update(state, batch, validation)
-        assert float(state.hparams["learning_rate"]) < 1.0
-        assert np.all(np.isfinite(state.params["w"]))
-
-    def test_an_equinox_model_with_adamw(self):
-        import equinox as eqx
-
-        model = eqx.nn.MLP(3, "scalar", 8, 1, key=jax.random.key(0))
-
-        def loss(model, batch):
-            return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
-
-        adamw = functools.partial(optax.adamw, eps_root=1e-8)
-        optimizer = ft.tuned(adamw, loss, learning_rate=1e-3, b1=0.9, weight_decay=1e-3)
-        state = optimizer.init(model)
-        _, validation = data()
-        first = loss(model, validation)
-        for batch in self.batches(60):
-            state, _value = optimizer.update(state, batch, validation)
-        assert loss(state.params, validation) < first
-        assert set(state.hparams) == {"learning_rate", "b1", "weight_decay"}
-
-    def test_a_constant_for_each_layer(self):
-        def per_layer(rates):
-            groups = {"w": optax.sgd(rates[0]), "b": optax.sgd(rates[1])}
-            return optax.partition(groups, {"w": "w", "b": "b"})
-
-        constraints = {"rates": ft.NonNegative()}
-        start_at = np.array([0.01, 0.0], np.float32)
-        optimizer = ft.tuned(per_layer, self.loss, every=2, constraints=constraints, rates=start_at)
-        state = optimizer.init(start()[0])
-        for batch in self.batches(8):
-            state, _ = optimizer.update(state, batch, data()[1])
-        assert state.log["hypergradient"]["rates"].shape == (2,)
-        assert np.all(state.hparams["rates"] > start_at)
-
-    def test_what_is_not_finite_is_an_error_and_the_state_goes_on(self):
-        _, validation = data()
-        params, _ = start()
-        optimizer = ft.tuned(optax.sgd, self.loss, every=4, learning_rate=0.01)
-        state = optimizer.init(params)
-        x, y = self.batches(8)[0]
-        with pytest.raises(ft.NonFiniteError, match=r"batch\[0\]") as caught:
-            optimizer.update(state, (x * np.nan, y), validation)
-        state, loss = optimizer.update(caught.value.state, (x, y), validation)
-        assert np.isfinite(loss)
-        adam = ft.tuned(optax.adam, self.loss, every=2, learning_rate=0.01)
-        state = adam.init(params)
-        x[:, 1] = 0.0
-        state, _ = adam.update(state, (x, y), validation)
-        with pytest.raises(ft.NonFiniteError, match="eps_root"):
-            adam.update(state, (x, y), validation)
-
-    def test_inside_jit_with_a_donated_state_it_compiles_once(self):
-        _, validation = data()
-        params, _ = start()
-        optimizer = ft.tuned(optax.sgd, self.loss, every=2, learning_rate=0.01)
-        update = jax.jit(optimizer.update, donate_argnums=0)
-        state = optimizer.init(params)
-        for batch in self.batches(8):
-            state, _ = update(state, batch, validation)
-        assert update._cache_size() <= 2
-        assert np.all(np.isfinite(state.params["w"]))
-
-    def test_bad_input(self):
-        with pytest.raises(TypeError, match=r"functools\.partial"):
-            ft.tuned(optax.sgd, self.loss, learning_rate=0.1, nesterov=True)
-        unused = ft.tuned(lambda lr, foo: optax.sgd(lr), self.loss, lr=0.1, foo=1.0)
-        with pytest.raises(ValueError, match="does not depend on hparams\\['foo'\\]"):
-            unused.update(unused.init(start()[0]), self.batches(4)[0], data()[1])
-        with pytest.raises(ValueError, match="nothing to tune"):
-            ft.tuned(optax.sgd, self.loss)
-        with pytest.raises(TypeError, match=re.escape("loss(params, batch)")):
-            ft.tuned(optax.sgd, lambda params: 0.0, learning_rate=0.1)

@@ -271,10 +271,17 @@ class TestRun:
             constraints=CONSTRAINTS,
         )
         result = run(
-            batches(40), itertools.repeat(None), using=using, hparams=hparams(1e9), callbacks=[bias]
+            batches(40), itertools.repeat(None), using=using, hparams=hparams(1e2), callbacks=[bias]
         )
         assert result.history[0]["undone"]
         assert np.isfinite(result.history[-1]["value"])
+
+    def test_windows_that_are_all_undone_warn_once(self):
+        with pytest.warns(RuntimeWarning, match="the last 10 windows were undone") as caught:
+            result = run(batches(240), hparams=hparams(1e12))
+        assert len(caught) == 1
+        assert not result.history[-1]["undone"]  # and it recovers
+        assert result.history[-1]["value"] < 1
 
     @pytest.mark.parametrize("killed_after", [1, 5])
     def test_a_resumed_run_is_the_same_to_the_bit(self, tmp_path, killed_after):
@@ -339,7 +346,35 @@ class TestRun:
     def test_bad_arguments(self):
         with pytest.raises(ValueError, match="steps=0"):
             run(batches(4), steps=0)
-        with pytest.raises(ValueError, match="n=0"):
-            run(batches(4), window=0)
         with pytest.raises(TypeError, match="callbacks must be a list"):
             run(batches(4), callbacks=ft.Progress())
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"steps": 2.5}, ValueError, r"run\(steps=2\.5\)"),
+            ({"steps": True}, ValueError, r"run\(steps=True\)"),
+            ({"window": 0}, ValueError, r"run\(window=0\)"),
+            ({"window": "4"}, ValueError, r"run\(window='4'\)"),
+            ({"evaluate_every": None}, ValueError, r"run\(evaluate_every=None\)"),
+            ({"evaluate": 3}, TypeError, r"evaluate\(state, hparams\)`, got the int 3"),
+            ({"evaluate": lambda state: {}}, TypeError, r"`evaluate\(state, hparams\)` is how"),
+            ({"score": "value"}, TypeError, r"score\(record\)`, got the str 'value'"),
+            ({"score": lambda: 0.0}, TypeError, r"`score\(record\)` is how"),
+            ({"stop": 5}, TypeError, r"stop\(run\)`, got the int 5"),
+            ({"stop": [ft.NoImprovement(3), 5]}, TypeError, r"stop\(run\)`, got the int 5"),
+            ({"stop": ft.NoImprovement}, TypeError, r"is a class; give `NoImprovement\(\.\.\.\)`"),
+        ],
+    )
+    def test_what_is_refused_before_anything_runs(self, options, error, message):
+        class Untouched(ft.RealTime):
+            def init(self, *_):
+                raise AssertionError("begun")
+
+        untouched = Untouched(DYNAMICS, squared_error, constraints=CONSTRAINTS)
+        with pytest.raises(error, match=message):
+            run(batches(4), using=untouched, **options)
+
+    def test_rules_may_come_from_a_generator(self):
+        rules = (rule for rule in [ft.NoImprovement(50), lambda run: run.step == 3 and "enough"])
+        assert run(batches(40), stop=rules).stopped == "enough"

@@ -42,7 +42,7 @@ def hypergradient_bias(
 
     Args:
         tuner: the `RealTime`.
-        before: the tuner's state before these windows (a copy, where `update` donates).
+        before: the tuner's state before these windows (a copy of it, with `RealTime(donate=True)`).
         windows: the windows since then, in order.
         validation: the validation batch of the last update.
         log: the log of the last update.
@@ -51,7 +51,7 @@ def hypergradient_bias(
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> tuner = ft.RealTime(
     ...     ft.Training(lambda w, h, x: jnp.mean((w - x) ** 2), lambda h: optax.sgd(h["lr"])),
-    ...     objective=lambda state, h, x: jnp.mean((state.params - x) ** 2), donate=False)
+    ...     objective=lambda state, h, x: jnp.mean((state.params - x) ** 2))
     >>> before = tuner.init(jnp.array(0.0), {"lr": jnp.array(0.01)})
     >>> window = jnp.ones((5, 2))
     >>> after, log = tuner.update(before, window, jnp.ones(2))
@@ -74,9 +74,9 @@ class Bias(Callback):
         windows: over how many of the last windows the exact hypergradient is taken.
         engine: how; `Forward()` by default.
 
-    A measurement costs an exact hypergradient over so many windows, and a copy of the state before
-    them. Windows that are undone are passed over. Put it before `History` in the list, so that the
-    cosine is written too. The reports are in the attribute `reports`, by step.
+    A measurement costs an exact hypergradient over these windows, and a copy of the state before
+    them. Windows that are undone, or have outliers, are passed over. Put it before `History` in the
+    list, so that the cosine is written too. The reports are in the attribute `reports`, by step.
 
     >>> import foretune as ft
     >>> bias = ft.Bias(every=50, windows=5)
@@ -100,7 +100,7 @@ class Bias(Callback):
 
     def step(self, run: Any) -> None:
         """Keep the window; measure when it is time."""
-        if run.record["undone"]:
+        if run.record["undone"] or run.record["outliers"]:
             self._before = None  # what is compared would not be the training that counts
         if self._before is not None:
             self._kept.append(run.window)

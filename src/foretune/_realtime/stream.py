@@ -5,9 +5,12 @@ or PyTorch loader. A batch is a pytree of what NumPy can read; all batches of a 
 shapes.
 """
 
+import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -31,8 +34,18 @@ from .._outer.run import (
     plain,
     started,
 )
-from .._problem.batches import Minibatches
-from .._problem.checks import check_count, describe, named_leaves
+from .._problem.arguments import Structure, flatten
+from .._problem.batches import FullBatch, Minibatches
+from .._problem.checks import (
+    check_count,
+    check_leading_axis,
+    describe,
+    describe_tree,
+    named_leaves,
+)
+
+REMEMBERED = 256  # entries of a memory, before it is begun again
+_CAPACITY: dict[Any, int] = {}  # the longest window seen, by the program it is for
 
 
 def windows(stream: Any, n: int) -> Iterator[Any]:
@@ -58,7 +71,7 @@ def _windows(stream: Any, n: int) -> Iterator[Any]:
     count, expected, batches = 0, None, []
     for batch in stream:
         batch = jax.tree.map(_copied, batch)
-        shape = _shape_of(batch)
+        shape = shapes_of(batch, "batch")
         if expected is not None and shape != expected:
             raise ValueError(_changed(count, expected, shape))
         expected, count = shape, count + 1
@@ -83,10 +96,6 @@ def _stack(*leaves: Any) -> Any:
     return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)
 
 
-def _shape_of(batch: PyTree) -> dict[str, str]:
-    return {path: describe(leaf) for path, leaf in named_leaves(batch, "batch").items()}
-
-
 def _changed(index: int, expected: dict[str, str], found: dict[str, str]) -> str:
     paths = [*expected, *(path for path in found if path not in expected)]
     path = next(path for path in paths if expected.get(path) != found.get(path))
@@ -108,11 +117,120 @@ def check_stream(stream: Any, name: str, *, minibatches: bool = False) -> None:
     if arrays or hasattr(stream, "shape"):
         raise TypeError(
             f"{name} must be an iterable of batches, but it looks like one batch, of\n"
-            + "\n".join(f"  {path}: {leaf}" for path, leaf in _shape_of(stream).items())
+            + "\n".join(f"  {path}: {leaf}" for path, leaf in shapes_of(stream, "batch").items())
             + "\nGive `itertools.repeat(batch)` for the same batch each time, or a list of batches."
         )
     if not (isinstance(stream, Iterable) or (minibatches and isinstance(stream, Minibatches))):
         raise TypeError(f"{name} must be an iterable of batches, got {describe(stream)}.")
+
+
+def padded(program: Structure, window: Any) -> tuple[Any, np.ndarray]:
+    """Return the window padded to the longest like it so far, and its true length.
+
+    A program is compiled for the shape of its window; its loop runs to the true length.
+    """
+    if isinstance(window, FullBatch):
+        return FullBatch(window.data, 1), np.asarray(window.steps, np.int32)
+    xs = window.indices if isinstance(window, Minibatches) else window
+    steps = check_leading_axis(xs, "window", "the minibatches") if jax.tree.leaves(xs) else 0
+    if steps == 0:
+        raise ValueError(
+            "the window is empty: no minibatch is on its leading axis,\n"
+            + describe_tree(xs, "window")
+            + "\nLeave it out. Where steps need no data, give `FullBatch(None, steps=...)`."
+        )
+    leaves, structure = flatten(xs)
+    key = program, structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+    capacity = max(_CAPACITY.get(key, 0), steps)
+    remember(_CAPACITY, key, capacity)
+    if capacity > steps:
+        xs = jax.tree.map(functools.partial(_pad, capacity), xs)
+        window = window.at(xs) if isinstance(window, Minibatches) else xs
+    return window, np.asarray(steps, np.int32)
+
+
+def _pad(capacity: int, x: Any) -> Any:
+    more = (capacity - len(x), *x.shape[1:])
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jnp.concatenate([x, jnp.broadcast_to(x[:1], more)])
+    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:  # it stays where it is
+        return jax.device_put(jnp.concatenate([x, jnp.zeros(more, x.dtype)]), x.sharding)
+    x = np.asarray(x)  # by NumPy, which compiles nothing
+    return np.concatenate([x, np.zeros(more, x.dtype)])
+
+
+def remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(memory) >= REMEMBERED:
+        memory.clear()
+    memory[key] = value
+
+
+def check_data(tree: PyTree, name: str) -> None:
+    """Raise for lists of numbers, each of which would be a leaf of its own."""
+
+    def of_numbers(node: Any) -> bool:
+        number = isinstance(node, int | float | complex)
+        return number or (isinstance(node, list) and bool(node) and all(map(of_numbers, node)))
+
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=of_numbers)
+    for path, leaf in leaves:
+        if isinstance(leaf, list):
+            raise TypeError(
+                f"{name}{jax.tree_util.keystr(path)} is a list of {len(leaf)}, down to numbers. Data "
+                "are arrays: give `numpy.asarray(...)` of it."
+            )
+
+
+class Misfit(ValueError):
+    """Something that does not fit, in an error that says all about it."""
+
+
+class Shapes:
+    """What a tuner was given last that fitted, for what is said of something that does not."""
+
+    def __init__(self):
+        self.known: dict[str, dict[str, str]] = {}
+
+    def note(self, **given: PyTree) -> None:
+        """Take these for what fits."""
+        self.known |= {name: shapes_of(tree, name) for name, tree in given.items()}
+
+    @contextlib.contextmanager
+    def explaining(self, **given: PyTree) -> Iterator[None]:
+        """Add to an error, of checks, what has changed since all was well."""
+        try:
+            yield
+        except Misfit:
+            raise
+        except Exception as error:
+            now = {name: shapes_of(tree, name) for name, tree in given.items()}
+            old = {name: self.known[name] for name in given if name in self.known}
+            lines = [differences(now[name], old[name], "it was") for name in old]
+            if changed := "\n".join(filter(None, lines)):
+                advice = " Is the state that of another tuner?" if "  state" in changed else ""
+                raise ValueError(
+                    "`update` was given something that differs from before, and does not fit:\n"
+                    f"{changed}\nWith it: {type(error).__name__}: {error}{advice}"
+                ) from error
+            if getattr(error, "__notes__", ()):  # it comes from the user's code
+                for name in (name for name in given if name not in old):
+                    error.add_note(f"foretune: given with\n{describe_tree(given[name], name)}")
+            raise
+        self.note(**given)
+
+
+def shapes_of(tree: PyTree, name: str) -> dict[str, str]:
+    """Return what the leaves are, by path."""
+    return {path: describe(leaf) for path, leaf in named_leaves(tree, name).items()}
+
+
+def differences(now: dict[str, str], old: dict[str, str], was: str, most: int = 6) -> str:
+    """Return in which leaves two trees differ, the first few of them."""
+    paths = [path for path in {**now, **old} if now.get(path) != old.get(path)]
+    lines = [
+        f"  {path} is {now.get(path, 'absent')}, {was} {old.get(path, 'absent')}" for path in paths
+    ]
+    return "\n".join(lines[:most] + ["  ..."] * (len(lines) > most))
 
 
 class RealTimeCarry(NamedTuple):
@@ -158,19 +276,20 @@ def run_stream(
     *,
     params: PyTree,
     hparams: PyTree,
-    steps: int | None,
-    window: int,
+    steps: Any,
+    window: Any,
     callbacks: Any,
     stop: Any,
-    evaluate: Callable[[PyTree, PyTree], dict[str, Any]] | None,
-    evaluate_every: int,
-    score: Callable[[dict[str, Any]], Any] | None,
+    evaluate: Any,
+    evaluate_every: Any,
+    score: Any,
     skip: bool,
 ) -> Result:
     """Do what `RealTime.run` documents."""
     if steps is not None:
         check_count(steps, f"run(steps={steps!r})")
-    check_count(evaluate_every, f"run(evaluate_every={evaluate_every})")
+    check_count(window, f"run(window={window!r})")
+    check_count(evaluate_every, f"run(evaluate_every={evaluate_every!r})")
     check_callbacks(callbacks)
     rules = check_functions(stop, evaluate, score)
     check_outside_programs("RealTime.run", params, hparams)
@@ -225,6 +344,7 @@ def run_stream(
             run.value, run.grad, run.log = log["value"], log["hypergradient"], log
             run.note(record)
             run.move(run.step + 1, RealTimeCarry(state, best))
+            _warn_where_all_is_undone(run)
             for callback in callbacks:
                 callback.step(run)
             if failure is not None:
@@ -236,7 +356,8 @@ def run_stream(
 
 
 END = object()  # of a stream
-_RECORD = {"step", "value", "gradient_norm", "loss", "hparams", "z_norm", "undone"}
+UNDONE = 10  # windows in a row, after which a run warns
+_RECORD = {"step", "value", "gradient_norm", "loss", "hparams", "z_norm", "undone", "outliers"}
 
 
 def _record(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -> dict[str, Any]:
@@ -245,10 +366,27 @@ def _record(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -
     wide = jax.tree.map(lambda g: np.asarray(g, np.float64), numbers["hypergradient"])
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(wide)))
     record = {"step": step, "value": numbers["value"], "gradient_norm": norm}
-    record |= {name: numbers[name] for name in ("loss", "hparams", "z_norm", "undone")}
+    record |= {name: numbers[name] for name in ("loss", "hparams", "z_norm", "undone", "outliers")}
     if evaluate and (step % every == 0 or step == run.steps):
         record |= measure(evaluate, state.train, state.hparams, record)
     return plain(record)
+
+
+def _warn_where_all_is_undone(run: RealTimeRun) -> None:
+    """Warn once, when many windows in a row have been undone: backing off may not help."""
+    recent = run.history[-UNDONE - 1 :]
+    if [record["undone"] for record in recent][-UNDONE:] != [True] * UNDONE:
+        return
+    if len(recent) > UNDONE and recent[0]["undone"]:  # it has been said
+        return
+    warnings.warn(
+        f"the last {UNDONE} windows were undone, because training diverged in each; the last ran with "
+        f"{run.record['hparams']!r:.200}. Hyperparameters halve with each of them, at most: start from "
+        "others (a smaller learning rate), and look at the scale of the inputs and of the initial "
+        "parameters. `RealTime(rollback=None)` undoes nothing, and says where something is not finite.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def _fail(tuner: Any, run: RealTimeRun, state: Any) -> None:

@@ -4,7 +4,9 @@ The loop goes on calling `update` once for each minibatch; every few steps the h
 It is `RealTime` with its window spread over calls.
 """
 
-from collections.abc import Callable
+import inspect
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,13 +19,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .._outer.constraints import Box, NonNegative
-from .._problem.arguments import copied
-from .._problem.checks import check_count, check_signature
+from .._problem.arguments import copied, flatten
+from .._problem.checks import check_count, check_signature, describe
 from .._problem.problem import validated
 from .._problem.system import make_system
 from .._problem.training import Training
-from .stream import readable
-from .tuner import RealTime
+from .stream import Shapes, check_data, readable, remember
+from .tuner import RealTime, check_state
 from .window import Progressing, RealTimeState, begin, finish, make_step
 
 USUAL = {
@@ -36,11 +38,14 @@ USUAL = {
 }
 
 
+RUNS = 8  # of one optimizer at the same time, whose calls are remembered
+
+
 class TunedState(NamedTuple):
     """Where a tuned training is: `params`, `hparams` and the `log` of their last update."""
 
     log: dict[str, Any]
-    """The log of the last update of the hyperparameters, as of `RealTime.update`; NaN before."""
+    """The log of the last window, as of `RealTime.update`, and whether it was `dropped`; NaN before."""
     anchor: RealTimeState
     """The tuner's state at the beginning of the window, without its Z."""
     window: Progressing
@@ -67,13 +72,13 @@ class Tuned(NamedTuple):
 
 
 def tuned(
-    optimizer: Callable[..., Any],
-    loss: Callable[[PyTree, PyTree], Float[Array, ""]],
-    error: Callable[[PyTree, PyTree], Float[Array, ""]] | None = None,
+    optimizer: Any,
+    loss: Any,
+    error: Any = None,
     *,
-    every: int = 10,
-    constraints: dict[str, Any] | None = None,
-    options: dict[str, Any] | None = None,
+    every: Any = 10,
+    constraints: Any = None,
+    options: Any = None,
     **hparams: Any,
 ) -> Tuned:
     """Return an optimizer that tunes its own constants on validation data, as it trains.
@@ -90,10 +95,11 @@ def tuned(
         **hparams: the constants to be tuned, with their initial values.
 
     `update` returns the new state and the loss of the minibatch. It is compiled, and pure: inside your
-    own `jax.jit` it has less overhead. The parameters may be any pytree, an Equinox model for
-    instance. A window whose loss diverges is undone. One in which something else is not finite,
-    the data for instance, is dropped with a `NonFiniteError`, whose `state` is the one to go on
-    from; inside `jit` there is no error, only `state.log["dropped"]`.
+    own `jax.jit` it has less overhead. It does not wait for the device. The parameters may be any
+    pytree, an Equinox model for instance. A window whose loss diverges is undone. One in which
+    something else is not finite, the data for instance, is dropped, and training continues from
+    where the window began; there is a `NonFiniteError`, at the latest `every` calls later, whose
+    `state` is the one to continue from. Inside `jit` there is no error, only `state.log["dropped"]`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> loss = lambda w, x: jnp.mean((w - x) ** 2)
@@ -104,10 +110,15 @@ def tuned(
     >>> round(float(state.params), 2), float(state.hparams["learning_rate"]) > 1e-3
     (1.0, True)
     """
-    check_count(every, f"tuned(every={every})")
-    check_signature(loss, "loss(params, batch)")
+    check_count(every, f"tuned(every={every!r})")
     error = loss if error is None else error
+    _check_callable(loss, "loss(params, batch)")
+    check_signature(loss, "loss(params, batch)")
+    _check_callable(error, "error(params, validation)")
     check_signature(error, "error(params, validation)")
+    for name, given in {"constraints": constraints, "options": options}.items():
+        if not (given is None or isinstance(given, Mapping)):
+            raise TypeError(f"tuned({name}=...) must be a dict, got {describe(given)}.")
     if not hparams:
         raise ValueError("tuned has nothing to tune: give constants, `learning_rate=0.1` say.")
     if isinstance(optimizer, optax.GradientTransformation):
@@ -115,24 +126,30 @@ def tuned(
             "tuned makes the optimizer itself, from the constants to be tuned: give `optax.sgd`, not "
             "`optax.sgd(0.1)`."
         )
-    for name, value in hparams.items():
-        if isinstance(value, bool) or not isinstance(value, float | int | np.ndarray | jax.Array):
-            raise TypeError(
-                f"tuned({name}={value!r:.40}) is no number to tune. Keep it in the optimizer: "
-                f"`functools.partial({getattr(optimizer, '__name__', 'optimizer')}, {name}=...)`."
-            )
-    start = {name: jnp.asarray(value, float) for name, value in hparams.items()}
+    _check_callable(optimizer, "optimizer(learning_rate=...)")
+    called = getattr(optimizer, "__name__", "optimizer")
+    start = {name: _constant(name, value, called) for name, value in hparams.items()}
+    try:
+        inspect.signature(optimizer).bind(**start)
+    except TypeError as problem:
+        raise TypeError(
+            f"`{called}` cannot be called with {', '.join(start)} alone: {problem}. What is not to be "
+            f"tuned is given before, `functools.partial({called}, ...)`."
+        ) from None
+    except ValueError:  # a builtin, which has no signature
+        pass
     usual = {name: USUAL[name] for name in hparams if name in USUAL}
     tuner = RealTime(
         Training(lambda params, h, batch: loss(params, batch), lambda h: optimizer(**h)),
         lambda state, h, validation: error(state.params, validation),
-        constraints=usual | (constraints or {}),
+        constraints=usual | dict(constraints or {}),
         **(options or {}),
     )
     settings = tuner.settings
 
     def init(params: PyTree) -> TunedState:
         state = tuner.init(params, start)
+        shapes.note(state=state._replace(Z=None))
         nan = jnp.full((), jnp.nan, jnp.result_type(float))
         log = {
             "value": nan,
@@ -140,48 +157,136 @@ def tuned(
             "hparams": state.hparams,
             "z_norm": dict.fromkeys(start, nan),
             "undone": jnp.array(False),
+            "outliers": jnp.zeros((), jnp.int32),
             "dropped": jnp.array(False),
         }
         # No two leaves share memory, so that the state can be donated.
         return copied(TunedState(log, state._replace(Z=None), begin(settings, state)))
 
-    checked: list[bool] = []
+    shapes = Shapes()
+    checked: dict[Any, None] = {}
+    unseen = _Unseen(every)
 
-    def update(state: TunedState, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
-        batch, validation = jax.tree.map(readable, (batch, validation))
-        if not checked:
+    def check(state: TunedState, batch: PyTree, validation: PyTree) -> None:
+        if set(state.hparams) != set(start):
+            raise ValueError(
+                f"this state is of another optimizer: it has the constants {sorted(state.hparams)}, "
+                f"this one tunes {sorted(start)}. Begin with `init` of this one."
+            )
+        with shapes.explaining(state=state.anchor, batch=batch, validation=validation):
+            check_state(settings, state.anchor)
             problem = settings.problem(state.anchor.train, _stacked(batch), validation)
             validated(problem, state.hparams)
-            checked.append(True)
-        after, value = program(state, batch, validation)
-        dropped = after.log["dropped"]
-        if not isinstance(dropped, Tracer) and dropped:
-            error = tuner.fault(after.anchor, _stacked(batch), validation)
+
+    def update(state: Any, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
+        if not isinstance(state, TunedState):
+            raise TypeError(
+                f"`update` takes the state that `init` or `update` returned, got {describe(state)}."
+            )
+        given, (batch, validation) = (
+            (batch, validation),
+            jax.tree.map(readable, (batch, validation)),
+        )
+        arrays, structure = flatten((batch, validation))
+        key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in arrays)
+        if key not in checked:
+            check_data(given[0], "batch")
+            check_data(given[1], "validation")
+            check(state, batch, validation)
+            remember(checked, key, None)
+        after, value, dropped = program(state, batch, validation)
+        if isinstance(dropped, Tracer):
+            return after, value
+        call = _Call(dropped, batch, validation)
+        if (failed := unseen.look(state, after, call)) is not None:
+            window, batch, validation = failed
+            error = tuner.fault(after.anchor._replace(window=window), _stacked(batch), validation)
             error.state = after
             raise error
         return after, value
 
     @eqx.filter_jit
-    def program(state: TunedState, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
+    def program(
+        state: TunedState, batch: PyTree, validation: PyTree
+    ) -> tuple[TunedState, Array, Array]:
         anchor = state.anchor
         problem = settings.problem(anchor.train, _stacked(batch), validation)
         system = make_system(problem, anchor.hparams, whole=True)
-        window = make_step(settings, problem, system, anchor.hparams)(state.window, 0)
+        window = make_step(settings, problem, system, anchor)(state.window, 0)
 
         def tune():
             new, log, fault = finish(settings, anchor, problem, system, window, 0)
             log = log | {"dropped": fault}
             log = {name: jax.tree.map(_as, log[name], state.log[name]) for name in state.log}
-            return log, eqx.filter(new._replace(Z=None), eqx.is_array), begin(settings, new)
+            new_window = begin(settings, new)
+            return log, eqx.filter(new._replace(Z=None), eqx.is_array), new_window, fault
 
         def wait():
-            log = state.log | {"dropped": jnp.array(False)}
-            return log, eqx.filter(anchor, eqx.is_array), window
+            return state.log, eqx.filter(anchor, eqx.is_array), window, jnp.array(False)
 
-        log, new, window_after = lax.cond((window.steps == every) | ~window.calm, tune, wait)
-        return TunedState(log, eqx.combine(new, anchor), window_after), window.loss
+        over = (window.steps == every) | ~window.calm
+        log, new, window_after, fault = lax.cond(over, tune, wait)
+        dropped = jnp.where(fault, anchor.window, -1)
+        return TunedState(log, eqx.combine(new, anchor), window_after), window.loss, dropped
 
     return Tuned(init, update)
+
+
+class _Call(NamedTuple):
+    """A call of `update` and how it ended, which the host need not know yet."""
+
+    dropped: Any  # the number of the window that was dropped, or -1
+    batch: PyTree
+    validation: PyTree
+
+
+class _Unseen:
+    """The calls whose end has not been looked at: to look at the last one would be to wait for it.
+
+    Calls that belong together, each with the state that the one before it returned, form a run.
+    """
+
+    def __init__(self, most: int):
+        self.most = most  # calls of a run; then the first of them is waited for
+        self.runs: dict[int, tuple[Any, deque[_Call]]] = {}
+
+    def look(self, before: TunedState, after: TunedState, call: _Call) -> _Call | None:
+        """Return a call of this run that has ended in a dropped window, if there is one."""
+        _, calls = self.runs.pop(id(before.log["dropped"]), (None, deque()))
+        calls.append(call)
+        failed = None
+        while failed is None and calls and (len(calls) > self.most or calls[0].dropped.is_ready()):
+            first = calls.popleft()
+            failed = first if int(first.dropped) >= 0 else None
+        if len(self.runs) >= RUNS:  # the oldest has been given up
+            del self.runs[next(iter(self.runs))]
+        token = after.log["dropped"]  # kept, so that no other array gets its id
+        self.runs[id(token)] = token, calls
+        return failed
+
+
+def _check_callable(function: Any, form: str) -> None:
+    if not callable(function):
+        raise TypeError(f"tuned needs a function `{form}`, got {describe(function)}.")
+
+
+def _constant(name: str, value: Any, called: str) -> Float[Array, "..."]:
+    """Return a constant to be tuned as an array, or raise."""
+    numeric = isinstance(value, float | int | np.ndarray | np.generic | jax.Array)
+    kind = getattr(value, "dtype", np.result_type(type(value))) if numeric else np.dtype(bool)
+    if not any(jnp.issubdtype(kind, wanted) for wanted in (jnp.floating, jnp.integer)):
+        raise TypeError(
+            f"tuned({name}={value!r:.40}) is no number to tune. Keep it in the optimizer: "
+            f"`functools.partial({called}, {name}=...)`."
+        )
+    array = jnp.asarray(value, float)
+    if isinstance(array, Tracer):
+        return array
+    if array.size == 0 or not np.all(np.isfinite(array)):
+        raise ValueError(
+            f"tuned({name}={value!r:.40}): a constant starts at a finite number, its usual value say."
+        )
+    return array
 
 
 def _stacked(batch: PyTree) -> PyTree:

@@ -10,17 +10,18 @@ the better the slower lambda moves. So between windows Z is discounted, Z <- gam
 earlier hyperparameters did over about 1 / (1 - gamma) windows. The paper's method is gamma = 1.
 
 A window in which training diverges is undone: the training state returns to where the window began,
-Z to 0, and the hyperparameters back off in the direction that the derivative of the loss says.
+Z to 0, and the hyperparameters back off in the direction that the derivative of the loss says. A
+single minibatch with a loss far above all before it is passed over, as no hyperparameter is at fault.
 
 Time: about that of 1 + 2m training runs for m hyperparameters, however many updates. Memory: Z, m
 states, and one more state to return to, whatever the number of steps.
 Reference: Franceschi et al., ICML 2017, Section 3.3 and Algorithm 2.
 """
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,14 +34,13 @@ from .._engines.nonfinite import NonFiniteError, explain_window
 from .._engines.products import pushforward
 from .._outer.constraints import check_constraints
 from .._outer.relative_adam import relative_adam
-from .._outer.run import Outer, Result, check_optimizer, feasible
+from .._outer.run import Outer, Result, check_optimizer, feasible, on_host
 from .._problem.arguments import Structure, copied, flatten, unflatten
-from .._problem.batches import FullBatch, Minibatches
+from .._problem.batches import FullBatch
 from .._problem.checks import (
     as_arrays,
     check_count,
     check_hparams,
-    check_leading_axis,
     check_mesh,
     describe,
     named_leaves,
@@ -48,13 +48,29 @@ from .._problem.checks import (
 from .._problem.problem import Problem, validated
 from .._problem.sharding import place_state
 from .._problem.system import make_system
-from .stream import run_stream
-from .window import RealTimeState, Settings, column_norms, directions_of, run_window
+from .._problem.training import Training, TrainState
+from .stream import (
+    Misfit,
+    Shapes,
+    check_data,
+    differences,
+    padded,
+    remember,
+    run_stream,
+    shapes_of,
+)
+from .window import (
+    RealTimeState,
+    Settings,
+    column_norms,
+    directions_of,
+    floating,
+    not_finite,
+    number,
+    run_window,
+)
 
 DEFAULT_OPTIMIZER = relative_adam()
-REMEMBERED = 256  # entries of each of these, before they are begun again
-_CAPACITY: dict[Any, int] = {}  # the longest window seen, by the program it is for
-_CHECKED: dict[Any, None] = {}  # the structures and shapes that have passed the checks
 
 
 class RealTime:
@@ -69,17 +85,20 @@ class RealTime:
             `Box(0.0, 0.999)`.
         discount: gamma in (0, 1], the share of Z that a window takes over from the one before. With 1
             the hypergradient is exact as long as the hyperparameters stay as they are.
-        rollback: undo a window that takes the validation error to more than so many times what it
+        rollback: undo a window that takes the validation error to more than this many times what it
             was before, or in which the training loss spikes: a quarter above the highest that a window
-            has begun with, and above what it was on the same minibatch before the window. None: never;
-            a loss that is not finite is then an error.
+            has begun with, and above what it was on the same minibatch before the window. A single
+            minibatch whose loss is over ten times that highest, also before the window, is an outlier
+            and passed over (of two in a row the second counts). None: neither of them; a loss that is
+            not finite is then an error.
         reset: set Z to 0 at the beginning of every so many windows.
         z_cap: after each window, scale the columns of Z down to this norm.
         clip: scale the hypergradient down to this norm.
         chunk: columns of Z in work at a time, where there are many hyperparameters.
         tangents: a floating-point type, `jnp.bfloat16` say, in which the loss is computed for Z
             only (with `Training`); the training stays as it is.
-        donate: reuse the memory of the state given to `update`, which is then deleted.
+        donate: reuse the memory of the state given to `update`, which is then deleted: it saves one
+            state, Z included. `run` does so with its own states in any case.
         mesh: `foretune.mesh(data=..., tangents=...)`: `init` places the state on it, the columns of Z
             split over `tangents`, all else on every device. Place batches by `foretune.shard`.
 
@@ -106,29 +125,33 @@ class RealTime:
         optimizer: Any = None,
         *,
         constraints: Any = None,
-        discount: float = 0.9,
-        rollback: float | None = 1.5,
-        reset: int | None = None,
-        z_cap: float | None = None,
-        clip: float | None = None,
-        chunk: int | None = None,
+        discount: Any = 0.9,
+        rollback: Any = 1.5,
+        reset: Any = None,
+        z_cap: Any = None,
+        clip: Any = None,
+        chunk: Any = None,
         tangents: Any = None,
-        donate: bool = True,
+        donate: Any = False,
         mesh: Any = None,
     ):
         check_optimizer(optimizer)
         # The same checks and wrapping as for a problem that is never run.
         problem = Problem(dynamics, objective, None, FullBatch(None, steps=1))
-        if not 0 < discount <= 1:
-            raise ValueError(f"RealTime(discount={discount}): it must lie in (0, 1].")
-        if rollback is not None and not rollback > 1:
-            raise ValueError(f"RealTime(rollback={rollback}): a factor over 1, or None.")
-        for name, bound in {"z_cap": z_cap, "clip": clip}.items():
-            if bound is not None and not bound > 0:
-                raise ValueError(f"RealTime({name}={bound}): a norm over 0, or None.")
+        discount = number(
+            "discount", discount, lambda gamma: 0 < gamma <= 1, "it must lie in (0, 1]"
+        )
+        if rollback is not None:
+            rollback = number("rollback", rollback, lambda r: r > 1, "a factor over 1, or None")
+        if z_cap is not None:
+            z_cap = number("z_cap", z_cap, lambda norm: norm > 0, "a norm over 0, or None")
+        if clip is not None:
+            clip = number("clip", clip, lambda norm: norm > 0, "a norm over 0, or None")
         for name, count in {"reset": reset, "chunk": chunk}.items():
             if count is not None:
-                check_count(count, f"RealTime({name}={count})")
+                check_count(count, f"RealTime({name}={count!r})")
+        if not isinstance(donate, bool):
+            raise TypeError(f"RealTime(donate={donate!r:.60}): True or False.")
         if tangents is not None and not problem.dynamics.offers("in_precision"):
             raise TypeError(
                 f"RealTime(tangents={tangents}) needs a dynamics with the method `in_precision`, as "
@@ -146,14 +169,16 @@ class RealTime:
             dict(constraints) if isinstance(constraints, Mapping) else constraints,
             discount,
             rollback,
-            reset,
+            None if reset is None else int(reset),
             z_cap,
-            chunk,
-            None if tangents is None else np.dtype(tangents),
+            None if chunk is None else int(chunk),
+            None if tangents is None else floating(tangents),
             mesh,
         )
         self._arrays, self._structure = flatten(self.settings)
-        self._program = _donating if donate else _keeping
+        self.donate = donate
+        self._checked: dict[Any, None] = {}  # the structures and shapes that have passed the checks
+        self._shapes = Shapes()
 
     @classmethod
     def paper(cls, dynamics: Any, objective: Any, *, constraints: Any = None) -> "RealTime":
@@ -174,10 +199,14 @@ class RealTime:
 
         `params` are the initial parameters, or a function of the hyperparameters that returns them.
         They are copied: `update` does not touch yours.
+
+        Raises:
+            NonFiniteError: where a hyperparameter or a parameter is NaN or infinite.
         """
         settings, hparams = self.settings, check_hparams(hparams)
         constraints = check_constraints(settings.constraints, hparams)
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(hparams)):
+            _check_start((), hparams)
             hparams = feasible(hparams, constraints)
         problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
         system = make_system(problem, hparams, whole=True)
@@ -185,17 +214,21 @@ class RealTime:
         nothing = jnp.full((), -jnp.inf)
         opt_state = Outer(settings.optimizer, constraints).init(hparams)
         window = jnp.zeros((), jnp.int32)
-        state = RealTimeState(system.restore(s_0), hparams, Z, opt_state, window, nothing, nothing)
+        train, nothing_yet = system.restore(s_0), (window, nothing, nothing, jnp.array(False))
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((train, hparams))):
+            _check_start(train, hparams)
+        state = RealTimeState(train, hparams, Z, opt_state, *nothing_yet)
         state = copied(as_arrays(state))  # a weak type would compile a second time
+        self._shapes.note(state=state)
         return state if settings.mesh is None else place_state(state, settings.mesh)
 
     def update(
-        self, state: RealTimeState, window: PyTree, validation: PyTree
+        self, state: Any, window: PyTree, validation: PyTree
     ) -> tuple[RealTimeState, dict[str, Any]]:
         """Train over one window of minibatches, then update the hyperparameters.
 
         Args:
-            state: the state, from `init` or the last update. Its memory is reused (`donate`).
+            state: the state, from `init` or the last update. With `donate` its memory is reused.
             window: minibatches stacked on a leading axis, as `windows` makes them, or `Minibatches`,
                 or `FullBatch`. A window shorter than one before it runs in the same program.
             validation: what the objective gets as its third argument.
@@ -203,13 +236,14 @@ class RealTime:
         Returns:
             The new state, and the log, a dict: `value` and `hypergradient` after the window at the
             `hparams` it ran with, the norm of Z by hyperparameter `z_norm`, the mean training
-            `loss` (None for a dynamics that reports none), and whether the window was `undone`.
+            `loss` (None for a dynamics that reports none), whether the window was `undone`, and how
+            many of its minibatches were passed over as `outliers`.
 
         Raises:
             NonFiniteError: where something is not finite, with the window and the leaf. The state
                 before the window is its attribute `state`, to go on from (its Z begins at 0 again).
         """
-        new, log, fault = self.dispatch(state, window, validation)
+        new, log, fault = self.dispatch(state, window, validation, donate=self.donate)
         if not isinstance(fault, Tracer) and fault:
             raise self.fault(new, window, validation)
         return new, log
@@ -221,13 +255,13 @@ class RealTime:
         *,
         params: PyTree,
         hparams: PyTree,
-        steps: int | None = None,
-        window: int = 10,
+        steps: Any = None,
+        window: Any = 10,
         callbacks: Any = (),
         stop: Any = None,
-        evaluate: Callable[[PyTree, PyTree], dict[str, Any]] | None = None,
-        evaluate_every: int = 1,
-        score: Callable[[dict[str, Any]], Any] | None = None,
+        evaluate: Any = None,
+        evaluate_every: Any = 1,
+        score: Any = None,
         skip: bool = True,
     ) -> Result:
         """Tune over a stream of minibatches, until it ends.
@@ -253,10 +287,11 @@ class RealTime:
         Returns:
             A `Result`; its `state` is the tuner's state, with the trained weights in `state.train`.
             `history` has a record for each window: `step` (from 1), `value`, `gradient_norm`,
-            `loss`, `hparams` (those it ran with), `z_norm`, `undone` and what `evaluate` adds.
+            `loss`, `hparams` (those it ran with), `z_norm`, `undone`, `outliers` and what `evaluate`
+            adds.
 
-        Ctrl-C ends the run after the current window. `NonFiniteError` has the `run` until then and
-        the `state` before the window.
+        Where ten windows in a row are undone, a `RuntimeWarning` says so. Ctrl-C ends the run after the
+        current window. `NonFiniteError` has the `run` until then and the `state` before the window.
 
         >>> import foretune as ft, itertools, jax.numpy as jnp, numpy as np, optax
         >>> tuner = ft.RealTime(
@@ -286,22 +321,34 @@ class RealTime:
         )
 
     def dispatch(
-        self, state: RealTimeState, window: PyTree, validation: PyTree
+        self, state: Any, window: PyTree, validation: PyTree, *, donate: bool = True
     ) -> tuple[RealTimeState, dict[str, Any], Any]:
-        """Begin an update without waiting for it; the third result says whether it failed."""
+        """Begin an update without waiting for it; the third result says whether it failed.
+
+        The state's memory is reused, unless `donate` is False.
+        """
+        if not isinstance(state, RealTimeState):
+            raise TypeError(
+                "`update` takes the state that `init` or the last `update` returned, got "
+                f"{describe(state)}."
+            )
         window, validation = as_arrays((window, validation))
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, window, validation))):
             everything = tuple(named_leaves(state.hparams, "hparams"))
-            problem = self.settings.problem(state.train, window, validation, everything)
-            validated(problem, state.hparams)
+            with self._shapes.explaining(state=state, window=window, validation=validation):
+                check_state(self.settings, state)
+                problem = self.settings.problem(state.train, window, validation, everything)
+                validated(problem, state.hparams)
             return run_window(self.settings, state, problem, jnp.array(problem.steps))
         arguments = self._flat(state, window, validation)
-        new, log, fault = self._program(*arguments)
+        new, log, fault = (_donating if donate else _keeping)(*arguments)
         return unflatten(arguments[2], new), log, fault
 
     def lower(self, state: RealTimeState, window: PyTree, validation: PyTree) -> jax.stages.Lowered:
         """Return the program of an update, for its memory and cost analysis."""
-        return self._program.lower(*self._flat(state, *as_arrays((window, validation))))
+        return (_donating if self.donate else _keeping).lower(
+            *self._flat(state, *as_arrays((window, validation)))
+        )
 
     def problem(self, state: RealTimeState, window: PyTree, validation: PyTree) -> Problem:
         """Return the training over a window as a problem of its own, from this state on."""
@@ -316,20 +363,29 @@ class RealTime:
     def fault(self, state: RealTimeState, window: PyTree, validation: PyTree) -> NonFiniteError:
         """Return the error for a window that failed, from the state before it."""
         problem = self.settings.problem(state.train, window, validation)
-        error = NonFiniteError(explain_window(problem, state.hparams, int(state.window)))
+        begun = _not_finite(state.train, state.hparams, "state.train")
+        error = NonFiniteError(
+            f"not finite: what window {int(state.window)} (counted from 0) begins with. {begun}"
+            if begun
+            else explain_window(problem, state.hparams, int(state.window))
+        )
         error.state = state
         return error
 
     def _flat(self, state: RealTimeState, window: PyTree, validation: PyTree) -> tuple[Any, ...]:
         """Return the arguments of the program, after the checks that new shapes need."""
         donated, state_structure = _flat_state(state)
-        padded, steps = _padded(self._structure, window)
-        others, structure = flatten((padded, validation))
+        check_data(window, "window")
+        longer, steps = padded(self._structure, window)
+        others, structure = flatten((longer, validation))
         shapes = tuple((array.shape, array.dtype) for array in (*donated, *others))
-        key = self._structure, state_structure, structure, shapes
-        if key not in _CHECKED:
-            validated(self.problem(state, window, validation), state.hparams)
-            _remember(_CHECKED, key, None)
+        key = state_structure, structure, shapes
+        if key not in self._checked:
+            check_data(validation, "validation")
+            with self._shapes.explaining(state=state, window=window, validation=validation):
+                check_state(self.settings, state)
+                validated(self.problem(state, window, validation), state.hparams)
+            remember(self._checked, key, None)
         return self._structure, structure, state_structure, donated, self._arrays, others, steps
 
 
@@ -354,50 +410,53 @@ _donating = jax.jit(_program, static_argnums=(0, 1, 2), donate_argnums=3)
 _keeping = jax.jit(_program, static_argnums=(0, 1, 2))
 
 
-def _flat_state(state: Any) -> tuple[list[Any], Structure]:
-    if not isinstance(state, RealTimeState):
-        raise TypeError(
-            f"update takes the state that `init` or the last `update` returned, got {describe(state)}."
+def _not_finite(train: PyTree, hparams: PyTree, name: str) -> str | None:
+    """Return which leaf of a start is not finite, or None."""
+    for path, where in not_finite(train, hparams, name).items():
+        if wrong := int(jnp.sum(where)):
+            leaf = (named_leaves(hparams, "hparams") | named_leaves(train, name))[path]
+            values, at = on_host((leaf, where))
+            shown = ", ".join(map(str, np.unique(values[at]).tolist()))
+            return f"{path} ({describe(leaf)}) is {shown} in {wrong} of {where.size} entries."
+    return None
+
+
+def _check_start(train: PyTree, hparams: PyTree) -> None:
+    """Raise where the initial parameters or hyperparameters are not finite."""
+    name = "" if isinstance(train, TrainState) else "params"  # their paths: `params['w']` in both
+    if found := _not_finite(train, hparams, name):
+        raise NonFiniteError(
+            f"not finite: {found.removeprefix('.')} A run cannot start from there: every window "
+            "would be undone."
         )
+
+
+def check_state(settings: Settings, state: RealTimeState) -> None:
+    """Raise where a state is not one of this tuner: its optimizers' states, and the columns of Z."""
+    outer = Outer(settings.optimizer, check_constraints(settings.constraints, state.hparams))
+    expected = {"opt_state": jax.eval_shape(outer.init, state.hparams)}
+    if isinstance(settings.dynamics, Training) and isinstance(state.train, TrainState):
+        params, _, model_state, _ = state.train
+        begun = (params, model_state) if settings.dynamics.has_state else params
+        expected["train"] = eqx.filter_eval_shape(settings.dynamics.init, begun, state.hparams)
+    if state.Z is not None:
+        m = sum(leaf.size for leaf in jax.tree.leaves(state.hparams))
+        moving = eqx.filter(state.train, eqx.is_inexact_array)
+        expected["Z"] = jax.tree.map(lambda s: jax.ShapeDtypeStruct((m, *s.shape), s.dtype), moving)
+    for name, tree in expected.items():
+        given = shapes_of(getattr(state, name), f"state.{name}")
+        if lines := differences(given, shapes_of(tree, f"state.{name}"), "it should be"):
+            raise Misfit(
+                f"this state does not fit this tuner:\n{lines}\nIt is that of a tuner with another "
+                "optimizer, other hyperparameters or other parameters. Begin with `init` of this one."
+            )
+
+
+def _flat_state(state: RealTimeState) -> tuple[list[Any], Structure]:
     arrays, structure = flatten(state)
     if any(isinstance(array, jax.Array) and array.is_deleted() for array in arrays):
         raise ValueError(
-            "this state has been given to `update` before, and its memory was reused. Go on from the "
-            "state that `update` returned, or give `RealTime(..., donate=False)`."
+            "this state has been given to an `update` that reused its memory (`donate=True`). Continue "
+            "from the state that it returned, or leave `donate` out."
         )
     return arrays, structure
-
-
-def _padded(program: Structure, window: Any) -> tuple[Any, np.ndarray]:
-    """Return the window padded to the longest like it so far, and its true length.
-
-    A program is compiled for the shape of its window; its loop runs to the true length.
-    """
-    if isinstance(window, FullBatch):
-        return FullBatch(window.data, 1), np.asarray(window.steps, np.int32)
-    xs = window.indices if isinstance(window, Minibatches) else window
-    steps = check_leading_axis(xs, "window", "the minibatches")
-    leaves, structure = flatten(xs)
-    key = program, structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
-    capacity = max(_CAPACITY.get(key, 0), steps)
-    _remember(_CAPACITY, key, capacity)
-    if capacity > steps:
-        xs = jax.tree.map(functools.partial(_pad, capacity), xs)
-        window = window.at(xs) if isinstance(window, Minibatches) else xs
-    return window, np.asarray(steps, np.int32)
-
-
-def _pad(capacity: int, x: Any) -> Any:
-    more = (capacity - len(x), *x.shape[1:])
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jnp.concatenate([x, jnp.broadcast_to(x[:1], more)])
-    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:  # it stays where it is
-        return jax.device_put(jnp.concatenate([x, jnp.zeros(more, x.dtype)]), x.sharding)
-    x = np.asarray(x)  # by NumPy, which compiles nothing
-    return np.concatenate([x, np.zeros(more, x.dtype)])
-
-
-def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(memory) >= REMEMBERED:
-        memory.clear()
-    memory[key] = value

@@ -7,12 +7,16 @@ All here are pure functions, to be traced; `RealTime` runs them over a window in
 spreads them over calls. `_realtime.py` says what they compute and why.
 """
 
+import contextlib
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
@@ -22,12 +26,15 @@ from .._engines.nonfinite import is_finite
 from .._engines.products import Apart, apart, error_gradients, inner_products, pushforward, stacked
 from .._outer.constraints import check_constraints
 from .._outer.run import Outer
+from .._problem.checks import describe, named_leaves
 from .._problem.dynamics import Continued
 from .._problem.problem import Problem
 from .._problem.system import System, make_system
+from .._problem.training import TrainState
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
-SPIKE = 1.25  # a loss so many times what it was has spiked
+SPIKE = 1.25  # a loss this many times what it was has spiked
+OUTLIER = 10.0  # a minibatch with this many times the highest loss is an outlier
 SMALL = 0.02  # an error below this share of the first is not worth undoing a window for
 
 
@@ -48,6 +55,8 @@ class RealTimeState(NamedTuple):
     """The error before the first window."""
     highest: Float[Array, ""]
     """The highest loss at the beginning of a window so far."""
+    passed: Bool[Array, ""]
+    """Whether the last minibatch was an outlier, and passed over."""
 
 
 class Settings(eqx.Module):
@@ -73,6 +82,23 @@ class Settings(eqx.Module):
         return Problem(dynamics, self.objective, train, window, validation)
 
 
+def number(name: str, value: Any, fits: Callable[[Any], bool], expected: str) -> float:
+    """Return an option of `RealTime` that is a finite real number and fits, or raise."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"RealTime({name}=...) is {describe(value)}: {expected}.")
+    if not (math.isfinite(value) and fits(value)):
+        raise ValueError(f"RealTime({name}={value}): {expected}.")
+    return float(value)
+
+
+def floating(dtype: Any) -> Any:
+    """Return the floating-point type that `RealTime(tangents=...)` is, or raise."""
+    with contextlib.suppress(TypeError):
+        if jnp.issubdtype(np.dtype(dtype), jnp.floating):
+            return np.dtype(dtype)
+    raise TypeError(f"RealTime(tangents={dtype!r:.60}): a floating-point type, `jnp.bfloat16` say.")
+
+
 class Progressing(NamedTuple):
     """A window under way."""
 
@@ -81,9 +107,11 @@ class Progressing(NamedTuple):
     Z: PyTree  # its columns stacked, or `Apart`
     loss: Any  # of the last step, or None where the dynamics reports none
     slope: PyTree  # its derivative in lambda, the last that is finite
-    total: Any  # the sum of the losses
+    total: Any  # the sum of the losses, without those of outliers
     highest: Float[Array, ""]
     calm: Bool[Array, ""]  # whether the loss is finite and has not spiked
+    passed: Bool[Array, ""]  # whether the last minibatch was passed over
+    outliers: Int[Array, ""]  # how many have been
 
 
 def run_window(
@@ -91,7 +119,7 @@ def run_window(
 ) -> tuple[RealTimeState, dict[str, Any], Array]:
     """One window, then one step of the hyperparameters: a pure function, to be traced."""
     system = make_system(problem, state.hparams, whole=True)
-    step = make_step(tuner, problem, system, state.hparams)
+    step = make_step(tuner, problem, system, state)
     start = begin(tuner, state)
     if tuner.chunk is None and tuner.mesh is None:
         start = start._replace(Z=apart(start.Z))
@@ -115,13 +143,15 @@ def begin(tuner: Settings, state: RealTimeState) -> Progressing:
     zero = jnp.zeros((), state.highest.dtype) if tuner.dynamics.reports_loss else None
     flat = jax.tree.map(jnp.zeros_like, state.hparams)
     count = jnp.zeros((), jnp.int32)
-    return Progressing(count, s, Z, zero, flat, zero, state.highest, jnp.array(True))
+    calm = jnp.array(True)
+    return Progressing(count, s, Z, zero, flat, zero, state.highest, calm, state.passed, count)
 
 
 def make_step(
-    tuner: Settings, problem: Problem, system: System, hparams: PyTree
+    tuner: Settings, problem: Problem, system: System, state: RealTimeState
 ) -> Callable[[Progressing, Any], Progressing]:
-    """Return the function that takes a window over its minibatch i."""
+    """Return the function that takes a window, which began at `state`, over its minibatch i."""
+    hparams = state.hparams
     directions, unravel = directions_of(hparams)
     rough = system
     if tuner.tangents is not None:
@@ -139,11 +169,26 @@ def make_step(
 
     before = system.initial(hparams)
 
-    def at_start(suspect, x):
-        """The loss of a suspect minibatch before the window: is it the weights, or the batch?"""
-        there = lambda: system.step_and_loss(before, hparams, x)[1]  # noqa: E731
-        nothing = jax.eval_shape(there)
-        return lax.cond(suspect, there, lambda: jnp.zeros(nothing.shape, nothing.dtype))
+    def examine(window: Progressing, after: Progressing, x: Any) -> Progressing:
+        """Say of a loss that is suspect whether it is the weights or the minibatch."""
+        loss = after.loss
+        usual = system.step_and_loss(before, hparams, x)[1].astype(loss.dtype)  # before the window
+        # The first loss of all is the highest so far, unless the second minibatch says otherwise.
+        alone = _is_second(state, window) & (window.highest > _raised(usual, OUTLIER))
+        highest = jnp.where(alone, usual, after.highest)
+        # One minibatch far above all, also with the weights before the window, is an outlier. Two in a
+        # row are what the data has become: the second counts, as the highest loss.
+        known = jnp.where(alone, usual, window.highest)
+        bound = _raised(known, OUTLIER)
+        far = jnp.isfinite(known) & ~(loss <= bound) & ~(usual <= bound)
+        outlier = far & ~window.passed & is_finite(problem.batches.batch(x))
+        highest = jnp.where(far & jnp.isfinite(loss), loss, highest)
+        calm = (loss <= _raised(highest)) | (loss <= _raised(usual))
+        after = after._replace(highest=highest, calm=after.calm & calm)
+        passed = window._replace(
+            steps=after.steps, loss=loss, passed=outlier, outliers=window.outliers + 1
+        )
+        return _select(outlier, passed, after)
 
     def step(window: Progressing, i: Any) -> Progressing:
         x = _entry(system, i)
@@ -152,16 +197,21 @@ def make_step(
         if loss is None:
             return after
         loss = loss.astype(window.highest.dtype)
-        first = (window.steps == 0) & (loss > window.highest) & jnp.isfinite(loss)
-        highest = jnp.where(first, loss, window.highest)
-        calm = jnp.isfinite(loss)
-        if tuner.rollback is not None:
-            suspect = ~(loss <= _raised(highest))
-            calm &= ~suspect | (loss <= _raised(at_start(suspect, x)))
+        finite = jnp.isfinite(loss)
+        higher = (window.steps == 0) & (loss > window.highest) & finite
         flat, _ = ravel_pytree(hparams)
-        slope = _select(is_finite(d_loss), unravel(d_loss.astype(flat.dtype)), window.slope)
-        total = window.total + loss
-        return after._replace(loss=loss, slope=slope, total=total, highest=highest, calm=calm)
+        after = after._replace(
+            loss=loss,
+            slope=_select(is_finite(d_loss), unravel(d_loss.astype(flat.dtype)), window.slope),
+            total=window.total + loss,
+            highest=jnp.where(higher, loss, window.highest),
+            calm=finite,
+            passed=jnp.array(False),
+        )
+        if tuner.rollback is None:
+            return after
+        suspect = ~(loss <= _raised(window.highest)) | _is_second(state, window)
+        return lax.cond(suspect, lambda: examine(window, after, x), lambda: after)
 
     return step
 
@@ -184,8 +234,12 @@ def finish(
     value = system.value(errors)
     norms = column_norms(end.Z)
 
-    finite = is_finite((value, grad, norms, end.s, end.loss))
+    finite = is_finite((value, grad, norms, end.s, end.total)) & end.calm
     sound = is_finite(problem.batches.batch(_entry(system, last)))  # else the data is at fault
+    broken_start = [jnp.any(mask) for mask in not_finite(state.train, hparams).values()]
+    sound &= ~jnp.any(jnp.array(broken_start))
+    if end.loss is not None:  # where no loss has ever been finite, it is not the hyperparameters
+        sound &= jnp.isfinite(end.highest)
     spiked = ~end.calm & sound
     first, diverged = state.first, jnp.array(False)
     if tuner.rollback is not None:
@@ -216,14 +270,16 @@ def finish(
         state.window + jnp.where(fault, 0, 1),
         first,
         jnp.where(fault, state.highest, end.highest),
+        end.passed,
     )
     log = {
         "value": value,
         "hypergradient": direction,
         "hparams": hparams,
         "z_norm": jax.tree.map(optax.tree.norm, unravel(norms.astype(flat.dtype))),
-        "loss": None if end.total is None else end.total / end.steps,
+        "loss": None if end.total is None else end.total / (end.steps - end.outliers),
         "undone": diverged,
+        "outliers": end.outliers,
     }
     return new, log, fault
 
@@ -238,8 +294,25 @@ def column_norms(Z: PyTree) -> Float[Array, " m"]:
     return jax.vmap(norm)(Z)
 
 
-def _raised(loss: Array) -> Array:
-    return loss + (SPIKE - 1) * jnp.abs(loss)
+def not_finite(train: PyTree, hparams: PyTree, name: str = "state.train") -> dict[str, Array]:
+    """Return, by path, where a start holds what no training can begin with.
+
+    An optimizer may begin with an infinite accumulator, but parameters may not.
+    """
+    params = train.params if isinstance(train, TrainState) else ()
+    numbers = named_leaves(hparams, "hparams") | named_leaves(params, f"{name}.params")
+    rest = {path: leaf for path, leaf in named_leaves(train, name).items() if path not in numbers}
+    masks = {path: ~jnp.isfinite(x) for path, x in numbers.items() if eqx.is_inexact_array(x)}
+    return masks | {path: jnp.isnan(x) for path, x in rest.items() if eqx.is_inexact_array(x)}
+
+
+def _is_second(state: RealTimeState, window: Progressing) -> Bool[Array, ""]:
+    """Return whether the next minibatch is the second of all."""
+    return (state.window == 0) & (window.steps == 1) & jnp.isfinite(window.highest)
+
+
+def _raised(loss: Array, times: float = SPIKE) -> Array:
+    return loss + (times - 1) * jnp.abs(loss)
 
 
 def _entry(system: System, i: Any) -> PyTree:
@@ -264,7 +337,10 @@ def _scaled(Z: PyTree, factors: Float[Array, " m"]) -> PyTree:
 
 
 def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
-    """Return the hyperparameters after a relative step of BACK_OFF against the direction's signs."""
+    """Return the hyperparameters after a relative step of BACK_OFF against the direction's signs.
+
+    Steps that would end below the smallest normal number, at 0 before long, are not taken.
+    """
 
     def update(direction, state, u, *, reach, **_):
         size = reach(u, jax.tree.map(jnp.zeros_like, u))
@@ -272,4 +348,6 @@ def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
 
     retreat = optax.GradientTransformationExtraArgs(lambda _: (), update)  # pyright: ignore
     finite = jax.tree.map(lambda d: jnp.where(jnp.isfinite(d), d, 0), direction)
-    return Outer(retreat, outer.constraints).update(hparams, (), 0.0, finite)[0]
+    moved = Outer(retreat, outer.constraints).update(hparams, (), 0.0, finite)[0]
+    lost = lambda new, old: (jnp.abs(new) < jnp.finfo(new.dtype).tiny) & (old != 0)  # noqa: E731
+    return jax.tree.map(lambda new, old: jnp.where(lost(new, old), old, new), moved, hparams)

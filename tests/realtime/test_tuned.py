@@ -1,0 +1,365 @@
+"""Real-time tuning as an optimizer, the outer optimizer behind it, and how far it can be trusted."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import foretune as ft
+from tests.test_realtime import EXACT, data, joined, start, tuner
+
+from ..problems import assert_trees_close, squared_error, squares
+
+
+class TestRelativeAdam:
+    def test_a_vanishing_gradient_does_not_explode(self):
+        optimizer = ft.relative_adam(0.1)
+        h = jnp.array(0.5)
+        step, _ = optimizer.update(jnp.array(1e-24), optimizer.init(h), h, value=jnp.array(1.0))
+        assert abs(step) <= 1.0 * (0.5 + 50)
+
+    def test_steps_are_relative_whatever_the_scale(self):
+        optimizer = ft.relative_adam(0.1)
+        for scale in (1e-6, 1.0, 1e6):
+            h = jnp.array(scale)
+            state = optimizer.init(h)
+            g = jnp.array(3.0 / scale)  # f is a function of h / scale
+            step, _ = optimizer.update(g, state, h, value=jnp.array(1.0))
+            assert np.isclose(step / scale, -0.1 * (1 + 0.1 / 3))
+
+    def test_it_waits_for_a_gradient_and_then_leaves_0(self):
+        optimizer = ft.relative_adam(0.1)
+        h = jnp.zeros(2)
+        state = optimizer.init(h)
+        step, state = optimizer.update(jnp.zeros(2), state, h, value=jnp.array(1.0))
+        assert not np.any(step)
+        step, _ = optimizer.update(jnp.array([-2.0, 0.0]), state, h, value=jnp.array(1.0))
+        assert step[0] > 0
+        assert step[1] == 0
+
+    def test_a_box_is_approached_but_not_reached(self):
+        box = ft.Box(0.0, 1.0)
+        u = jnp.array(0.9)
+        reach = box.reach(u, jnp.array(0.5))
+        assert np.isclose(reach, 0.1)
+        assert box.reach(jnp.array(1.0), jnp.array(0.0)) > 0
+
+    def test_in_minimize(self):
+        problem = ft.Problem(
+            ft.Training(lambda w, h, x: (w - x) ** 2 + h["decay"] * w**2, optax.sgd(0.2)),
+            lambda state, h, x: (state.params - 0.8) ** 2,
+            jnp.array(0.0),
+            ft.FullBatch(jnp.array(1.0), steps=50),
+        )
+        result = ft.minimize(
+            problem,
+            {"decay": jnp.array(0.0)},
+            steps=80,
+            optimizer=ft.relative_adam(),
+            constraints={"decay": ft.NonNegative()},
+        )
+        assert abs(float(result.best.hparams["decay"]) - 0.25) < 0.03
+
+
+class TestBias:
+    def test_the_first_windows_without_updates_are_unbiased(self):
+        windows, validation = data()
+        params, hparams = start()
+        realtime = tuner(**EXACT)
+        before = realtime.init(params, hparams)
+        state = before
+        for window in windows:
+            state, log = realtime.update(state, window, validation)
+        report = ft.hypergradient_bias(realtime, before, windows, validation, log)
+        assert report.cosine > 0.9999
+        assert report.by_leaf == {"decay": 1.0, "lr": 1.0, "momentum": 1.0}
+        reverse = ft.hypergradient_bias(
+            realtime, before, windows, validation, log, engine=ft.Reverse()
+        )
+        assert_trees_close(reverse.exact, report.exact, 1e-4)
+
+    def test_the_callback_reports_at_chosen_windows(self):
+        windows, validation = data(windows=12)
+        params, hparams = start()
+        bias = ft.Bias(every=4, windows=2)
+        result = tuner(outer=optax.adam(0.005)).run(
+            zip(*joined(windows), strict=True),
+            [validation],
+            params=params,
+            hparams=hparams,
+            window=4,
+            callbacks=[bias],
+        )
+        assert list(bias.reports) == [4, 8, 12]
+        assert all(-1 <= report.cosine <= 1 for report in bias.reports.values())
+        assert [r["step"] for r in result.history if "bias_cosine" in r] == [4, 8, 12]
+
+    def test_it_is_for_real_time(self):
+        problem = ft.Problem(
+            ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+            lambda state, h, x: state.params**2,
+            jnp.array(1.0),
+            ft.FullBatch(jnp.array(0.0), steps=2),
+        )
+        with pytest.raises(TypeError, match="RealTime"):
+            ft.minimize(problem, {"lr": jnp.array(0.1)}, steps=1, callbacks=[ft.Bias()])
+
+
+def update_twice(optimizer, state, batch, validation):
+    """The host sees that the first update has failed in its own call, or in the next."""
+    state, _ = optimizer.update(state, batch, validation)
+    assert jax.block_until_ready(state).log["dropped"]
+    optimizer.update(state, batch, validation)
+
+
+class TestTuned:
+    def loss(self, params, batch):
+        return squares(params, batch)
+
+    def batches(self, count):
+        x, y = joined(data(windows=count // 4)[0])
+        return list(zip(x, y, strict=True))
+
+    def test_it_is_real_time_tuning_spread_over_calls(self):
+        _, validation = data()
+        params, _ = start()
+        optimizer = ft.tuned(optax.sgd, self.loss, every=4, learning_rate=0.01, momentum=0.5)
+        state = optimizer.init(params)
+        losses = []
+        for batch in self.batches(12):
+            state, loss = optimizer.update(state, batch, validation)
+            losses.append(float(loss))
+        realtime = ft.RealTime(
+            ft.Training(lambda p, h, b: squares(p, b), lambda h: optax.sgd(**h)),
+            squared_error,
+            constraints={"learning_rate": ft.NonNegative(), "momentum": ft.Box(0.0, 0.999)},
+        )
+        other = realtime.init(
+            params, {"learning_rate": jnp.array(0.01), "momentum": jnp.array(0.5)}
+        )
+        for window in data()[0]:
+            other, log = realtime.update(other, window, validation)
+        assert_trees_close(state.params, other.train.params, 1e-5)
+        assert_trees_close(state.hparams, other.hparams, 1e-5)
+        assert_trees_close(state.log["hypergradient"], log["hypergradient"], 1e-4)
+        assert np.isclose(np.mean(losses[-4:]), log["loss"])
+
+    def test_parameters_move_at_every_call_and_constants_every_few(self):
+        _, validation = data()
+        params, _ = start()
+        optimizer = ft.tuned(optax.sgd, self.loss, every=3, learning_rate=0.01)
+        state = optimizer.init(params)
+        rates = []
+        for batch in self.batches(8):
+            before = state.params["w"]
+            state, _ = optimizer.update(state, batch, validation)
+            assert np.all(state.params["w"] != before)
+            rates.append(float(state.hparams["learning_rate"]))
+        assert len(set(rates)) == 3
+        assert rates[0] == rates[1] == np.float32(0.01)
+
+    def test_a_diverging_window_ends_early(self):
+        _, validation = data()
+        params, _ = start()
+        optimizer = ft.tuned(optax.sgd, self.loss, every=50, learning_rate=20.0)
+        state = optimizer.init(params)
+        for batch in self.batches(40):
+            state, _ = optimizer.update(state, batch, validation)
+        assert float(state.hparams["learning_rate"]) < 1.0
+        assert np.all(np.isfinite(state.params["w"]))
+
+    def test_an_equinox_model_with_adamw(self):
+        import equinox as eqx
+
+        model = eqx.nn.MLP(3, "scalar", 8, 1, key=jax.random.key(0))
+
+        def loss(model, batch):
+            return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+
+        adamw = functools.partial(optax.adamw, eps_root=1e-8)
+        optimizer = ft.tuned(adamw, loss, learning_rate=1e-3, b1=0.9, weight_decay=1e-3)
+        state = optimizer.init(model)
+        _, validation = data()
+        first = loss(model, validation)
+        for batch in self.batches(60):
+            state, _value = optimizer.update(state, batch, validation)
+        assert loss(state.params, validation) < first
+        assert set(state.hparams) == {"learning_rate", "b1", "weight_decay"}
+
+    def test_a_constant_for_each_layer(self):
+        def per_layer(rates):
+            groups = {"w": optax.sgd(rates[0]), "b": optax.sgd(rates[1])}
+            return optax.partition(groups, {"w": "w", "b": "b"})
+
+        constraints = {"rates": ft.NonNegative()}
+        start_at = np.array([0.01, 0.0], np.float32)
+        optimizer = ft.tuned(per_layer, self.loss, every=2, constraints=constraints, rates=start_at)
+        state = optimizer.init(start()[0])
+        for batch in self.batches(8):
+            state, _ = optimizer.update(state, batch, data()[1])
+        assert state.log["hypergradient"]["rates"].shape == (2,)
+        assert np.all(state.hparams["rates"] > start_at)
+
+    def test_what_is_not_finite_is_an_error_and_the_state_goes_on(self):
+        _, validation = data()
+        params, _ = start()
+        optimizer = ft.tuned(optax.sgd, self.loss, every=4, learning_rate=0.01)
+        state = optimizer.init(params)
+        x, y = self.batches(8)[0]
+        with pytest.raises(ft.NonFiniteError, match=r"batch\[0\]") as caught:
+            update_twice(optimizer, state, (x * np.nan, y), validation)
+        state, loss = optimizer.update(caught.value.state, (x, y), validation)
+        assert np.isfinite(loss)
+        adam = ft.tuned(optax.adam, self.loss, every=2, learning_rate=0.01)
+        state = adam.init(params)
+        x[:, 1] = 0.0
+        state, _ = adam.update(state, (x, y), validation)
+        with pytest.raises(ft.NonFiniteError, match="eps_root"):
+            update_twice(adam, state, (x, y), validation)
+
+    def test_it_does_not_wait_for_the_device(self, monkeypatch):
+        _, validation = data()
+        optimizer = ft.tuned(optax.sgd, self.loss, every=4, learning_rate=0.01)
+        state = optimizer.init(start()[0])
+        batches = self.batches(12)
+        x, y = batches[2]
+        batches[2] = np.full_like(x, np.nan), y
+        array, waits = type(jnp.zeros(())), []
+        for name in ("__bool__", "__int__", "__float__", "__array__"):
+            real = getattr(array, name)
+
+            def convert(self, *args, real=real, **kwargs):
+                waits.append(self.shape)
+                return real(self, *args, **kwargs)
+
+            monkeypatch.setattr(array, name, convert)
+        monkeypatch.setattr(array, "is_ready", lambda self: False)  # a slow device
+        for batch in batches[:4]:
+            state, _ = optimizer.update(state, batch, validation)
+        assert waits == []
+        for batch in batches[4:6]:
+            state, _ = optimizer.update(state, batch, validation)
+        assert len(waits) == 2  # for calls that are four calls old
+        with pytest.raises(ft.NonFiniteError, match=r"window 0, .*batch\[0\]") as caught:
+            optimizer.update(state, batches[6], validation)
+        monkeypatch.undo()
+        resumed = caught.value.state
+        assert_trees_close(resumed.anchor.window, 1, 0)  # of batches 3 to 6: nothing was lost
+        assert not resumed.log["dropped"]
+        clean = optimizer.init(start()[0])
+        for batch in batches[3:7]:
+            clean, _ = optimizer.update(clean, batch, validation)
+        assert_trees_close(resumed.params, clean.params, 1e-6)
+
+    def test_two_trainings_at_once_get_their_own_errors(self, monkeypatch):
+        _, validation = data()
+        optimizer = ft.tuned(optax.sgd, self.loss, every=2, learning_rate=0.01)
+        good = bad = optimizer.init(start()[0])
+        x, y = self.batches(4)[0]
+        monkeypatch.setattr(type(good.params["w"]), "is_ready", lambda self: False)
+        bad, _ = optimizer.update(bad, (x * np.nan, y), validation)
+        for _ in range(5):
+            good, _ = optimizer.update(good, (x, y), validation)
+        bad, _ = optimizer.update(bad, (x, y), validation)
+        with pytest.raises(ft.NonFiniteError):
+            optimizer.update(bad, (x, y), validation)
+
+    def test_inside_jit_with_a_donated_state_it_compiles_once(self):
+        _, validation = data()
+        params, _ = start()
+        optimizer = ft.tuned(optax.sgd, self.loss, every=2, learning_rate=0.01)
+        update = jax.jit(optimizer.update, donate_argnums=0)
+        state = optimizer.init(params)
+        for batch in self.batches(8):
+            state, _ = update(state, batch, validation)
+        assert update._cache_size() <= 2
+        assert np.all(np.isfinite(state.params["w"]))
+
+    @pytest.mark.parametrize(
+        ("given", "error", "message"),
+        [
+            (
+                {"learning_rate": 0.1, "nesterov": True},
+                TypeError,
+                r"nesterov=True.*functools\.partial",
+            ),
+            ({"learning_rate": None}, TypeError, "learning_rate=None.*no number"),
+            ({"learning_rate": "0.1"}, TypeError, "learning_rate='0.1'.*no number"),
+            ({"learning_rate": [0.1]}, TypeError, "no number"),
+            ({"learning_rate": np.array(0.1j)}, TypeError, "no number"),
+            ({"learning_rate": np.array(True)}, TypeError, "no number"),
+            ({"learning_rate": np.nan}, ValueError, "learning_rate=nan.*finite"),
+            ({"learning_rate": np.array([0.1, np.inf])}, ValueError, "finite"),
+            ({"learning_rate": np.zeros(0)}, ValueError, "finite"),
+            ({"learning_rate": np.float64(0.1), "momentum": 0}, None, ""),
+            ({"momentum": 0.1}, TypeError, "'learning_rate'"),
+            ({"rate": 0.1}, TypeError, "`sgd` cannot be called with rate alone"),
+            ({}, ValueError, "nothing to tune"),
+            ({"every": 0}, ValueError, "every=0"),
+            ({"every": 2.5}, ValueError, r"every=2\.5"),
+            ({"every": True}, ValueError, "every=True"),
+            ({"optimizer": optax.sgd(0.1)}, TypeError, "makes the optimizer itself"),
+            ({"optimizer": 3}, TypeError, "optimizer.* got the int 3"),
+            ({"loss": None}, TypeError, r"loss\(params, batch\).*None"),
+            ({"loss": lambda params: 0.0}, TypeError, r"loss\(params, batch\)"),
+            ({"error": 1.0}, TypeError, r"error\(params, validation\).* the float"),
+            ({"constraints": ft.NonNegative()}, TypeError, r"constraints=\.\.\.\) must be a dict"),
+            ({"options": "discount"}, TypeError, r"options=\.\.\.\) must be a dict"),
+            ({"options": {"discount": "1"}}, TypeError, "discount"),
+        ],
+    )
+    def test_what_it_is_made_of(self, given, error, message):
+        names = {"optimizer", "loss", "error", "every", "constraints", "options"}
+        constants = {} if set(given) - names or not given else {"learning_rate": 0.1}
+        arguments = {"optimizer": optax.sgd, "loss": self.loss} | constants | given
+        with pytest.raises(error, match=message) if error else contextlib.nullcontext():
+            ft.tuned(**arguments)
+
+    def test_what_update_is_given(self):
+        validation, (batch, *_) = data()[1], self.batches(4)
+        params, _ = start()
+        optimizer = ft.tuned(optax.sgd, self.loss, learning_rate=0.1)
+        state = optimizer.init(params)
+
+        def refused(error, message, state=state, batch=batch, validation=validation):
+            with pytest.raises(error, match=message):
+                optimizer.update(state, batch, validation)
+
+        refused(TypeError, r"batch\[0\] is a list of 8", batch=(batch[0].tolist(), batch[1]))
+        optimizer.update(state, batch, validation)
+        refused(TypeError, "the state that `init` or `update` returned", state=params)
+        refused(
+            ValueError,
+            r"validation\['x'\] is float32\[20,3\], it was absent",
+            validation={"x": validation[0]},
+        )
+        refused(
+            ValueError,
+            r"batch\[0\] is float32\[8,5\], it was float32\[8,3\]",
+            batch=(np.ones((8, 5), np.float32), batch[1]),
+        )
+        adam = ft.tuned(optax.adam, self.loss, learning_rate=0.1)
+        refused(ValueError, r"opt_state\[0\]\.count is int32\[\]", state=adam.init(params))
+        momentum = ft.tuned(optax.sgd, self.loss, learning_rate=0.1, momentum=0.5)
+        refused(ValueError, r"\['learning_rate', 'momentum'\]", state=momentum.init(params))
+        optimizer.update(state, batch, validation)
+
+    def test_losses_and_starts_that_do_not_fit(self):
+        validation, (batch, *_) = data()[1], self.batches(4)
+        params, _ = start()
+        each = lambda params, batch: batch[0] @ params["w"] - batch[1]  # noqa: E731
+        vector = ft.tuned(optax.sgd, each, learning_rate=0.1)
+        with pytest.raises(TypeError, match=r"loss must return(.|\n)*float32\[8\]"):
+            vector.update(vector.init(params), batch, validation)
+        vector = ft.tuned(optax.sgd, self.loss, each, learning_rate=0.1)
+        with pytest.raises(ValueError, match=r"objective must return(.|\n)*float32\[20\]"):
+            vector.update(vector.init(params), batch, validation)
+        unused = ft.tuned(lambda lr, foo: optax.sgd(lr), self.loss, lr=0.1, foo=1.0)
+        with pytest.raises(ValueError, match="does not depend on hparams\\['foo'\\]"):
+            unused.update(unused.init(params), batch, validation)
+        with pytest.raises(ft.NonFiniteError, match=r"params\['b'\] .* is nan"):
+            unused.init(params | {"b": np.float32(np.nan)})
