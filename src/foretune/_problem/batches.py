@@ -26,7 +26,7 @@ class Batches(eqx.Module):
     def whole(self) -> PyTree:
         """Return all the data as one batch, where that is known."""
         raise TypeError(
-            f"all the data is needed as one batch, which {type(self).__name__} does not tell: give "
+            f"all the data as one batch is needed, which {type(self).__name__} does not tell: give "
             "`FullBatch(data, steps)` or `Minibatches(data, indices)` as the problem's batches."
         )
 
