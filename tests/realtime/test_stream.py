@@ -357,13 +357,13 @@ class TestRun:
             ({"window": 0}, ValueError, r"run\(window=0\)"),
             ({"window": "4"}, ValueError, r"run\(window='4'\)"),
             ({"evaluate_every": None}, ValueError, r"run\(evaluate_every=None\)"),
-            ({"evaluate": 3}, TypeError, r"evaluate\(state, hparams\)`, got the int 3"),
+            ({"evaluate": 3}, TypeError, r"evaluate\(state, hparams\)`; got the int 3"),
             ({"evaluate": lambda state: {}}, TypeError, r"`evaluate\(state, hparams\)` is how"),
-            ({"score": "value"}, TypeError, r"score\(record\)`, got the str 'value'"),
+            ({"score": "value"}, TypeError, r"score\(record\)`; got the str 'value'"),
             ({"score": lambda: 0.0}, TypeError, r"`score\(record\)` is how"),
-            ({"stop": 5}, TypeError, r"stop\(run\)`, got the int 5"),
-            ({"stop": [ft.NoImprovement(3), 5]}, TypeError, r"stop\(run\)`, got the int 5"),
-            ({"stop": ft.NoImprovement}, TypeError, r"is a class; give `NoImprovement\(\.\.\.\)`"),
+            ({"stop": 5}, TypeError, r"stop must be a rule.*got the int 5"),
+            ({"stop": [ft.NoImprovement(3), 5]}, TypeError, r"`stop\(run\)`; got the int 5"),
+            ({"stop": ft.NoImprovement}, TypeError, "got the class NoImprovement"),
         ],
     )
     def test_what_is_refused_before_anything_runs(self, options, error, message):
