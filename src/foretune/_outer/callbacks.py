@@ -4,7 +4,7 @@ A callback is a class with up to three methods, each of which gets the run in pr
 
     start(run)   before the first evaluation (a checkpoint resumes the run here)
     step(run)    after each evaluation, before the update that follows from it
-    end(run)     when the run ends, however it ends
+    end(run)     when the run ends, however it ends; the last to start is the first to end
 
 A run has `step`, `steps`, `hparams`, `value`, `grad`, `state`, `record`, `history` and `best`.
 """
@@ -84,7 +84,7 @@ class History(Callback):
     """Writes each record as a line of JSON, as the run goes.
 
     A file with records in it is never overwritten: a new run needs a new file. A run that a
-    `Checkpoint` resumes goes on with its own.
+    `Checkpoint` resumes continues its own.
 
     >>> import foretune as ft
     >>> history = ft.History("runs/clean/metrics.jsonl")
@@ -101,7 +101,7 @@ class History(Callback):
         if lines and not run.resumed:
             raise FileExistsError(
                 f"{self.path} holds {len(lines)} records of an earlier run, and this run starts anew. "
-                "Give another path, or move the file away; to go on with the earlier run, give the "
+                "Give another path, or move the file away; to continue the earlier run, give the "
                 "`Checkpoint` it was saved by as well."
             )
         if not all(map(_agree, whole, run.history)):

@@ -101,7 +101,8 @@ def minimize(
             compiled once, every `evaluate_every` steps.
         score: what `best` is lowest in, as a function of a record; by default its `value` (the sum
             of the values, where the objective is a dict). `lambda r: -r["accuracy"]` for a metric
-            of `evaluate`; only records that have the metrics are scored.
+            of `evaluate`; only records that have the metrics are scored. A NaN is never the best, and
+            is warned of.
         warm_start: start each training from the final inner state of the one before. The step
             counter goes on, and a start that depends on the hyperparameters is used only once.
         batched: the hyperparameters have a leading axis of independent descents, run as one

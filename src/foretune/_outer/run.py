@@ -71,7 +71,7 @@ class Run:
 
     `step` counts finished updates; `hparams`, `value`, `grad`, `state` and `record` belong to the
     evaluation at that step; `history` holds all records, `steps` is the last step asked for (None
-    where a stream decides). `resumed` says whether the run goes on from an earlier one.
+    where a stream decides). `resumed` says whether the run continues an earlier one.
     """
 
     def __init__(self, steps: int | None, carry: Any, settings: Callable[[], dict[str, str]]):
@@ -105,7 +105,7 @@ class Run:
 
     @property
     def carry(self) -> Any:
-        """All that decides how the run goes on from this step."""
+        """All that decides how the run continues from this step."""
         return self._place[1]
 
     @property
