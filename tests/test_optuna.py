@@ -101,6 +101,27 @@ class TestWarmStart:
         assert start == kept
         assert start["b"].dtype == jnp.bfloat16
 
+    @pytest.mark.parametrize("direction", ["minimize", "maximize"])
+    def test_what_is_not_finite_is_never_the_best(self, direction):
+        study = optuna.create_study(direction=direction)
+        best = 1.0 if direction == "minimize" else 9.0
+        told(study, {"lr": jnp.array(0.3)}, 5.0)  # the best of what is finite
+        told(study, {"lr": jnp.array(0.4)}, np.inf if direction == "maximize" else -np.inf)
+        told(study, {"lr": jnp.array(0.4), "other": jnp.array([1.0, np.nan])}, best)
+        for rate in (np.inf, 1e39):  # the second of a study in double precision
+            attributes = {"foretune:hparams": {"['lr']": rate}}
+            study.add_trial(optuna.trial.create_trial(value=best, user_attrs=attributes))
+        trial = study.ask()
+        assert fo.warm_start(trial, {"lr": jnp.array(0.01)})["lr"] == jnp.float32(0.3)
+        assert trial.user_attrs["foretune:warm_start"] == 0
+
+    def test_the_default_where_nothing_is_finite(self):
+        study = optuna.create_study()
+        told(study, {"lr": jnp.array(np.nan)}, 1.0)
+        trial = study.ask()
+        assert fo.warm_start(trial, START) == START
+        assert "foretune:warm_start" not in trial.user_attrs
+
     def test_refuses_what_is_no_trial_no_hparams_no_single_objective(self):
         with pytest.raises(TypeError, match="warm_start takes the trial that Optuna gives"):
             fo.warm_start("trial", START)
