@@ -10,12 +10,12 @@ import numpy as np
 
 
 class Clock:
-    """The seconds that a method has spent, with a bar on a terminal."""
+    """The seconds that a method has spent by the clock `now`, with a bar on a terminal."""
 
-    def __init__(self, limit: float | int, title: str):
+    def __init__(self, limit: float | int, title: str, now: Callable[[], float] = time.monotonic):
         from rich import progress
 
-        self.limit, self._spent, self._since = limit, 0.0, None
+        self.limit, self._spent, self._since, self._now = limit, 0.0, None, now
         columns = (
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
@@ -35,7 +35,7 @@ class Clock:
     @property
     def seconds(self) -> float | int:
         """What has been spent."""
-        return self._spent + (0.0 if self._since is None else time.monotonic() - self._since)
+        return self._spent + (0.0 if self._since is None else self._now() - self._since)
 
     @property
     def over(self) -> bool:
@@ -49,7 +49,7 @@ class Clock:
     def go(self) -> None:
         """Let the time run."""
         if self._since is None:
-            self._since = time.monotonic()
+            self._since = self._now()
 
     def pause(self) -> None:
         """Let it stand."""

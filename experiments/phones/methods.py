@@ -62,6 +62,8 @@ class Task(NamedTuple):
     budget: float
     """Seconds."""
     folder: RunFolder
+    now: Callable[[], float] = time.monotonic
+    """The clock that the budget is counted by."""
 
     def paced(self, pace: int) -> "Task":
         """Return the same with a multiple of the hyper-updates."""
@@ -169,7 +171,7 @@ def training(
 def vanilla(task: Task, series: str, seed: int) -> dict[str, Any]:
     """Train once, without the auxiliary task."""
     curve = Curve(task, series, seed, lambda record: False)
-    with Clock(task.budget, f"{series}, seed {seed}") as clock:
+    with Clock(task.budget, f"{series}, seed {seed}", task.now) as clock:
         clock.go()
         hparams = KNOWN | {"rho": 0.0}
         found = training(task, hparams, seed, 0, clock, curve)
@@ -240,7 +242,7 @@ def search(task: Task, series: str, seed: int, sampler: Any) -> dict[str, Any]:
         proposer.tell({name: trial[name] for name in names}, trial["validation_accuracy"])
     curve = Curve(task, series, seed, lambda record: record["trial"] < len(trials))
     spent = sum(trial["seconds"] + trial["proposing"] for trial in trials)
-    with Clock(task.budget, f"{series}, seed {seed}") as clock:
+    with Clock(task.budget, f"{series}, seed {seed}", task.now) as clock:
         clock.spend(spent)
         clock.go()
         while not clock.over:
@@ -353,7 +355,7 @@ def realtime(
     """Tune while the network trains, until the learning rate has gone to 0 or the budget is spent."""
     task = task.paced(pace)
     directory = task.folder.checkpoints / f"{series}-{seed}".replace(" ", "_")
-    with Clock(task.budget, f"{series}, seed {seed}") as clock:
+    with Clock(task.budget, f"{series}, seed {seed}", task.now) as clock:
         measure = Measure(task, clock, series, seed)
         try:
             result = tuner().run(

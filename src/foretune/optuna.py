@@ -46,6 +46,8 @@ NONFINITE = "foretune:not_finite"
 def warm_start(trial: Any, default: PyTree) -> PyTree:
     """Return the hyperparameters to start from: those of the study's best trial so far, or `default`.
 
+    A trial whose value or hyperparameters are not finite is never the best.
+
     Args:
         trial: the trial (or a study), whose finished trials are looked through, other workers' too.
         default: where to start when there are none. Its structure, shapes and types are kept: a leaf
@@ -68,18 +70,27 @@ def warm_start(trial: Any, default: PyTree) -> PyTree:
         return default
     sign = -1 if _direction(study, "warm_start") == optuna.study.StudyDirection.MAXIMIZE else 1
     complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-    kept = [other for other in complete if HPARAMS in other.user_attrs]
-    if not kept:
-        return default
-    best = min(kept, key=lambda other: sign * other.values[0])
-    if not isinstance(trial, optuna.Study):
-        trial.set_user_attr(SOURCE, best.number)
+    kept = [t for t in complete if HPARAMS in t.user_attrs and np.isfinite(t.values[0])]
+    for best in sorted(kept, key=lambda other: sign * other.values[0]):
+        start = _start_from(best.user_attrs[HPARAMS], default)
+        if start is not None:
+            if not isinstance(trial, optuna.Study):
+                trial.set_user_attr(SOURCE, best.number)
+            return start
+    return default
+
+
+def _start_from(stored: dict[str, Any], default: PyTree) -> PyTree | None:
+    """Return the default with the stored numbers in it, or None where one of them is not finite."""
 
     def leaf(path: str, ours: Any) -> Any:
-        theirs = np.asarray(best.user_attrs[HPARAMS].get(path, []))
-        return jnp.asarray(theirs, ours.dtype) if theirs.shape == ours.shape else ours
+        theirs = np.asarray(stored.get(path, []))
+        with np.errstate(over="ignore"):  # beyond the range of our type: not finite
+            return jnp.asarray(theirs, ours.dtype) if theirs.shape == ours.shape else ours
 
     leaves = [leaf(path, ours) for path, ours in named_leaves(default, "").items()]
+    if not all(np.isfinite(numbers).all() for numbers in [*stored.values(), *leaves]):
+        return None
     return jax.tree.unflatten(jax.tree.structure(default), leaves)
 
 

@@ -19,6 +19,21 @@ def whole(engine, problem, hparams):
     return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
 
+@pytest.fixture
+def timeless(monkeypatch):
+    """Seconds that do not depend on the machine: of a step, its adjoint, and with tangents."""
+    found = auto.candidates
+    seconds = {"step": 1e-3, "again": 1e-3, "adjoint": 3e-3, "whole": 3.5e-3}
+    seconds["tangents"] = {1: 1.5e-3, 4: 3e-3}
+
+    def candidates(costs, check_finite):
+        return found(costs._replace(**seconds), check_finite)
+
+    monkeypatch.setattr(auto, "candidates", candidates)
+    monkeypatch.setattr(auto, "byte_seconds", lambda: 1e-10)
+    monkeypatch.setattr(auto, "run_time", lambda *_: (1.0, 0.0))
+
+
 @pytest.mark.usefixtures("x64")
 def test_the_result_is_that_of_an_exact_engine():
     problem, hparams = regression(steps=20, dtype=np.float64)
@@ -30,7 +45,7 @@ def test_the_result_is_that_of_an_exact_engine():
     assert_trees_close(inside, expected.grad, 1e-10)
 
 
-def test_budgets_are_respected_and_smaller_ones_take_longer():
+def test_budgets_are_respected_and_smaller_ones_take_longer(timeless):
     problem, hparams, state = network(400)
     hparams = hparams | {"shift": jnp.full(32, 0.5)}  # too many for forward mode to be cheap
     given = whole(ft.Reverse(store=1), problem, hparams) - 9 * state
@@ -48,12 +63,14 @@ def test_budgets_are_respected_and_smaller_ones_take_longer():
     assert seconds[0] < seconds[-1]
 
 
+@pytest.mark.usefixtures("timeless")
 def test_few_hyperparameters_of_a_long_training_go_forward():
     problem, hparams, state = network(5000)
     choice = ft.Auto(40 * state + 2_000_000).explain(problem, hparams)
     assert isinstance(choice.engine, ft.Forward)
 
 
+@pytest.mark.usefixtures("timeless")
 def test_many_hyperparameters_go_in_reverse():
     problem, hparams, _ = network(30)
     choice = ft.Auto("1GiB").explain(problem, hparams | {"shift": jnp.full(32, 0.5)})

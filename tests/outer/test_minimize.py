@@ -167,6 +167,16 @@ def test_stopping_rules(rule, reason):
     assert len(result.history) < 10
 
 
+def test_a_time_limit_counts_the_seconds_of_the_run():
+    class Run:
+        seconds = 9.9
+
+    rule = ft.TimeLimit(10)
+    assert rule(Run()) is None
+    Run.seconds = 10.0
+    assert rule(Run()) == "10 seconds are over"
+
+
 def test_ctrl_c_ends_after_the_evaluation_and_returns_what_there_is():
     problem, hparams = regression(steps=3)
 
