@@ -108,6 +108,13 @@ class TestWindows:
         with pytest.raises(TypeError, match="iterable of batches"):
             ft.windows(3, 2)
 
+    def test_lists_of_numbers_are_no_data(self):
+        lists = [(x.tolist(), y) for x, y in batches(4)]
+        with pytest.raises(TypeError, match=r"batch\[0\] is a list of 8.*numpy.asarray"):
+            next(ft.windows(lists, 2))
+        with pytest.raises(TypeError, match=r"validation\[0\] is a list of 20.*numpy.asarray"):
+            run(batches(4), [(VALIDATION[0].tolist(), VALIDATION[1])])
+
     def test_a_count(self):
         with pytest.raises(ValueError, match="n=0"):
             ft.windows([], 0)

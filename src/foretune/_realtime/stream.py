@@ -70,6 +70,8 @@ def _windows(stream: Any, n: int) -> Iterator[Any]:
         return
     count, expected, batches = 0, None, []
     for batch in stream:
+        if expected is None:
+            check_data(batch, "batch")
         batch = jax.tree.map(_copied, batch)
         shape = shapes_of(batch, "batch")
         if expected is not None and shape != expected:
@@ -418,6 +420,8 @@ def _repeated(stream: Any) -> Iterator[Any]:
     while True:
         empty = True
         for batch in stream:
+            if empty:
+                check_data(batch, "validation")
             empty = False
             yield jax.tree.map(_copied, batch)
         if empty or isinstance(stream, Iterator):
