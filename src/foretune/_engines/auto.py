@@ -26,7 +26,7 @@ from .._problem.arguments import Structure
 from .._problem.problem import Problem, validated
 from .._problem.system import System
 from .base import AbstractEngine, Hypergradient, Solution, check_options
-from .costs import Costs, byte_seconds, compile_all, concrete, free_bytes, measure, run_time
+from .costs import Costs, byte_seconds, compile_all, concrete, free_bytes, measure_costs, run_time
 from .forward import Forward
 from .reverse import Reverse
 from .schedules import binomial_steps, segments_of
@@ -156,7 +156,7 @@ def choose(
     if sys.stderr.isatty():
         print("foretune.Auto: timing a few steps, to choose an engine", file=sys.stderr)
     arrays = [concrete(array) for array in arrays]
-    costs = measure(structure, arrays, limit)
+    costs = measure_costs(structure, arrays, limit)
     found = sorted(candidates(costs, check_finite), key=lambda c: c.seconds)
     left, sizes = [c for c in found if c.bytes + given <= limit], {}
     while left:

@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 from .._problem.arguments import Structure, unflatten
 from .._problem.system import System, make_system
 from .forward import directional
-from .products import apart
+from .products import unstack
 from .reverse import Reverse
 from .schedules import binomial_steps
 
@@ -68,7 +68,7 @@ class Costs(NamedTuple):
         return self.tangents[lower] + max(slope, 0.0) * (count - lower)
 
 
-def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Costs:
+def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -> Costs:
     """Return the costs, infinite where a mode cannot differentiate the step.
 
     Nothing is run that needs more than `limit` bytes.
@@ -108,7 +108,7 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
         def solve(system, hparams):
             flat, unravel = ravel_pytree(hparams)
             directions = jax.nn.one_hot(jnp.arange(c) % m, m, dtype=flat.dtype)
-            return directional(system, hparams, apart(jax.vmap(unravel)(directions)))[1:]
+            return directional(system, hparams, unstack(jax.vmap(unravel)(directions)))[1:]
 
         return solve
 

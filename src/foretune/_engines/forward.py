@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, PyTree
 from .._problem.checks import check_count, check_mesh
 from .._problem.system import System
 from .base import AbstractEngine, Solution, check_options
-from .products import apart, error_gradients, inner_products, pushforward, stacked
+from .products import error_gradients, inner_products, pushforward, stack_columns, unstack
 
 
 class Forward(AbstractEngine):
@@ -73,7 +73,7 @@ class Forward(AbstractEngine):
             directions = jax.nn.one_hot(start + jnp.arange(c), m, dtype=flat.dtype)
             directions = self._placed(directions, "tangents")
             columns = jax.vmap(unravel)(directions)
-            columns = apart(columns) if self.mesh is None else columns
+            columns = unstack(columns) if self.mesh is None else columns
             errors, rows, s_T = directional(system, hparams, columns)
             return (errors, s_T), self._placed(rows)
 
@@ -100,7 +100,7 @@ def directional(
 ) -> tuple[tuple[Float[Array, ""], ...], Float[Array, "K c"], PyTree]:
     """Return the errors, their derivatives along each of c directions in lambda, and s_T.
 
-    The directions, and so the columns of Z, are stacked on a leading axis or `Apart`.
+    The directions, and so the columns of Z, are stacked on a leading axis or `Unstacked`.
     """
     s, Z = pushforward(system.initial, (hparams,), (directions,))
 
@@ -111,5 +111,5 @@ def directional(
 
     (s_T, Z_T), _ = lax.scan(step, (s, Z), system.xs, length=system.steps)
     errors, alpha, explicit = error_gradients(system, s_T, hparams)
-    columns = stacked(Z_T), stacked(directions)
+    columns = stack_columns(Z_T), stack_columns(directions)
     return errors, inner_products((alpha, explicit), columns), s_T

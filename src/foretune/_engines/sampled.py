@@ -32,7 +32,7 @@ from .._problem.system import System, make_system
 from .base import AbstractEngine, Solution, check_options
 from .forward import directional
 from .nonfinite import is_finite
-from .products import apart
+from .products import unstack
 
 
 class Estimate(NamedTuple):
@@ -109,7 +109,7 @@ class Sampled(AbstractEngine):
         mixed = jnp.sum(bits * (2 * jnp.arange(m, dtype=jnp.uint32) + 1))
         key = jax.random.fold_in(jax.random.key(self.seed), mixed)
         V = jax.random.rademacher(key, (n, m), flat.dtype)
-        errors, slopes, s_T = directional(system, hparams, apart(jax.vmap(unravel)(V)))
+        errors, slopes, s_T = directional(system, hparams, unstack(jax.vmap(unravel)(V)))
         return errors, slopes.astype(flat.dtype)[:, :, None] * V, s_T
 
 
