@@ -116,6 +116,16 @@ class TestSampled:
             sizes.append(analysis.temp_size_in_bytes)
         assert sizes[1] < 10 * 200 * 4 * 4 + sizes[0]
 
+    def test_an_estimate_inside_jit(self):
+        problem, hparams = self.problem()
+        inside = jax.jit(lambda h: ft.Sampled(4).estimate(problem, h))(hparams)
+        outside = ft.Sampled(4).estimate(problem, hparams)
+        assert_trees_close(inside.grad, outside.grad, 1e-5, 1e-6)
+        assert_trees_close(inside.standard_error, outside.standard_error, 1e-5, 1e-6)
+        checked = jax.jit(lambda h: ft.Sampled(4, check_finite=True).estimate(problem, h).grad)
+        with pytest.raises(Exception, match=r"the gradient of hparams\['decay'\] is not finite"):
+            jax.block_until_ready(checked({"decay": jnp.full(12, jnp.nan)}))
+
     def test_bad_options(self):
         problem, hparams = self.problem()
         with pytest.raises(ValueError, match="directions=0"):
@@ -202,7 +212,7 @@ class TestImplicit:
         hparams = {"a": jnp.array(0.8)}
         found = ft.Implicit("neumann", tolerance=1e-12)(problem, hparams).grad
         assert_trees_close(found, ft.Forward()(problem, hparams).grad, 1e-9)
-        with pytest.raises(TypeError, match="Average has none"):
+        with pytest.raises(TypeError, match="needs the loss that the dynamics minimises"):
             ft.Implicit()(problem, hparams)
 
     def test_a_training_that_has_not_converged_is_said(self):

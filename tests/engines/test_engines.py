@@ -153,6 +153,13 @@ def test_engines_are_pure_under_jit_vmap_and_grad():
         assert_trees_close(jax.tree.map(lambda leaf: leaf[0], mapped), expected.grad, 1e-5)
 
 
+def test_constants_inside_jit():
+    """None of the arguments is traced, but the call is."""
+    problem, hparams = regression()
+    found = jax.jit(lambda x: x * ft.Reverse()(problem, hparams).grad["lr"])(2.0)
+    np.testing.assert_allclose(found, 2 * ft.Reverse()(problem, hparams).grad["lr"], rtol=1e-6)
+
+
 @pytest.mark.usefixtures("x64")
 def test_a_hypergradient_can_be_differentiated():
     """Reverse mode inside jvp: a Hessian-vector product, against differences of gradients."""
