@@ -96,3 +96,23 @@ def inner_products(rows: PyTree, columns: PyTree) -> Float[Array, "K c"]:
         return jnp.einsum("kn,cn->kc", row, column, precision=lax.Precision.HIGHEST)
 
     return functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(leaf, rows, columns)))
+
+
+def directional(
+    system: System, hparams: PyTree, directions: PyTree
+) -> tuple[tuple[Float[Array, ""], ...], Float[Array, "K c"], PyTree]:
+    """Return the errors, their derivatives along each of c directions in lambda, and s_T.
+
+    The directions, and so the columns of Z, are stacked on a leading axis or `Unstacked`.
+    """
+    s, Z = pushforward(system.initial, (hparams,), (directions,))
+
+    def step(carry, x):
+        s, Z = carry  # Z_t <- A_t Z_{t-1} + B_t, beside s_t <- Phi_t(s_{t-1}, lambda)
+        phi = lambda s, h: system.step(s, h, x)  # noqa: E731
+        return pushforward(phi, (s, hparams), (Z, directions)), None
+
+    (s_T, Z_T), _ = lax.scan(step, (s, Z), system.xs, length=system.steps)
+    errors, alpha, explicit = error_gradients(system, s_T, hparams)
+    columns = stack_columns(Z_T), stack_columns(directions)
+    return errors, inner_products((alpha, explicit), columns), s_T

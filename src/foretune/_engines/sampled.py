@@ -31,9 +31,8 @@ from .._problem.checks import check_count
 from .._problem.problem import Problem, validated
 from .._problem.system import System, make_system
 from .base import AbstractEngine, Solution, check_options
-from .forward import directional
 from .nonfinite import guard_finite, is_finite
-from .products import unstack
+from .products import directional, unstack
 
 
 class Estimate(NamedTuple):
