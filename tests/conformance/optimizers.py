@@ -88,6 +88,22 @@ TRANSFORMATIONS = {
     "apply_every": Row(lambda lr, c: optax.chain(optax.sgd(lr, c), optax.apply_every(2)), 0.9),
 }
 
+
+def without_extras(optimizer):
+    """Return the optimizer without the arguments `value`, `grad` and `value_fn` of its update."""
+
+    def update(updates, state, params=None):
+        return optimizer.update(updates, state, params)
+
+    return optax.GradientTransformation(optimizer.init, update)
+
+
+def sam(lr, c):
+    # Its update takes no argument that it does not use, so it gets none of them.
+    ascent = optax.chain(contrib.normalize(), optax.sgd(c))
+    return without_extras(contrib.sam(optax.sgd(lr), ascent))
+
+
 OTHERS = TRANSFORMATIONS | {
     "acprop": Row(lambda lr, c: contrib.acprop(lr, b1=c), 0.8),
     "ademamix": Row(lambda lr, c: contrib.ademamix(lr, b1=c, eps_root=1e-8), 0.8),
@@ -97,6 +113,10 @@ OTHERS = TRANSFORMATIONS | {
     "momo_adam": Row(lambda lr, c: contrib.momo_adam(lr, b1=c), 0.8),
     "muon": Row(lambda lr, c: contrib.muon(lr, beta=c), 0.9),
     "prodigy": Row(lambda lr, c: contrib.prodigy(lr, estim_lr0=c), 1e-2, lr=1.0, schedules=False),
+    "reduce_on_plateau": Row(
+        lambda lr, c: optax.chain(optax.sgd(lr, c), contrib.reduce_on_plateau(0.5, 1)), 0.5
+    ),
+    "sam": Row(sam, 0.1),
     "schedule_free_sgd": Row(
         lambda lr, c: contrib.schedule_free_sgd(lr, b1=c), 0.9, schedules=False
     ),
@@ -148,6 +168,4 @@ NOT_DIFFERENTIABLE = {
 """Optimizers that one or both engines cannot differentiate. Besides these, `contrib.sophia` and
 `contrib.dpsgd` ask for what a plain training step does not compute (a Hessian estimate from its own
 function, gradients by example), `contrib.galore` for singular vectors, which have no derivative
-where singular values coincide, `contrib.cocob` takes the larger of two numbers that start equal, and
-`contrib.sam` and `contrib.reduce_on_plateau` are wrappers that
-branch on the step or the loss and pass derivatives as their inner optimizer does."""
+where singular values coincide, and `contrib.cocob` takes the larger of two numbers that start equal."""

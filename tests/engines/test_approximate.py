@@ -116,12 +116,27 @@ class TestSampled:
             sizes.append(analysis.temp_size_in_bytes)
         assert sizes[1] < 10 * 200 * 4 * 4 + sizes[0]
 
+    def test_an_estimate_inside_jit(self):
+        problem, hparams = self.problem()
+        inside = jax.jit(lambda h: ft.Sampled(4).estimate(problem, h))(hparams)
+        outside = ft.Sampled(4).estimate(problem, hparams)
+        assert_trees_close(inside.grad, outside.grad, 1e-5, 1e-6)
+        assert_trees_close(inside.standard_error, outside.standard_error, 1e-5, 1e-6)
+        checked = jax.jit(lambda h: ft.Sampled(4, check_finite=True).estimate(problem, h).grad)
+        with pytest.raises(Exception, match=r"the gradient of hparams\['decay'\] is not finite"):
+            jax.block_until_ready(checked({"decay": jnp.full(12, jnp.nan)}))
+
     def test_bad_options(self):
         problem, hparams = self.problem()
         with pytest.raises(ValueError, match="directions=0"):
             ft.Sampled(0)
         with pytest.raises(ValueError, match="two directions"):
             ft.Sampled(1).estimate(problem, hparams)
+
+
+def run_to_the_end(program, *arguments):
+    jax.block_until_ready(program(*arguments))
+    jax.effects_barrier()  # what the program has said is said by now
 
 
 @pytest.mark.usefixtures("x64")
@@ -202,8 +217,15 @@ class TestImplicit:
         hparams = {"a": jnp.array(0.8)}
         found = ft.Implicit("neumann", tolerance=1e-12)(problem, hparams).grad
         assert_trees_close(found, ft.Forward()(problem, hparams).grad, 1e-9)
-        with pytest.raises(TypeError, match="Average has none"):
+        with pytest.raises(TypeError, match="needs the loss that the dynamics minimises"):
             ft.Implicit()(problem, hparams)
+
+    def test_weights_that_are_not_trained_are_no_part_of_the_minimum(self):
+        labels = {"w": "descend", "b": "stay"}
+        optimizers = {"descend": optax.sgd(0.1, 0.5), "stay": optax.set_to_zero()}
+        problem, hparams = self.ridge(500, optax.multi_transform(optimizers, labels))
+        found = ft.Implicit(tolerance=1e-10)(problem, hparams).grad
+        assert_trees_close(found, ft.Reverse()(problem, hparams).grad, 1e-6)
 
     def test_a_training_that_has_not_converged_is_said(self):
         problem, hparams = self.ridge(steps=5)
@@ -216,18 +238,8 @@ class TestImplicit:
             ft.Implicit(iterations=1, tolerance=1e-8)(problem, hparams)
 
     def test_negative_curvature_is_an_error(self):
-        def saddle(params, hparams, batch):
-            return hparams["a"] * params[0] ** 2 - 0.01 * params[1] ** 2
-
-        problem = ft.Problem(
-            ft.Training(saddle, optax.sgd(0.1)),
-            lambda state, h, v: jnp.sum(state.params) + h["a"],
-            jnp.array([1.0, 0.0]),
-            ft.FullBatch(jnp.zeros(1), steps=200),
-            jnp.zeros(1),
-        )
         with pytest.raises(ValueError, match="negative curvature"):
-            ft.Implicit()(problem, {"a": jnp.array(0.5)})
+            ft.Implicit()(self.saddle(), {"a": jnp.array(0.5)})
 
     def test_a_breakdown_is_told_from_an_error_that_is_not_finite(self):
         def loss(params, hparams, batch):  # a saddle at which both directions matter
@@ -258,10 +270,71 @@ class TestImplicit:
         x, y = self.ridge()[0].batches.data
         stacked = (jnp.stack([x] * 3), jnp.stack([y] * 3))
         problem, hparams = self.ridge(batches=stacked)
-        with pytest.raises(TypeError, match="all the data as one batch"):
+        with pytest.raises(TypeError, match="all the data is needed as one batch"):
             ft.Implicit()(problem, hparams)
         with pytest.raises(ValueError, match="solver='newton'"):
             ft.Implicit("newton")
+
+    def test_what_it_cannot_see_is_refused_inside_jit(self):
+        problem, hparams = regression(steps=5, dtype=np.float64)  # lr is the optimizer's
+        with pytest.raises(ValueError, match=r"hparams\['lr'\] has no influence on the minimum"):
+            jax.jit(lambda h: ft.Implicit()(problem, h).grad)(hparams)
+        batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), hparams)
+        with pytest.raises(ValueError, match=r"hparams\['lr'\] has no influence on the minimum"):
+            ft.minimize(problem, batch, engine=ft.Implicit(), steps=1, batched=True)
+
+    def test_what_is_only_in_the_start_is_refused(self):
+        def init(hparams):
+            return {"w": jnp.full(3, hparams["start"]), "b": jnp.zeros(())}
+
+        problem, hparams = self.ridge(steps=5, init=init)
+        for engine in (ft.Implicit(), ft.Implicit("neumann")):
+            with pytest.raises(ValueError, match=r"Implicit: hparams\['start'\] has no influence"):
+                engine(problem, hparams | {"start": jnp.array(0.5)})
+
+    @pytest.mark.parametrize("solver", ["cg", "neumann"])
+    def test_a_derivative_that_is_truly_zero_is_no_fault(self, solver):
+        def loss(params, hparams, batch):  # ends at (1 / (1 + a), 0), which no b changes
+            a, b = hparams["a"], hparams["b"]
+            return (params[0] - 1) ** 2 + a * params[0] ** 2 + b * params[1] ** 2
+
+        problem = ft.Problem(
+            ft.Training(loss, optax.sgd(0.2)),
+            lambda state, h, v: state.params[0] + jnp.sin(state.params[1]),
+            jnp.array([1.0, 0.0]),
+            ft.FullBatch(jnp.zeros(1), steps=100),
+        )
+        hparams = {"a": jnp.array(1.0), "b": jnp.array(2.0)}
+        engine = ft.Implicit(solver)
+        for found in (engine(problem, hparams), jax.jit(lambda h: engine(problem, h))(hparams)):
+            np.testing.assert_allclose(found.grad["a"], -0.25, rtol=1e-4)
+            assert found.grad["b"] == 0
+
+    def saddle(self):
+        def loss(params, hparams, batch):
+            return hparams["a"] * params[0] ** 2 - 0.01 * params[1] ** 2
+
+        return ft.Problem(
+            ft.Training(loss, optax.sgd(0.1)),
+            lambda state, h, v: jnp.sum(state.params) + h["a"],
+            jnp.array([1.0, 0.0]),
+            ft.FullBatch(jnp.zeros(1), steps=200),
+            jnp.zeros(1),
+        )
+
+    def test_negative_curvature_is_an_error_inside_jit(self):
+        problem, hparams = self.saddle(), {"a": jnp.array(0.5)}
+        with pytest.raises(Exception, match="negative curvature"):
+            jax.block_until_ready(jax.jit(lambda h: ft.Implicit()(problem, h).grad)(hparams))
+        with pytest.raises(Exception, match="negative curvature"):
+            ft.minimize(
+                problem, {"a": jnp.array([0.5, 0.4])}, engine=ft.Implicit(), steps=1, batched=True
+            )
+
+    def test_a_training_that_has_not_converged_is_said_inside_jit(self):
+        problem, hparams = self.ridge(steps=5)
+        with pytest.warns(UserWarning, match=r"has not converged.*% of the length of the first"):
+            run_to_the_end(jax.jit(lambda h: ft.Implicit()(problem, h).grad), hparams)
 
     def test_in_minimize(self):
         problem, hparams = self.ridge(steps=500)

@@ -1,5 +1,12 @@
 """The choice of an engine: exact, within the budget, explained."""
 
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +15,12 @@ import pytest
 
 import foretune as ft
 from foretune._engines import auto
-from foretune._engines.costs import free_bytes
+from foretune._engines.costs import byte_seconds, free_bytes, host_bytes
 
 from ..problems import assert_trees_close, regression
 from .test_schedules import network
+
+ROOT = Path(__file__).parents[2]
 
 
 def whole(engine, problem, hparams):
@@ -43,6 +52,14 @@ def test_the_result_is_that_of_an_exact_engine():
     assert_trees_close(found.value, expected.value, 1e-12)
     inside = jax.jit(lambda h: ft.Auto(memory="1GiB")(problem, h).grad)(hparams)
     assert_trees_close(inside, expected.grad, 1e-10)
+
+
+def test_it_chooses_inside_jit_where_nothing_was_chosen_before():
+    auto._CHOICES.clear()
+    byte_seconds.cache_clear()
+    problem, hparams = regression(steps=4)
+    found = jax.jit(lambda h: ft.Auto()(problem, h).grad)(hparams)
+    assert_trees_close(found, ft.Reverse()(problem, hparams).grad, 1e-5)
 
 
 def test_budgets_are_respected_and_smaller_ones_take_longer(timeless):
@@ -107,6 +124,81 @@ def test_engines_predicted_level_are_measured(monkeypatch):
     choice = ft.Auto("2GiB").explain(problem, hparams)
     assert choice.engine == ft.Reverse()
     assert not choice.measured
+
+
+def test_only_what_was_compiled_is_said_to_be_too_large():
+    sizes = {"everything": 900.0, "states": 500.0, "segments": 100.0, 2: 800.0}
+    found = [auto.Candidate(ft.Reverse(store=s), 1.0, size) for s, size in sizes.items()]
+    compiled = {found[1].name: 1500, found[2].name: 700}
+    choice = ft.Choice(found[2].engine, 700, 1000.0, 150, found, compiled, {})
+    _, everything, states, segments, two, _ = str(choice).splitlines()
+    assert everything.endswith("900 B" + 18 * " " + "  its states are too large")  # with the data
+    assert states.endswith("1.5 KiB  too large")
+    assert segments.endswith("700 B  <- chosen")
+    assert two.rstrip().endswith("800 B")
+
+
+def test_free_memory_is_read_at_each_call(monkeypatch):
+    problem, hparams = regression(steps=23)
+    monkeypatch.setattr(
+        auto,
+        "candidates",
+        lambda *_: [
+            auto.Candidate(ft.Reverse(store="everything"), 3.0, 1.0),
+            auto.Candidate(ft.Reverse(store="segments"), 6.0, 1.0),
+        ],
+    )
+    sizes = {"Reverse(store='everything')": 4_000_000, "Reverse(store='segments')": 1_000_000}
+    monkeypatch.setattr(auto, "compiled", lambda group, *_: {c.name: c.name for c in group})
+    monkeypatch.setattr(auto, "program_bytes", sizes.get)
+    for free, store in ((5e6, "everything"), (2e6, "segments"), (5e6, "segments")):
+        monkeypatch.setattr(auto, "free_bytes", lambda free=free: free)
+        assert ft.Auto().explain(problem, hparams).engine == ft.Reverse(store=store)
+    monkeypatch.setattr(auto, "free_bytes", lambda: 5e5)
+    with pytest.raises(MemoryError, match="no exact engine fits"):
+        ft.Auto().explain(problem, hparams)
+    with pytest.raises(MemoryError, match="no exact engine fits"):  # a budget adds no memory
+        ft.Auto("1GiB").explain(problem, hparams)
+
+
+def test_all_processes_choose_alike():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-W", "error", "-m", "tests.engines.auto_processes", str(port)]
+    settings = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    children = [
+        subprocess.Popen(
+            [*command, str(rank)], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=settings
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [child.communicate(timeout=300)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    (one, limit), (two, _) = (json.loads(output.splitlines()[-1]) for output in outputs)
+    assert one == two  # to the last digit of the predicted times
+    assert limit == 2**30  # the least of what they have
+
+
+def test_memory_of_the_host(tmp_path):
+    def write(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    write("proc/meminfo", "MemTotal: 900 kB\nMemFree: 10 kB\nMemAvailable:     600 kB\n")
+    assert host_bytes(tmp_path) == 600 * 1024  # most of it holds files, and can be had
+    write("sys/fs/cgroup/memory.max", "max\n")
+    write("sys/fs/cgroup/memory.current", "300000\n")
+    write("sys/fs/cgroup/memory.stat", "anon 7\ninactive_file 100000\nactive_file 5\n")
+    assert host_bytes(tmp_path) == 600 * 1024
+    write("sys/fs/cgroup/memory.max", "500000\n")  # of a container
+    assert host_bytes(tmp_path) == 500_000 - 300_000 + 100_000
+    write("sys/fs/cgroup/memory.max", "100000\n")
+    assert host_bytes(tmp_path) == 0
+    assert host_bytes(tmp_path / "elsewhere") > 0  # not Linux
 
 
 def test_a_budget_that_nothing_fits():

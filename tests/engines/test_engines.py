@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._engines import forward
 
 from ..problems import assert_trees_close, penalised, regression, squared_error
 
@@ -68,6 +69,21 @@ def test_memory_of_reverse_mode_grows_by_one_state_a_step():
     few, many = (temporary_bytes(ft.Reverse(), *network(steps)) for steps in (10, 1000))
     per_step = (many - few) / 990
     assert 0.9 * state_bytes(*network(10)) <= per_step <= 1.1 * state_bytes(*network(10))
+
+
+def test_columns_that_no_memory_holds_are_refused_before_compilation(monkeypatch, compilations):
+    problem, hparams = network(20, m=40)
+    column = state_bytes(problem, hparams) - 8 + 40 * 4  # two counters have no derivative
+    monkeypatch.setattr(forward, "free_bytes", lambda: 39.0 * column)
+    pattern = r"Forward holds 40 columns of Z at once.*MiB.*`Forward\(chunk=19\)`.*or `Reverse\(\)`"
+    with pytest.raises(MemoryError, match=pattern):
+        ft.Forward()(problem, hparams)
+    with pytest.raises(MemoryError, match=pattern):
+        jax.jit(lambda h: ft.Forward()(problem, h).grad)(hparams)
+    assert not compilations
+    ft.Forward(chunk=19).lower(problem, hparams)
+    monkeypatch.setattr(forward, "free_bytes", lambda: 40.0 * column)
+    ft.Forward().lower(problem, hparams)
 
 
 @pytest.mark.parametrize("batches", ["full", "minibatches"])
@@ -151,6 +167,13 @@ def test_engines_are_pure_under_jit_vmap_and_grad():
         batch = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), hparams)
         mapped = jax.vmap(lambda h, engine=engine: engine(problem, h).grad)(batch)
         assert_trees_close(jax.tree.map(lambda leaf: leaf[0], mapped), expected.grad, 1e-5)
+
+
+def test_constants_inside_jit():
+    """None of the arguments is traced, but the call is."""
+    problem, hparams = regression()
+    found = jax.jit(lambda x: x * ft.Reverse()(problem, hparams).grad["lr"])(2.0)
+    np.testing.assert_allclose(found, 2 * ft.Reverse()(problem, hparams).grad["lr"], rtol=1e-6)
 
 
 @pytest.mark.usefixtures("x64")

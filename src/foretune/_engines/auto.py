@@ -26,7 +26,17 @@ from .._problem.arguments import Structure
 from .._problem.problem import Problem, validated
 from .._problem.system import System
 from .base import AbstractEngine, Hypergradient, Solution, check_options
-from .costs import Costs, byte_seconds, compile_all, concrete, free_bytes, measure, run_time
+from .costs import (
+    Costs,
+    agreed,
+    byte_seconds,
+    compile_all,
+    concrete,
+    free_bytes,
+    measure_costs,
+    run_time,
+    show_bytes,
+)
 from .forward import Forward
 from .reverse import Reverse
 from .schedules import binomial_steps, segments_of
@@ -64,6 +74,8 @@ class Choice(NamedTuple):
     bytes: int
     """What its program needs: data, results and temporary arrays."""
     limit: float
+    given: int
+    """Bytes of the data, the parameters and the hyperparameters."""
     candidates: list[Candidate]
     compiled: dict[str, int]
     """The memory of each program that was compiled, by the candidate's name."""
@@ -79,7 +91,11 @@ class Choice(NamedTuple):
             time = f"{self.measured[c.name]:.3g}s" if c.name in self.measured else ""
             size = show_bytes(self.compiled[c.name]) if c.name in self.compiled else ""
             mark = "  <- chosen" if c.engine == self.engine else ""
-            over = "  too large" if self.compiled.get(c.name, c.bytes) > self.limit else ""
+            over = ""
+            if self.compiled.get(c.name, 0) > self.limit:
+                over = "  too large"
+            elif c.name not in self.compiled and c.bytes + self.given > self.limit:
+                over = "  its states are too large"
             lines.append(
                 f"{c.name:<28} {c.seconds:>13.3g}s {time:>9} {show_bytes(c.bytes):>11} {size:>17}"
                 f"{mark or over}"
@@ -93,13 +109,15 @@ class Auto(AbstractEngine):
 
     Args:
         memory: what the program may need at most, with its data and results: bytes, or a text like
-            "4GiB" or "500MB". None (default): what is free on the device.
+            "4GiB" or "500MB". None (default): what is free on the device, which is also the most that
+            any budget allows.
         check_finite: see `AbstractEngine`.
 
-    The choice is made once for given shapes, from the time that a few steps of the training take and
-    the memory that the compiler plans, and for a brief training between engines that are predicted to
-    be level from their own times; `explain(problem, hparams)` returns it as a table. Where no exact
-    engine fits, an error says what the smallest needs.
+    The choice is made from the time that a few steps of the training take and the memory that the
+    compiler plans, and for a brief training between engines that are predicted to be level from their
+    own times; `explain(problem, hparams)` returns it as a table. It is remembered for given shapes,
+    and made anew where the program no longer fits into what is free. Several processes make the same
+    choice. Where no exact engine fits, an error says what the smallest needs.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -137,10 +155,14 @@ class Auto(AbstractEngine):
         arrays, structure = validated(problem, hparams)
         shapes = tuple((a.shape, a.dtype, getattr(a, "weak_type", False)) for a in arrays)
         key = (structure, shapes, self.memory, self.check_finite)
-        if key not in _CHOICES:
-            if len(_CHOICES) >= _REMEMBERED:
-                _CHOICES.clear()
-            _CHOICES[key] = choose(structure, arrays, self.memory, self.check_finite)
+        given = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+        with jax.ensure_compile_time_eval():  # inside `jit` too, programs are to run now
+            free = agreed(free_bytes(), least=True) + given
+            limit = min(free, float(self.memory or math.inf))
+            if key not in _CHOICES or _CHOICES[key].bytes > limit:
+                if len(_CHOICES) >= _REMEMBERED:
+                    _CHOICES.clear()
+                _CHOICES[key] = choose(structure, arrays, limit, given, self.check_finite)
         return _CHOICES[key]
 
 
@@ -148,15 +170,13 @@ _CHOICES: dict[Any, Choice] = {}
 
 
 def choose(
-    structure: Structure, arrays: list[Any], memory: int | None, check_finite: bool | None
+    structure: Structure, arrays: list[Any], limit: float, given: int, check_finite: bool | None
 ) -> Choice:
-    """Return the fastest exact engine that fits."""
-    given = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
-    limit = free_bytes() + given if memory is None else float(memory)
+    """Return the fastest exact engine that needs no more than `limit` bytes, `given` among them."""
     if sys.stderr.isatty():
         print("foretune.Auto: timing a few steps, to choose an engine", file=sys.stderr)
     arrays = [concrete(array) for array in arrays]
-    costs = measure(structure, arrays, limit)
+    costs = measure_costs(structure, arrays, limit)
     found = sorted(candidates(costs, check_finite), key=lambda c: c.seconds)
     left, sizes = [c for c in found if c.bytes + given <= limit], {}
     while left:
@@ -169,7 +189,7 @@ def choose(
             if len(fit) > 1:
                 measured = {c.name: run_time(programs[c.name], arrays)[0] for c in fit}
             best = min(fit, key=lambda c: measured.get(c.name, 0.0))
-            return Choice(best.engine, sizes[best.name], limit, found, sizes, measured)
+            return Choice(best.engine, sizes[best.name], limit, given, found, sizes, measured)
         left = left[len(group) :]
     few = sorted(found, key=lambda c: c.bytes)[:_RIVALS]  # beside its states a program holds more
     programs = compiled([c for c in few if c.name not in sizes], structure, arrays)
@@ -229,10 +249,12 @@ def program_bytes(program: Any) -> int:
     """Return the memory of a compiled program: data, results and temporary arrays."""
     memory = program.memory_analysis()
     return int(
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
+        agreed(
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            + memory.temp_size_in_bytes
+            - memory.alias_size_in_bytes
+        )
     )
 
 
@@ -250,16 +272,3 @@ def parse_bytes(memory: Any) -> int:
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
         raise ValueError(f'Auto(memory={memory!r}): give bytes, or a text like "4GiB" or "500MB".')
     return int(found)
-
-
-def show_bytes(count: float | int) -> str:
-    """Return a size in words.
-
-    >>> show_bytes(3 * 2**30), show_bytes(1500)
-    ('3.0 GiB', '1.5 KiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -64,6 +64,10 @@ class AbstractEngine(eqx.Module):
     def review(self, report: Any) -> None:
         """Warn or raise, outside of a trace, where the engine's report asks for it."""
 
+    def guard(self, grad: PyTree, report: Any) -> PyTree:
+        """Return the gradient with the same as runtime checks, inside a trace."""
+        return grad
+
     def __call__(self, problem: Problem, hparams: PyTree) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
         arrays, structure = validated(problem, hparams)
@@ -74,13 +78,16 @@ class AbstractEngine(eqx.Module):
         except (ValueError, RuntimeError) as error:
             _advise(error)
             raise
+        # Inside `jit` results are tracers, also where all the arguments are constants.
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(grad)):
+            result = Hypergradient(value, self.guard(grad, report), state.tree())
+            return guard_finite(result) if self.check_finite else result
         result = Hypergradient(value, grad, state.tree())
-        if not traced:
-            self.review(report)
+        self.review(report)
         if flagged and not finite:
             problem, hparams = unflatten(structure, arrays)
             raise NonFiniteError(explain(problem, hparams, result))
-        return guard_finite(result) if traced and self.check_finite else result
+        return result
 
     def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:
         """Return the program that a call runs, for its memory and cost analysis."""

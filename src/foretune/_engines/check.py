@@ -23,7 +23,7 @@ from .._problem.arguments import unflatten
 from .._problem.checks import check_count, named_leaves
 from .._problem.problem import Problem, validated
 from .._problem.system import make_system, owners, rows_of
-from .forward import directional
+from .products import directional
 from .reverse import Reverse
 
 FIRST_STEP = 0.05  # relative to the hyperparameter's own size

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -20,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 from jaxtyping import PyTree
 
 from .._problem.arguments import Structure, unflatten
 from .._problem.system import System, make_system
-from .forward import directional
-from .products import apart
+from .products import directional, unstack
 from .reverse import Reverse
 from .schedules import binomial_steps
 
@@ -68,7 +69,7 @@ class Costs(NamedTuple):
         return self.tangents[lower] + max(slope, 0.0) * (count - lower)
 
 
-def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Costs:
+def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -> Costs:
     """Return the costs, infinite where a mode cannot differentiate the step.
 
     Nothing is run that needs more than `limit` bytes.
@@ -108,7 +109,7 @@ def measure(structure: Structure, arrays: list[Any], limit: float | int) -> Cost
         def solve(system, hparams):
             flat, unravel = ravel_pytree(hparams)
             directions = jax.nn.one_hot(jnp.arange(c) % m, m, dtype=flat.dtype)
-            return directional(system, hparams, apart(jax.vmap(unravel)(directions)))[1:]
+            return directional(system, hparams, unstack(jax.vmap(unravel)(directions)))[1:]
 
         return solve
 
@@ -182,11 +183,14 @@ def run_time(
     if memory.temp_size_in_bytes + memory.output_size_in_bytes > limit:
         return math.inf, float(memory.temp_size_in_bytes)
     times, began = [], time.perf_counter()
-    while len(times) < 5 and time.perf_counter() - began < 10 * _SECONDS:
+    several = jax.process_count() > 1  # all run it equally often, whatever their clocks say
+    while len(times) < (2 if several else 5):
         start = time.perf_counter()
         jax.block_until_ready(compiled(arrays))
         times.append(time.perf_counter() - start)
-    return min(times), float(memory.temp_size_in_bytes)
+        if not several and time.perf_counter() - began > 10 * _SECONDS:
+            break
+    return agreed(min(times)), float(memory.temp_size_in_bytes)
 
 
 @functools.cache
@@ -199,11 +203,57 @@ def byte_seconds() -> float:
 
 
 def free_bytes() -> float:
-    """Return what is free on the device; without a limit where it does not tell."""
-    stats: Any = jax.devices()[0].memory_stats()
+    """Return what is free on this process's first device; without a limit where it does not tell."""
+    stats: Any = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return host_bytes()
+
+
+def host_bytes(root: Path = Path("/")) -> float:
+    """Return the memory of the host that a program can get, within the limit of its container.
+
+    Files that the system keeps in memory count as free: it gives that memory back.
+    """
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())
+        free = float(found[1]) * 1024 if found else math.inf
+    except OSError:  # not Linux
+        free = _free_pages()
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = (float((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = re.search(
+            r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE
+        )
+        return max(0.0, min(free, limit - used + (float(cached[1]) if cached else 0.0)))
+    except (OSError, ValueError):  # no container, or "max": no limit
+        return free
+
+
+def _free_pages() -> float:
     try:
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (ValueError, OSError, AttributeError):
         return math.inf
+
+
+def agreed(figure: float | int, least: bool = False) -> float:
+    """Return process 0's figure, or the least of all: the same in every process."""
+    if jax.process_count() == 1:
+        return float(figure)
+    figures = multihost_utils.process_allgather(np.array([figure]))
+    return float(figures.min() if least else figures.flat[0])
+
+
+def show_bytes(count: float | int) -> str:
+    """Return a size in words.
+
+    >>> show_bytes(3 * 2**30), show_bytes(1500)
+    ('3.0 GiB', '1.5 KiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -15,17 +15,19 @@ Reference: Franceschi et al., ICML 2017, Algorithm 2.
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from .._problem.checks import check_count, check_mesh
 from .._problem.system import System
 from .base import AbstractEngine, Solution, check_options
-from .products import apart, error_gradients, inner_products, pushforward, stacked
+from .costs import free_bytes, show_bytes
+from .products import directional, unstack
 
 
 class Forward(AbstractEngine):
@@ -67,13 +69,14 @@ class Forward(AbstractEngine):
         c = min(self.chunk or m, m)
         devices = 1 if self.mesh is None else self.mesh.shape["tangents"]
         c = -(-c // devices) * devices  # beyond m, one_hot gives columns of zeros
+        _check_room(system, hparams, c)
 
         def columns(start):
             """Return the errors and s_T, and columns start .. start + c of grad E Z."""
             directions = jax.nn.one_hot(start + jnp.arange(c), m, dtype=flat.dtype)
             directions = self._placed(directions, "tangents")
             columns = jax.vmap(unravel)(directions)
-            columns = apart(columns) if self.mesh is None else columns
+            columns = unstack(columns) if self.mesh is None else columns
             errors, rows, s_T = directional(system, hparams, columns)
             return (errors, s_T), self._placed(rows)
 
@@ -95,21 +98,23 @@ class Forward(AbstractEngine):
         return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
 
-def directional(
-    system: System, hparams: PyTree, directions: PyTree
-) -> tuple[tuple[Float[Array, ""], ...], Float[Array, "K c"], PyTree]:
-    """Return the errors, their derivatives along each of c directions in lambda, and s_T.
+def _check_room(system: System, hparams: PyTree, c: int) -> None:
+    """Raise where c columns of Z, with the directions they belong to, exceed all the memory."""
 
-    The directions, and so the columns of Z, are stacked on a leading axis or `Apart`.
-    """
-    s, Z = pushforward(system.initial, (hparams,), (directions,))
+    def bytes_of(tree):
+        floats = eqx.filter(tree, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(floats))
 
-    def step(carry, x):
-        s, Z = carry  # Z_t <- A_t Z_{t-1} + B_t, beside s_t <- Phi_t(s_{t-1}, lambda)
-        phi = lambda s, h: system.step(s, h, x)  # noqa: E731
-        return pushforward(phi, (s, hparams), (Z, directions)), None
-
-    (s_T, Z_T), _ = lax.scan(step, (s, Z), system.xs, length=system.steps)
-    errors, alpha, explicit = error_gradients(system, s_T, hparams)
-    columns = stacked(Z_T), stacked(directions)
-    return errors, inner_products((alpha, explicit), columns), s_T
+    state, direction = bytes_of(jax.eval_shape(system.initial, hparams)), bytes_of(hparams)
+    on_host = jax.default_backend() == "cpu"  # there devices may share one memory
+    free = free_bytes() * (jax.process_count() if on_host else jax.device_count())
+    if c * (state + direction) <= free:
+        return
+    most = int(free // (2 * (state + direction)))  # leaves room for what else there is
+    chunk = f"`Forward(chunk={most})`, which takes several passes, or " if most else ""
+    raise MemoryError(
+        f"Forward holds {c} columns of Z at once, each as large as the state ({show_bytes(state)}) "
+        f"with its direction ({show_bytes(direction)}): {show_bytes(c * (state + direction))}, where "
+        f"{show_bytes(free)} are free. Use {chunk}`Reverse()`, whose memory does not grow with the "
+        "number of hyperparameters."
+    )

@@ -11,7 +11,8 @@ s = Phi(s, lambda), with A = dPhi/ds and B = dPhi/dlambda,
     grad f = dE/dlambda + grad E(s) (I - A)^-1 B,    (I - A)^-1 = I + A + A^2 + ...    (Neumann).
 
 Away from the minimum both are biased, and nothing of the way there (a learning rate, the initial
-state, when training stopped) has a derivative.
+state, when training stopped) has a derivative: a hyperparameter that is neither in grad_w J (in
+Phi) nor in E is refused, by the program itself and so before anything is compiled.
 
 Time: a training run, and two gradients for each iteration of the solver. Memory: a few states,
 whatever T and m are.
@@ -21,6 +22,7 @@ et al., AISTATS 2020.
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -29,17 +31,23 @@ import jax.numpy as jnp
 import lineax as lx
 import optax
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jax.interpreters import partial_eval
+from jaxtyping import Array, Bool, Float, PyTree
 
 from .._problem.batches import Whole
 from .._problem.checks import check_count, named_leaves
 from .._problem.problem import Problem
-from .._problem.system import System, make_system
+from .._problem.system import System, make_system, owners
 from .base import AbstractEngine, Solution, check_options
 from .nonfinite import is_finite
 from .products import error_gradients, pull_rows
 
 SOLVERS = ("cg", "neumann")
+INDEFINITE = (
+    "Implicit: conjugate gradients met negative curvature in the Hessian of the loss{found}: the "
+    "training did not end at a minimum, and they do not apply.{share} Train longer, add a "
+    "regulariser, or use `Reverse()`, which needs no minimum."
+)
 
 
 class Report(NamedTuple):
@@ -51,8 +59,6 @@ class Report(NamedTuple):
     """Of the linear system, relative to its right-hand side."""
     curvature: Float[Array, ""]
     """v H v / |v|^2 of its solution v: negative where H is not positive. For "neumann": 0."""
-    idle: PyTree = None
-    """Which hyperparameters have no influence on the minimum."""
     sound: Any = True
     """Whether the error's gradient, with which all begins, is finite."""
 
@@ -63,8 +69,8 @@ class Implicit(AbstractEngine):
     Use it where the training converges (a strongly convex loss, say), T is large, and the
     hyperparameters are in the loss: regularisers, example weights. It approximates as far as the
     training has not converged, and knows nothing of learning rates, initial states or early
-    stopping, whose derivative is then 0. The training may have any batches; the loss at its end is
-    that of all the data.
+    stopping: a hyperparameter that is only there is an error. The training may have any batches; the
+    loss at its end is that of all the data.
 
     Args:
         solver: "cg", conjugate gradients with the Hessian of the loss, for `Training`; or "neumann",
@@ -76,7 +82,8 @@ class Implicit(AbstractEngine):
         check_finite: see `AbstractEngine`.
 
     A linear system that is not solved to the tolerance, or a training that is not at its end, is a
-    warning with the figure; negative curvature is an error.
+    warning with the figure; negative curvature is an error. Both also inside `jax.jit`, while the
+    program runs.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -126,30 +133,26 @@ class Implicit(AbstractEngine):
         solve = _by_conjugate_gradients if self.solver == "cg" else _by_series
         more, report = solve(self, problem, system, hparams, s, alpha)
         rows = jax.tree.map(lambda a, b: a + b, g, more)
-        idle = jax.tree.map(lambda row: jnp.all(row == 0), rows)
-        report = report._replace(idle=idle, sound=is_finite(alpha))
-        return Solution(errors, rows, s, report)
+        return Solution(errors, rows, s, report._replace(sound=is_finite(alpha)))
 
     def review(self, report: Report) -> None:
         """Warn, or raise, where the result cannot be trusted."""
-        share, residual, curvature = (float(x) for x in report[:3])
+        if _indefinite(report):
+            curvature, percent = float(report.curvature), 100 * float(report.stationarity)
+            found = f"{curvature:.3g} along the solution" if curvature < 0 else "they broke down"
+            share = f" Its last gradient has {percent:.3g} % of the length of the first."
+            raise ValueError(INDEFINITE.format(found=f" ({found})", share=share))
+        self._warn(report)
+
+    def guard(self, grad: PyTree, report: Report) -> PyTree:
+        """Return the gradient with the same as runtime checks."""
+        jax.debug.callback(self._warn, report)
+        return eqx.error_if(grad, _indefinite(report), INDEFINITE.format(found="", share=""))
+
+    def _warn(self, report: Report) -> None:
+        share, residual = float(report.stationarity), float(report.residual)
         if not (report.sound and math.isfinite(share)):
             return  # what is not finite began before this: `NonFiniteError` says where
-        idle = [path for path, is_idle in named_leaves(report.idle, "hparams").items() if is_idle]
-        if idle:
-            raise ValueError(
-                f"Implicit: {', '.join(idle)} has no influence on the minimum that the training ends "
-                "at: a constant of the optimizer, the initial state, or unused. Its derivative is not "
-                "0 on the way there: use `Reverse()` or `Forward()`, or leave it out."
-            )
-        if self.solver == "cg" and not curvature >= 0:
-            found = f"{curvature:.3g} along the solution" if curvature < 0 else "they broke down"
-            raise ValueError(
-                "Implicit: conjugate gradients met negative curvature in the Hessian of the loss "
-                f"({found}): the training did not end at a minimum, and they do not apply. Its last "
-                f"gradient has {100 * share:.3g} % of the length of the first. Train longer, add a "
-                "regulariser, or use `Reverse()`, which needs no minimum."
-            )
         if not share <= self.stationarity:
             what = "gradient" if self.solver == "cg" else "step"
             warnings.warn(
@@ -157,15 +160,66 @@ class Implicit(AbstractEngine):
                 f"{100 * share:.3g} % of the length of the first (expected: at most "
                 f"{100 * self.stationarity:g} %); the hypergradient is biased. Train longer, or use "
                 "`Reverse()`.",
-                stacklevel=3,
+                stacklevel=4,
             )
         if not residual <= 10 * self.tolerance:
             cure = "more iterations" if self.solver == "cg" else "more iterations, or solver='cg'"
             warnings.warn(
                 f"Implicit: the linear system is solved to a relative residual of {residual:.3g} after "
                 f"{self.iterations} iterations (asked for: {self.tolerance:g}). Give {cure}.",
-                stacklevel=3,
+                stacklevel=4,
             )
+
+
+def _indefinite(report: Report) -> Bool[Array, ""]:
+    """Return whether conjugate gradients broke down, and not by what was not finite before them."""
+    sound = report.sound & jnp.isfinite(report.stationarity)
+    return sound & ~(report.curvature >= 0)
+
+
+def _check_influence(
+    problem: Problem,
+    system: System,
+    hparams: PyTree,
+    F: Callable[..., PyTree],
+    s: Callable[..., Any],
+) -> None:
+    """Raise for a hyperparameter that is neither in the equation of the minimum nor in its error.
+
+    A derivative that is 0 at these values passes. Asked is whether the program of E(s + F(lambda),
+    lambda), with F the equation, passes a derivative back to the hyperparameter at all; every entry of
+    the state is moved by all of F, since H^-1 may mix them.
+    """
+
+    def errors(hparams):
+        floats = jax.tree.leaves(eqx.filter(F(hparams), eqx.is_inexact_array))
+        return system.errors(s(sum(jnp.sum(leaf) for leaf in floats)), hparams)
+
+    def pull(hparams, rows):
+        return jax.vjp(errors, hparams)[1](rows)[0]
+
+    rows = jax.tree.map(jnp.zeros_like, jax.eval_shape(errors, hparams))
+    jaxpr = jax.make_jaxpr(pull)(hparams, rows).jaxpr
+    idle = []
+    for i, (path, owner) in enumerate(
+        zip(named_leaves(hparams, "hparams"), owners(problem, hparams), strict=True)
+    ):
+        _, used = partial_eval.dce_jaxpr(jaxpr, [k == i for k in range(len(jaxpr.outvars))])
+        if not used[len(jaxpr.invars) - len(rows) + system.rows[owner]]:
+            idle.append(path)
+    if idle:
+        raise ValueError(
+            f"Implicit: {', '.join(idle)} has no influence on the minimum that the training ends "
+            "at: a constant of the optimizer, the initial state, or unused. Its derivative is not "
+            "0 on the way there: use `Reverse()` or `Forward()`, or leave it out."
+        )
+
+
+def _shifted(tree: PyTree, shift: Any) -> PyTree:
+    def moved(leaf):
+        return leaf + jnp.asarray(shift, leaf.dtype) if eqx.is_inexact_array(leaf) else leaf
+
+    return jax.tree.map(moved, tree)
 
 
 def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
@@ -177,14 +231,20 @@ def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
         )
     gradient = problem.dynamics.gradient
     batch, state = problem.batches.whole(), system.restore(s)
-    weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
+    weights = eqx.filter(s.params, eqx.is_inexact_array)
+    trained = jax.tree.map(eqx.is_array, weights, is_leaf=lambda leaf: leaf is None)
 
-    def G(weights, hparams):
-        return gradient(state._replace(params=eqx.combine(weights, fixed)), hparams, batch)
+    def G(weights, hparams):  # in the weights that the training moves
+        params = eqx.combine(weights, state.params)
+        return eqx.filter(gradient(state._replace(params=params), hparams, batch), trained)
 
     def H(v):
         return jax.jvp(lambda w: G(w, hparams), (weights,), (v,))[1]
 
+    def moved(shift):
+        return s._replace(params=_shifted(s.params, shift))
+
+    _check_influence(problem, system, hparams, lambda h: G(weights, h), moved)
     operator = lx.FunctionLinearOperator(
         H, jax.eval_shape(lambda: weights), tags=lx.positive_semidefinite_tag
     )
@@ -199,7 +259,7 @@ def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
     v, residual, curvature = jax.vmap(row)(eqx.filter(alpha.params, eqx.is_inexact_array))
     at_end, pull = jax.vjp(lambda h: G(weights, h), hparams)
     (more,) = pull_rows(pull, v)
-    start = eqx.filter(system.restore(system.initial(hparams)).params, eqx.is_inexact_array)
+    start = eqx.filter(system.initial(hparams).params, eqx.is_inexact_array)
     share = _norm(at_end) / _safe(_norm(G(start, hparams)))
     report = Report(share, jnp.max(residual), jnp.min(curvature))
     return jax.tree.map(jnp.negative, more), report
@@ -209,6 +269,9 @@ def _by_series(engine, problem, system, hparams, s, alpha):
     """Return alpha (I + A + A^2 + ...) B for each of K rows, and the report."""
     on_all = eqx.tree_at(lambda p: p.batches, problem, Whole(problem.batches))
     whole = make_system(on_all, hparams)
+    _check_influence(
+        problem, system, hparams, lambda h: whole.step(s, h, None), lambda x: _shifted(s, x)
+    )
     after, pull = eqx.filter_vjp(lambda s, h: whole.step(s, h, None), s, hparams)
 
     def term(carry):

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, PyTree
 
 from .._problem.system import System
 
-_FEW = {"cpu": 8}  # columns apart; on other devices two
+_FEW = {"cpu": 8}  # columns that are unstacked; on other devices two
 
 
-class Apart(NamedTuple):
+class Unstacked(NamedTuple):
     """Columns that are not stacked on a leading axis."""
 
     columns: tuple[PyTree, ...]
@@ -28,7 +28,7 @@ def pushforward(
     """Return f(*primals), computed once, and its derivative along each of the tangents.
 
     Only floating-point leaves have tangents; `tangents` has None for the others. There is one for
-    each of the primals: stacked on a leading axis, or `Apart`, and so is what is returned. With
+    each of the primals: stacked on a leading axis, or `Unstacked`, and so is what is returned. With
     `chunk`, so many stacked ones are in work at a time.
     """
     moving, fixed = eqx.partition(primals, eqx.is_inexact_array)
@@ -40,17 +40,17 @@ def pushforward(
         out, d_out, rest = jax.jvp(split, (moving,), (tangent,), has_aux=True)
         return eqx.combine(out, rest), d_out
 
-    separate = isinstance(tangents[0], Apart)
+    separate = isinstance(tangents[0], Unstacked)
     if chunk is None and not separate:
         return jax.vmap(column, out_axes=(None, 0))(tangents)
     out, linear, rest = jax.linearize(split, moving, has_aux=True)
     if separate:
         columns = zip(*(tangent.columns for tangent in tangents), strict=True)
-        return eqx.combine(out, rest), Apart(tuple(map(linear, columns)))
+        return eqx.combine(out, rest), Unstacked(tuple(map(linear, columns)))
     return eqx.combine(out, rest), lax.map(linear, tangents, batch_size=chunk)
 
 
-def apart(columns: PyTree[Float[Array, "c ..."]]) -> Any:
+def unstack(columns: PyTree[Float[Array, "c ..."]]) -> Any:
     """Return a few stacked columns as single ones; many stay as they are.
 
     To multiply a matrix by a few single columns is faster than by a stack of them, but the program
@@ -59,12 +59,12 @@ def apart(columns: PyTree[Float[Array, "c ..."]]) -> Any:
     leaves = jax.tree.leaves(columns)
     if not leaves or (c := leaves[0].shape[0]) > _FEW.get(jax.default_backend(), 2):
         return columns
-    return Apart(tuple(jax.tree.map(operator.itemgetter(i), columns) for i in range(c)))
+    return Unstacked(tuple(jax.tree.map(operator.itemgetter(i), columns) for i in range(c)))
 
 
-def stacked(columns: Any) -> PyTree[Float[Array, "c ..."]]:
-    """Return what `apart` was given."""
-    if not isinstance(columns, Apart):
+def stack_columns(columns: Any) -> PyTree[Float[Array, "c ..."]]:
+    """Return what `unstack` was given."""
+    if not isinstance(columns, Unstacked):
         return columns
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *columns.columns)
 
@@ -96,3 +96,23 @@ def inner_products(rows: PyTree, columns: PyTree) -> Float[Array, "K c"]:
         return jnp.einsum("kn,cn->kc", row, column, precision=lax.Precision.HIGHEST)
 
     return functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(leaf, rows, columns)))
+
+
+def directional(
+    system: System, hparams: PyTree, directions: PyTree
+) -> tuple[tuple[Float[Array, ""], ...], Float[Array, "K c"], PyTree]:
+    """Return the errors, their derivatives along each of c directions in lambda, and s_T.
+
+    The directions, and so the columns of Z, are stacked on a leading axis or `Unstacked`.
+    """
+    s, Z = pushforward(system.initial, (hparams,), (directions,))
+
+    def step(carry, x):
+        s, Z = carry  # Z_t <- A_t Z_{t-1} + B_t, beside s_t <- Phi_t(s_{t-1}, lambda)
+        phi = lambda s, h: system.step(s, h, x)  # noqa: E731
+        return pushforward(phi, (s, hparams), (Z, directions)), None
+
+    (s_T, Z_T), _ = lax.scan(step, (s, Z), system.xs, length=system.steps)
+    errors, alpha, explicit = error_gradients(system, s_T, hparams)
+    columns = stack_columns(Z_T), stack_columns(directions)
+    return errors, inner_products((alpha, explicit), columns), s_T

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
@@ -30,9 +31,8 @@ from .._problem.checks import check_count
 from .._problem.problem import Problem, validated
 from .._problem.system import System, make_system
 from .base import AbstractEngine, Solution, check_options
-from .forward import directional
-from .nonfinite import is_finite
-from .products import apart
+from .nonfinite import guard_finite, is_finite
+from .products import directional, unstack
 
 
 class Estimate(NamedTuple):
@@ -89,7 +89,7 @@ class Sampled(AbstractEngine):
     def estimate(self, problem: Problem, hparams: PyTree) -> Estimate:
         """Return value, gradient and final state, and the gradient's standard error by entry.
 
-        Needs two directions or more.
+        Needs two directions or more. Inside `jax.jit`, `check_finite` holds as for a call.
         """
         if self.directions < 2:
             raise ValueError(
@@ -97,9 +97,12 @@ class Sampled(AbstractEngine):
             )
         arrays, structure = validated(problem, hparams)
         value, grad, state, error = _estimate(self, structure, arrays)
+        result = Estimate(value, grad, state.tree(), error)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(grad)):
+            return guard_finite(result) if self.check_finite else result
         if self.check_finite is not False and not is_finite((value, grad)):
             self(problem, hparams)  # raises, and says where it began
-        return Estimate(value, grad, state.tree(), error)
+        return result
 
     def samples(self, system: System, hparams: PyTree) -> tuple:
         """Return the errors, (grad E . v) v for each error and direction, and s_T."""
@@ -109,7 +112,7 @@ class Sampled(AbstractEngine):
         mixed = jnp.sum(bits * (2 * jnp.arange(m, dtype=jnp.uint32) + 1))
         key = jax.random.fold_in(jax.random.key(self.seed), mixed)
         V = jax.random.rademacher(key, (n, m), flat.dtype)
-        errors, slopes, s_T = directional(system, hparams, apart(jax.vmap(unravel)(V)))
+        errors, slopes, s_T = directional(system, hparams, unstack(jax.vmap(unravel)(V)))
         return errors, slopes.astype(flat.dtype)[:, :, None] * V, s_T
 
 

@@ -23,7 +23,14 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._engines.nonfinite import is_finite
-from .._engines.products import Apart, apart, error_gradients, inner_products, pushforward, stacked
+from .._engines.products import (
+    Unstacked,
+    error_gradients,
+    inner_products,
+    pushforward,
+    stack_columns,
+    unstack,
+)
 from .._outer.constraints import check_constraints
 from .._outer.run import Outer
 from .._problem.checks import describe, named_leaves
@@ -104,7 +111,7 @@ class Progressing(NamedTuple):
 
     steps: Int[Array, ""]
     s: PyTree  # the training state, arrays only
-    Z: PyTree  # its columns stacked, or `Apart`
+    Z: PyTree  # its columns stacked, or `Unstacked`
     loss: Any  # of the last step, or None where the dynamics reports none
     slope: PyTree  # its derivative in lambda, the last that is finite
     total: Any  # the sum of the losses, without those of outliers
@@ -122,13 +129,13 @@ def run_window(
     step = make_step(tuner, problem, system, state)
     start = begin(tuner, state)
     if tuner.chunk is None and tuner.mesh is None:
-        start = start._replace(Z=apart(start.Z))
+        start = start._replace(Z=unstack(start.Z))
     end = lax.while_loop(
         lambda window: (window.steps < count) & window.calm,
         lambda window: step(window, window.steps),
         start,
     )
-    end = end._replace(Z=stacked(end.Z))
+    end = end._replace(Z=stack_columns(end.Z))
     return finish(tuner, state, problem, system, end, end.steps - 1)
 
 
@@ -160,11 +167,11 @@ def make_step(
 
     def advance(s, Z, x):  # s_t = Phi(s_{t-1}, lambda) and Z_t = A_t Z_{t-1} + B_t
         phi = lambda s, h: rough.step_and_loss(s, h, x)  # noqa: E731
-        along = apart(directions) if isinstance(Z, Apart) else directions
+        along = unstack(directions) if isinstance(Z, Unstacked) else directions
         after, tangents = pushforward(phi, (s, hparams), (Z, along), tuner.chunk)
-        if isinstance(tangents, Apart):
-            Z, d_losses = map(Apart, zip(*tangents.columns, strict=True))
-            tangents = Z, stacked(d_losses)
+        if isinstance(tangents, Unstacked):
+            Z, d_losses = map(Unstacked, zip(*tangents.columns, strict=True))
+            tangents = Z, stack_columns(d_losses)
         return after if rough is system else system.step_and_loss(s, hparams, x), tangents
 
     before = system.initial(hparams)
