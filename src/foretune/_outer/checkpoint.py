@@ -229,4 +229,4 @@ def _read_through(folder: Path) -> None:
 
 def _description(run: Any) -> dict[str, str]:
     leaves = {path: describe(leaf) for path, leaf in named_leaves(run.carry, "").items()}
-    return leaves | run.settings()
+    return leaves | run.fingerprint()

@@ -39,7 +39,7 @@ from .run import (
     check_outside_programs,
     digest_of,
     feasible,
-    measure,
+    metrics_of,
     nowhere,
     plain,
     started,
@@ -147,7 +147,7 @@ def minimize(
     inner = problem.start(hparams) if warm_start else None
     best = nowhere(hparams, () if members is None else (members,))
 
-    def settings():
+    def fingerprint():
         return {
             "constraints": repr(constraints),
             "inner steps": str(problem.steps),
@@ -158,7 +158,7 @@ def minimize(
         }
 
     carry = Carry(hparams, _outer_init(outer, hparams, batched), best, inner)
-    run = Run(steps, carry, settings)
+    run = Run(steps, carry, fingerprint)
 
     with Interrupt() as interrupt, started(callbacks, run):
         stopped = None
@@ -183,7 +183,7 @@ def minimize(
             record = {"step": run.step, "value": hyper.value, "gradient_norm": norms}
             measured = evaluate and (run.step % evaluate_every == 0 or run.step == steps)
             if measured:
-                record |= measure(evaluate, hyper.state, run.hparams, record, batched)
+                record |= metrics_of(evaluate, hyper.state, run.hparams, record, batched)
             run.note(plain(record))
             if measured or not evaluate:
                 best = run.ranked(score, run.record, run.hparams)

@@ -74,9 +74,9 @@ class Run:
     where a stream decides). `resumed` says whether the run continues an earlier one.
     """
 
-    def __init__(self, steps: int | None, carry: Any, settings: Callable[[], dict[str, str]]):
-        # The settings are what a checkpoint belongs to; digests cost time, so only it asks for them.
-        self.steps, self.settings = steps, settings
+    def __init__(self, steps: int | None, carry: Any, fingerprint: Callable[[], dict[str, str]]):
+        # What a checkpoint belongs to. Digests cost time, so only a checkpoint asks for it.
+        self.steps, self.fingerprint = steps, fingerprint
         self.history: list[dict[str, Any]] = []
         self.resumed = self._nan_reported = False
         self.move(0, carry)
@@ -217,10 +217,10 @@ def feasible(hparams: PyTree, constraints: PyTree, batched: bool = False) -> PyT
     return inside
 
 
-def measure(evaluate, state, hparams, record: dict[str, Any], batched: bool = False) -> dict:
+def metrics_of(evaluate, state, hparams, record: dict[str, Any], batched: bool = False) -> dict:
     """Return the scalars of the user's `evaluate`, or raise where they are none."""
     with _explaining_traces():
-        metrics = _measure(evaluate, state, hparams, batched)
+        metrics = _metrics(evaluate, state, hparams, batched)
     _check_metrics(metrics, record)
     return metrics
 
@@ -256,7 +256,7 @@ def _explaining_traces() -> Iterator[None]:
 
 
 @eqx.filter_jit
-def _measure(evaluate, state, hparams, batched: bool) -> dict[str, Any]:
+def _metrics(evaluate, state, hparams, batched: bool) -> dict[str, Any]:
     return (eqx.filter_vmap(evaluate) if batched else evaluate)(state, hparams)
 
 

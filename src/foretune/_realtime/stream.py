@@ -28,7 +28,7 @@ from .._outer.run import (
     check_functions,
     check_outside_programs,
     digest_of,
-    measure,
+    metrics_of,
     nowhere,
     on_host,
     plain,
@@ -301,7 +301,7 @@ def run_stream(
     if evaluate is not None:
         check_evaluate(evaluate, state.train, state.hparams, _RECORD)
 
-    def settings():  # asked for before the first window, while `state` is the initial one
+    def fingerprint():  # asked for before the first window, while `state` is the initial one
         static = [f.name for f in dataclasses.fields(tuner.settings) if f.metadata.get("static")]
         constants = [name for name in static if name not in ("chunk", "mesh")]
         return {name: str(getattr(tuner.settings, name)) for name in constants} | {
@@ -311,7 +311,7 @@ def run_stream(
             "initial parameters": digest_of(state.train),
         }
 
-    run = RealTimeRun(steps, RealTimeCarry(state, nowhere(state.hparams)), settings)
+    run = RealTimeRun(steps, RealTimeCarry(state, nowhere(state.hparams)), fingerprint)
     run.tuner = tuner
     with Interrupt() as interrupt, started(callbacks, run):
         already = run.step if skip else 0
@@ -370,7 +370,7 @@ def _record(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -
     record = {"step": step, "value": numbers["value"], "gradient_norm": norm}
     record |= {name: numbers[name] for name in ("loss", "hparams", "z_norm", "undone", "outliers")}
     if evaluate and (step % every == 0 or step == run.steps):
-        record |= measure(evaluate, state.train, state.hparams, record)
+        record |= metrics_of(evaluate, state.train, state.hparams, record)
     return plain(record)
 
 

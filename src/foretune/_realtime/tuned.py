@@ -175,7 +175,7 @@ def tuned(
             )
         with shapes.explaining(state=state.anchor, batch=batch, validation=validation):
             check_state(settings, state.anchor)
-            problem = settings.problem(state.anchor.train, _stacked(batch), validation)
+            problem = settings.problem(state.anchor.train, _window_of_one(batch), validation)
             validated(problem, state.hparams)
 
     def update(state: Any, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
@@ -200,7 +200,9 @@ def tuned(
         call = _Call(dropped, batch, validation)
         if (failed := unseen.look(state, after, call)) is not None:
             window, batch, validation = failed
-            error = tuner.fault(after.anchor._replace(window=window), _stacked(batch), validation)
+            error = tuner.fault(
+                after.anchor._replace(window=window), _window_of_one(batch), validation
+            )
             error.state = after
             raise error
         return after, value
@@ -210,7 +212,7 @@ def tuned(
         state: TunedState, batch: PyTree, validation: PyTree
     ) -> tuple[TunedState, Array, Array]:
         anchor = state.anchor
-        problem = settings.problem(anchor.train, _stacked(batch), validation)
+        problem = settings.problem(anchor.train, _window_of_one(batch), validation)
         system = make_system(problem, anchor.hparams, whole=True)
         window = make_step(settings, problem, system, anchor)(state.window, 0)
 
@@ -289,7 +291,7 @@ def _constant(name: str, value: Any, called: str) -> Float[Array, "..."]:
     return array
 
 
-def _stacked(batch: PyTree) -> PyTree:
+def _window_of_one(batch: PyTree) -> PyTree:
     """Return the minibatch as a window of one."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch)
 

@@ -61,7 +61,7 @@ from .stream import (
 )
 from .window import (
     RealTimeState,
-    Settings,
+    TunerSettings,
     column_norms,
     directions_of,
     floating,
@@ -162,7 +162,7 @@ class RealTime:
         optimizer = DEFAULT_OPTIMIZER if optimizer is None else optimizer
         if clip is not None:
             optimizer = optax.chain(optax.clip_by_global_norm(clip), optimizer)
-        self.settings = Settings(
+        self.settings = TunerSettings(
             problem.dynamics,
             problem.objective,
             optimizer,
@@ -431,7 +431,7 @@ def _check_start(train: PyTree, hparams: PyTree) -> None:
         )
 
 
-def check_state(settings: Settings, state: RealTimeState) -> None:
+def check_state(settings: TunerSettings, state: RealTimeState) -> None:
     """Raise where a state is not one of this tuner: its optimizers' states, and the columns of Z."""
     outer = Outer(settings.optimizer, check_constraints(settings.constraints, state.hparams))
     expected = {"opt_state": jax.eval_shape(outer.init, state.hparams)}

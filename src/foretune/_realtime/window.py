@@ -66,7 +66,7 @@ class RealTimeState(NamedTuple):
     """Whether the last minibatch was an outlier, and passed over."""
 
 
-class Settings(eqx.Module):
+class TunerSettings(eqx.Module):
     """What a `RealTime` is made of, as its program sees it."""
 
     dynamics: Any
@@ -122,7 +122,7 @@ class Progressing(NamedTuple):
 
 
 def run_window(
-    tuner: Settings, state: RealTimeState, problem: Problem, count: Int[Array, ""]
+    tuner: TunerSettings, state: RealTimeState, problem: Problem, count: Int[Array, ""]
 ) -> tuple[RealTimeState, dict[str, Any], Array]:
     """One window, then one step of the hyperparameters: a pure function, to be traced."""
     system = make_system(problem, state.hparams, whole=True)
@@ -139,7 +139,7 @@ def run_window(
     return finish(tuner, state, problem, system, end, end.steps - 1)
 
 
-def begin(tuner: Settings, state: RealTimeState) -> Progressing:
+def begin(tuner: TunerSettings, state: RealTimeState) -> Progressing:
     """Return the window before its first minibatch."""
     s = eqx.filter(state.train, eqx.is_array)
     # What earlier windows did counts for less: they ran with other hyperparameters.
@@ -155,7 +155,7 @@ def begin(tuner: Settings, state: RealTimeState) -> Progressing:
 
 
 def make_step(
-    tuner: Settings, problem: Problem, system: System, state: RealTimeState
+    tuner: TunerSettings, problem: Problem, system: System, state: RealTimeState
 ) -> Callable[[Progressing, Any], Progressing]:
     """Return the function that takes a window, which began at `state`, over its minibatch i."""
     hparams = state.hparams
@@ -224,7 +224,7 @@ def make_step(
 
 
 def finish(
-    tuner: Settings,
+    tuner: TunerSettings,
     state: RealTimeState,
     problem: Problem,
     system: System,
