@@ -236,7 +236,7 @@ def differences(now: dict[str, str], old: dict[str, str], was: str, most: int = 
 
 
 class RealTimeCarry(NamedTuple):
-    """All that decides how a real-time run goes on: what a checkpoint saves."""
+    """All that decides how a real-time run continues: what a checkpoint saves."""
 
     state: Any
     best: Best

@@ -183,15 +183,13 @@ def tuned(
             raise TypeError(
                 f"`update` takes the state that `init` or `update` returned, got {describe(state)}."
             )
-        given, (batch, validation) = (
-            (batch, validation),
-            jax.tree.map(readable, (batch, validation)),
-        )
+        given = {"batch": batch, "validation": validation}
+        batch, validation = jax.tree.map(readable, (batch, validation))
         arrays, structure = flatten((batch, validation))
         key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in arrays)
         if key not in checked:
-            check_data(given[0], "batch")
-            check_data(given[1], "validation")
+            for name, data in given.items():
+                check_data(data, name)
             check(state, batch, validation)
             remember(checked, key, None)
         after, value, dropped = program(state, batch, validation)

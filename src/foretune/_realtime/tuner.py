@@ -4,7 +4,7 @@ After every window (hyper-batch) of Delta minibatches, the partial hypergradient
 
     grad f_t = grad E(s_t) Z_t + dE/dlambda,    Z_t = A_t Z_{t-1} + B_t,
 
-moves the hyperparameters, and the training goes on with the new ones from where it is. The partial
+moves the hyperparameters, and the training continues with the new ones from where it is. The partial
 hypergradient is that of a constant lambda: exact in the first window, an estimate after an update,
 the better the slower lambda moves. So between windows Z is discounted, Z <- gamma Z, and forgets what
 earlier hyperparameters did over about 1 / (1 - gamma) windows. The paper's method is gamma = 1.
@@ -91,7 +91,7 @@ class RealTime:
             minibatch whose loss is over ten times that highest, also before the window, is an outlier
             and passed over (of two in a row the second counts). None: neither of them; a loss that is
             not finite is then an error.
-        reset: set Z to 0 at the beginning of every so many windows.
+        reset: set Z to 0 at the beginning of every `reset` windows.
         z_cap: after each window, scale the columns of Z down to this norm.
         clip: scale the hypergradient down to this norm.
         chunk: columns of Z in work at a time, where there are many hyperparameters.
@@ -241,7 +241,7 @@ class RealTime:
 
         Raises:
             NonFiniteError: where something is not finite, with the window and the leaf. The state
-                before the window is its attribute `state`, to go on from (its Z begins at 0 again).
+                before the window is its attribute `state`, to continue from (its Z begins at 0 again).
         """
         new, log, fault = self.dispatch(state, window, validation, donate=self.donate)
         if not isinstance(fault, Tracer) and fault:
@@ -282,7 +282,7 @@ class RealTime:
             evaluate_every: the windows between two evaluations.
             score: what `best` is lowest in, as a function of a record; by default its `value`.
             skip: whether a resumed run passes over what it had read of the streams. False for
-                streams that go on by themselves.
+                streams that continue by themselves.
 
         Returns:
             A `Result`; its `state` is the tuner's state, with the trained weights in `state.train`.

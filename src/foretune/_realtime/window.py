@@ -46,7 +46,7 @@ SMALL = 0.02  # an error below this share of the first is not worth undoing a wi
 
 
 class RealTimeState(NamedTuple):
-    """Where a real-time run is: all that decides how it goes on."""
+    """Where a real-time run is: all that decides how it continues."""
 
     train: PyTree
     """The state of the dynamics, a `TrainState` for `Training`."""
