@@ -53,6 +53,11 @@ class AbstractEngine(eqx.Module):
 
     check_finite: eqx.AbstractVar[bool | None]
 
+    @property
+    def other_mode(self) -> str | None:
+        """The engine of the other mode, which may be finite where this one is not."""
+        return None
+
     @abc.abstractmethod
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T: a pure function, to be traced."""
@@ -86,7 +91,7 @@ class AbstractEngine(eqx.Module):
         self.review(report)
         if flagged and not finite:
             problem, hparams = unflatten(structure, arrays)
-            raise NonFiniteError(explain(problem, hparams, result))
+            raise NonFiniteError(explain(problem, hparams, result, self.other_mode))
         return result
 
     def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:

@@ -27,6 +27,7 @@ from .._problem.checks import check_count, check_mesh
 from .._problem.system import System
 from .base import AbstractEngine, Solution, check_options
 from .costs import free_bytes, show_bytes
+from .nonfinite import REVERSE
 from .products import directional, unstack
 
 
@@ -61,6 +62,11 @@ class Forward(AbstractEngine):
             check_count(self.chunk, f"Forward(chunk={self.chunk})")
         if self.mesh is not None:
             check_mesh(self.mesh, "Forward(mesh=...)", "tangents")
+
+    @property
+    def other_mode(self) -> str:
+        """`Reverse`."""
+        return REVERSE
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T."""

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,13 @@ from jaxtyping import Array, Float, PyTree
 
 from .._problem.system import System
 
+_UNDIFFERENTIABLE = re.compile("(reverse|forward)-mode (autodiff|differentiation)", re.IGNORECASE)
 _FEW = {"cpu": 8}  # columns that are unstacked; on other devices two
+
+
+def has_no_mode(error: Exception) -> bool:
+    """Return whether the error says that a step cannot be differentiated in the mode tried."""
+    return bool(_UNDIFFERENTIABLE.search(str(error)))
 
 
 class Unstacked(NamedTuple):

@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 from .._problem.checks import check_count
 from .._problem.system import System
 from .base import AbstractEngine, Solution, check_options
+from .nonfinite import FORWARD
 from .products import error_gradients, pull_rows
 from .schedules import Adjoint, Binomial, Everything, Schedule, Segments, States
 
@@ -85,6 +86,11 @@ class Reverse(AbstractEngine):
             "segments": Segments(self.unroll),
             "host": States(self.unroll, on_host=True),
         }[self.store]
+
+    @property
+    def other_mode(self) -> str:
+        """`Forward`."""
+        return FORWARD
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T."""

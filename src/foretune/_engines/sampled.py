@@ -31,7 +31,7 @@ from .._problem.checks import check_count
 from .._problem.problem import Problem, validated
 from .._problem.system import System, make_system
 from .base import AbstractEngine, Solution, check_options
-from .nonfinite import guard_finite, is_finite
+from .nonfinite import REVERSE, guard_finite, is_finite
 from .products import directional, unstack
 
 
@@ -79,6 +79,11 @@ class Sampled(AbstractEngine):
         self.directions, self.seed, self.check_finite = directions, seed, check_finite
         check_options(self)
         check_count(self.directions, f"Sampled(directions={self.directions})")
+
+    @property
+    def other_mode(self) -> str:
+        """`Reverse`."""
+        return REVERSE
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, the mean over the directions, and s_T."""
