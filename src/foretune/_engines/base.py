@@ -43,12 +43,14 @@ class Solution(NamedTuple):
 
 
 class AbstractEngine(eqx.Module):
-    """A way to compute a hypergradient.
+    """A way to compute a hypergradient: `engine(problem, hparams) -> value, grad, state`.
 
-    `check_finite` says what happens to a value or gradient that is not finite. `None` (default):
-    a call outside `jax.jit` raises `NonFiniteError`, which names the hyperparameter and the step
-    and state leaf where it began; a call inside `jit` checks nothing and costs nothing. `True`:
-    inside `jit` too, by a runtime check that names the hyperparameter. `False`: never.
+    Every engine has the option `check_finite`, which says what happens to a value or gradient that
+    is not finite. `None` (default): a call outside `jax.jit` raises `NonFiniteError`, which names the
+    hyperparameter, the step and state leaf where it began, and the remedy; a call inside `jit` checks
+    nothing and costs nothing. `True`: inside `jit` too, by a runtime check that names the
+    hyperparameter. `False`: never. The page "Which engine?" of the documentation has more, under
+    "When a result is not finite".
     """
 
     check_finite: eqx.AbstractVar[bool | None]

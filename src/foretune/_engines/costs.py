@@ -53,10 +53,10 @@ class Costs(NamedTuple):
     kept: float
     """Bytes that are stored for a step then."""
     tangents: dict[int, float]
-    """Seconds of a step with so many tangents."""
+    """Seconds of a step with c tangents, for some c."""
 
     def with_tangents(self, count: int) -> float:
-        """Return the seconds of a step with so many tangents, between or beyond those measured."""
+        """Return the seconds of a step with `count` tangents, between or beyond those measured."""
         known = sorted(self.tangents)
         if not known:
             return math.inf

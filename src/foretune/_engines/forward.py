@@ -38,8 +38,9 @@ class Forward(AbstractEngine):
     number of steps. `chunk` bounds the columns of Z that are held at once (default: all m);
     each chunk is one pass over the training. With `mesh`, as of `foretune.mesh(tangents=8)`, each
     device on that axis carries its share of the columns, and nothing is exchanged until the end;
-    `chunk` then counts the columns of all devices together. `check_finite`: see `AbstractEngine`; by
-    default a result that is not finite raises `NonFiniteError`, except inside `jax.jit`.
+    `chunk` then counts the columns of all devices together. `check_finite` says what happens to a
+    result that is not finite: see `foretune.AbstractEngine`; by default it raises `NonFiniteError`,
+    except inside `jax.jit`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(

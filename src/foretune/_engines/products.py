@@ -36,7 +36,7 @@ def pushforward(
 
     Only floating-point leaves have tangents; `tangents` has None for the others. There is one for
     each of the primals: stacked on a leading axis, or `Unstacked`, and so is what is returned. With
-    `chunk`, so many stacked ones are in work at a time.
+    `chunk`, that number of stacked ones are in work at a time.
     """
     moving, fixed = eqx.partition(primals, eqx.is_inexact_array)
 

@@ -35,8 +35,8 @@ class Reverse(AbstractEngine):
     stores. When hyperparameters are few, `Forward` needs neither.
 
     Args:
-        check_finite: see `AbstractEngine`; by default a result that is not finite raises
-            `NonFiniteError`, except inside `jax.jit`.
+        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`; by
+            default it raises `NonFiniteError`, except inside `jax.jit`.
         unroll: puts that many steps into one turn of the loops: the same result, longer compilation,
             and less overhead where a step is so small that starting its kernels takes the time.
         store: what is kept on the way forward; the rest is computed again. All give the same result.

@@ -55,7 +55,7 @@ class Sampled(AbstractEngine):
         directions: how many, n.
         seed: of the directions. They also depend on the hyperparameters' values, so that each step of
             a descent draws others; the same call gives the same estimate.
-        check_finite: see `AbstractEngine`.
+        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
 
     `estimate(problem, hparams)` also returns the standard error of each entry.
 

@@ -210,7 +210,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def binomial_plan(steps: int, states: int) -> Plan:
-    """Return which states to store on the way back over so many steps, at most `states` at a time.
+    """Return which states to store on the way back over the steps, at most `states` at a time.
 
     >>> plan = binomial_plan(10, 3)
     >>> int(plan.top.max()) + 1, plan.computed
@@ -253,7 +253,7 @@ def _repetitions(steps: int, states: int) -> int:
 
 
 def _split(steps: int, states: int) -> int:
-    """Where to store next, of so many steps, when so many states may be held with the first.
+    """Where to store next, of `steps` steps, when `states` states may be held with the first.
 
     With beta(s, r) = C(s + r, s), the steps that s states reverse by computing none more than r times,
     and r the least with beta(s, r) >= steps, the halves k and steps - k must need r - 1 and r.
@@ -267,7 +267,7 @@ def _split(steps: int, states: int) -> int:
 def advance(
     system: System, hparams: PyTree, s: PyTree, first: Any, count: int, unroll: int
 ) -> PyTree:
-    """Return the state after so many steps."""
+    """Return the state after `count` steps."""
     if count == 0:
         return s
 

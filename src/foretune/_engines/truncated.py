@@ -39,7 +39,7 @@ class Truncated(AbstractEngine):
 
     Args:
         steps: k, the steps to go back over.
-        check_finite: see `AbstractEngine`.
+        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
         unroll: as in `Reverse`.
         store: as in `Reverse`, for the k steps.
 
