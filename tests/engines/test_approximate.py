@@ -270,7 +270,7 @@ class TestImplicit:
         x, y = self.ridge()[0].batches.data
         stacked = (jnp.stack([x] * 3), jnp.stack([y] * 3))
         problem, hparams = self.ridge(batches=stacked)
-        with pytest.raises(TypeError, match="all the data is needed as one batch"):
+        with pytest.raises(TypeError, match="all the data as one batch"):
             ft.Implicit()(problem, hparams)
         with pytest.raises(ValueError, match="solver='newton'"):
             ft.Implicit("newton")

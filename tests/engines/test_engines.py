@@ -294,6 +294,29 @@ def test_states_and_hyperparameters_may_be_lists(m):
     )
 
 
+def test_names_may_hold_brackets_and_quotes():
+    """Names are compared as keys, so none is taken for a path to another."""
+    names = ["a[0]", "a']['b", "{k}", 'q"']
+
+    def loss(params, hparams, batch):
+        leaves = [*(hparams[name] for name in names), hparams["a"]["b"]]
+        return sum((i + 1) * (params - leaf) ** 2 for i, leaf in enumerate(leaves))
+
+    def objective(state, hparams, batch):
+        return state.params**2
+
+    hparams = {name: jnp.array(0.5) for name in names} | {"a": {"b": jnp.array(0.5)}}
+    objectives = {name: objective if name == "a" else lambda *_: objective(*_) for name in hparams}
+    dynamics, batches = ft.Training(loss, optax.sgd(0.01)), ft.FullBatch(None, steps=3)
+    problem = ft.Problem(dynamics, objectives, jnp.zeros(()), batches)
+    for engine in (ft.Reverse(), ft.Forward()):
+        grad = engine(problem, hparams).grad
+        found = np.array([*(grad[name] for name in names), grad["a"]["b"]])
+        np.testing.assert_allclose(found / found[0], [1, 2, 3, 4, 5], rtol=1e-5)
+    with pytest.raises(ft.NonFiniteError, match=r"hparams\[\"a'\]\['b\"\] itself is not finite"):
+        ft.Reverse()(problem, hparams | {"a']['b": jnp.array(jnp.nan)})
+
+
 def test_real_time_tuning_takes_lists():
     def loss(params, hparams, batch):
         return jnp.sum((params[0] - batch) ** 2) + hparams[1] * jnp.sum(params[0] ** 2)

@@ -7,8 +7,10 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._engines import nonfinite
 
 from ..problems import penalised, regression, squared_error
+from .test_engines import network, state_bytes
 
 ENGINES = [ft.Reverse(), ft.Forward()]
 
@@ -113,6 +115,96 @@ def test_a_fault_of_the_adjoint_alone():
     problem, hparams = regression(objective=error)
     with pytest.raises(ft.NonFiniteError, match=r"adjoint of state.*gradient of the objective"):
         ft.Reverse()(problem, hparams)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "engine", "remedy"),
+    [
+        (lambda h: optax.contrib.adopt(h["lr"]), ft.Forward(), "reverse"),
+        (lambda h: optax.contrib.dadapt_adamw(h["lr"]), ft.Forward(), "reverse"),
+        (lambda h: optax.contrib.adopt(h["lr"]), ft.Sampled(2), "reverse"),
+        (lambda h: optax.radam(h["lr"], eps_root=1e-8), ft.Reverse(), "forward"),
+    ],
+    ids=["adopt", "dadapt", "adopt, sampled", "radam"],
+)
+def test_where_the_other_mode_is_finite_it_is_the_remedy(optimizer, engine, remedy):
+    problem, hparams = regression(optimizer=optimizer)
+    with pytest.raises(ft.NonFiniteError) as error:
+        engine(problem, hparams)
+    assert f"in {remedy} mode the hypergradient is finite" in str(error.value)
+    assert f"use `{remedy.capitalize()}()`" in str(error.value)
+    assert "eps_root" not in str(error.value)
+    other = {"reverse": ft.Reverse(), "forward": ft.Forward()}[remedy]
+    assert np.isfinite(other(problem, hparams).grad["lr"])
+
+
+@jax.custom_vjp
+def root(x):  # has no forward mode
+    return jnp.sqrt(x)
+
+
+root.defvjp(lambda x: (jnp.sqrt(x), x), lambda x, g: (g * 0.5 / jnp.sqrt(x),))
+
+
+def searched(x):  # a loop of unknown length has no reverse mode
+    return jnp.sqrt(jax.lax.while_loop(lambda x: x > 10, lambda x: x / 2, x))
+
+
+@pytest.mark.parametrize(
+    ("engine", "f", "pattern"),
+    [
+        (ft.Reverse(), root, r"The training is finite; the adjoint of state .*at step 3 of 4"),
+        (ft.Forward(), searched, r"at step 3 of 4: the derivative of state .*jnp.where"),
+    ],
+    ids=["reverse", "forward"],
+)
+def test_a_step_that_the_other_mode_cannot_differentiate(engine, f, pattern):
+    class Dynamics:
+        def init(self, params, hparams):
+            return params
+
+        def step(self, state, hparams, batch):
+            return state * hparams["a"] + f(state * batch) * 0
+
+    batches = np.array([1, 1, 0, 1], np.float32)
+    problem = ft.Problem(Dynamics(), lambda s, h, b: s, np.ones((), np.float32), batches)
+    with pytest.raises(ft.NonFiniteError, match=pattern):
+        engine(problem, {"a": jnp.array(0.9)})
+
+
+def test_arrays_that_no_step_changes_are_no_part_of_the_search():
+    optimizers = {"adam": lambda h: optax.adam(h["lr"]), "stay": lambda h: optax.set_to_zero()}
+
+    def optimizer(h):
+        parts = {name: make(h) for name, make in optimizers.items()}
+        return optax.multi_transform(parts, {"w": "adam", "b": "stay"})
+
+    problem, hparams = with_dead_feature(optimizer)
+    with pytest.raises(ft.NonFiniteError, match=r"First at step 1 of 8: the derivative of state"):
+        ft.Forward()(problem, hparams)
+
+
+def test_the_explanation_takes_one_training():
+    calls = []
+
+    def loss(params, hparams, batch):
+        jax.debug.callback(lambda: calls.append(1))
+        return penalised(params, hparams, batch)
+
+    problem, hparams = with_dead_feature(lambda h: optax.adam(h["lr"]))
+    problem = problem.replace(dynamics=ft.Training(loss, lambda h: optax.adam(h["lr"])))
+    result = ft.Reverse(check_finite=False)(problem, hparams)
+    jax.effects_barrier()
+    calls.clear()
+    assert "First at step 1 of 8" in nonfinite.explain(problem, hparams, result, "Forward()")
+    jax.effects_barrier()
+    assert len(calls) == 8
+
+
+def test_the_search_backwards_stores_few_states():
+    problem, hparams = network(400)
+    memory = nonfinite._march_back.lower(problem, hparams).compile().compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 100 * state_bytes(problem, hparams)
 
 
 def test_a_value_that_is_not_finite():

@@ -45,8 +45,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{prefix}i": 1024**k for k, prefix in enumerate("kmgt", start=1)}
 _REMEMBERED = 64
 _RIVALS = 3  # whole programs that are timed,
-_NEAR = 1.15  # where they are predicted to be so close to the fastest,
-_BRIEF = 2.0  # and that to take no more than so many seconds
+_NEAR = 1.15  # where they are predicted to be this close to the fastest,
+_BRIEF = 2.0  # and that to take no more than this, in seconds
 _PASSES = 1.05  # several passes repeat what is around the steps too; they must promise to be faster
 
 
@@ -111,7 +111,7 @@ class Auto(AbstractEngine):
         memory: what the program may need at most, with its data and results: bytes, or a text like
             "4GiB" or "500MB". None (default): what is free on the device, which is also the most that
             any budget allows.
-        check_finite: see `AbstractEngine`.
+        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
 
     The choice is made from the time that a few steps of the training take and the memory that the
     compiler plans, and for a brief training between engines that are predicted to be level from their

@@ -43,15 +43,22 @@ class Solution(NamedTuple):
 
 
 class AbstractEngine(eqx.Module):
-    """A way to compute a hypergradient.
+    """A way to compute a hypergradient: `engine(problem, hparams) -> value, grad, state`.
 
-    `check_finite` says what happens to a value or gradient that is not finite. `None` (default):
-    a call outside `jax.jit` raises `NonFiniteError`, which names the hyperparameter and the step
-    and state leaf where it began; a call inside `jit` checks nothing and costs nothing. `True`:
-    inside `jit` too, by a runtime check that names the hyperparameter. `False`: never.
+    Every engine has the option `check_finite`, which says what happens to a value or gradient that
+    is not finite. `None` (default): a call outside `jax.jit` raises `NonFiniteError`, which names the
+    hyperparameter, the step and state leaf where it began, and the remedy; a call inside `jit` checks
+    nothing and costs nothing. `True`: inside `jit` too, by a runtime check that names the
+    hyperparameter. `False`: never. The page "Which engine?" of the documentation has more, under
+    "When a result is not finite".
     """
 
     check_finite: eqx.AbstractVar[bool | None]
+
+    @property
+    def other_mode(self) -> str | None:
+        """The engine of the other mode, which may be finite where this one is not."""
+        return None
 
     @abc.abstractmethod
     def solve(self, system: System, hparams: PyTree) -> Solution:
@@ -86,7 +93,7 @@ class AbstractEngine(eqx.Module):
         self.review(report)
         if flagged and not finite:
             problem, hparams = unflatten(structure, arrays)
-            raise NonFiniteError(explain(problem, hparams, result))
+            raise NonFiniteError(explain(problem, hparams, result, self.other_mode))
         return result
 
     def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:

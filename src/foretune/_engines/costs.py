@@ -27,14 +27,13 @@ from jaxtyping import PyTree
 
 from .._problem.arguments import Structure, unflatten
 from .._problem.system import System, make_system
-from .products import directional, unstack
+from .products import directional, has_no_mode, unstack
 from .reverse import Reverse
 from .schedules import binomial_steps
 
 _SHORT = 4
 _SECONDS = 0.02
 _PROMISING = 3.0
-_UNDIFFERENTIABLE = re.compile("(reverse|forward)-mode (autodiff|differentiation)", re.IGNORECASE)
 
 
 class Costs(NamedTuple):
@@ -54,10 +53,10 @@ class Costs(NamedTuple):
     kept: float
     """Bytes that are stored for a step then."""
     tangents: dict[int, float]
-    """Seconds of a step with so many tangents."""
+    """Seconds of a step with c tangents, for some c."""
 
     def with_tangents(self, count: int) -> float:
-        """Return the seconds of a step with so many tangents, between or beyond those measured."""
+        """Return the seconds of a step with `count` tangents, between or beyond those measured."""
         known = sorted(self.tangents)
         if not known:
             return math.inf
@@ -98,7 +97,7 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
             try:
                 lowered[name] = jax.jit(functools.partial(program, solve)).lower(arrays)
             except (ValueError, TypeError) as error:
-                if not _UNDIFFERENTIABLE.search(str(error)):
+                if not has_no_mode(error):
                     raise
         for name, compiled in compile_all(lowered).items():
             seconds, size = run_time(compiled.result(), arrays, limit)

@@ -27,6 +27,7 @@ from .._problem.checks import check_count, check_mesh
 from .._problem.system import System
 from .base import AbstractEngine, Solution, check_options
 from .costs import free_bytes, show_bytes
+from .nonfinite import REVERSE
 from .products import directional, unstack
 
 
@@ -37,8 +38,9 @@ class Forward(AbstractEngine):
     number of steps. `chunk` bounds the columns of Z that are held at once (default: all m);
     each chunk is one pass over the training. With `mesh`, as of `foretune.mesh(tangents=8)`, each
     device on that axis carries its share of the columns, and nothing is exchanged until the end;
-    `chunk` then counts the columns of all devices together. `check_finite`: see `AbstractEngine`; by
-    default a result that is not finite raises `NonFiniteError`, except inside `jax.jit`.
+    `chunk` then counts the columns of all devices together. `check_finite` says what happens to a
+    result that is not finite: see `foretune.AbstractEngine`; by default it raises `NonFiniteError`,
+    except inside `jax.jit`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -61,6 +63,11 @@ class Forward(AbstractEngine):
             check_count(self.chunk, f"Forward(chunk={self.chunk})")
         if self.mesh is not None:
             check_mesh(self.mesh, "Forward(mesh=...)", "tangents")
+
+    @property
+    def other_mode(self) -> str:
+        """`Reverse`."""
+        return REVERSE
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T."""

@@ -79,7 +79,7 @@ class Implicit(AbstractEngine):
         tolerance: of the solver, relative.
         stationarity: warn where the inner gradient is above this share of what it was at the
             beginning.
-        check_finite: see `AbstractEngine`.
+        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
 
     A linear system that is not solved to the tolerance, or a training that is not at its end, is a
     warning with the figure; negative curvature is an error. Both also inside `jax.jit`, while the

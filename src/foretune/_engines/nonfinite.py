@@ -1,11 +1,13 @@
 """What is said when a value or a gradient is not finite: which leaf, since which step, and why.
 
-Nothing here runs while results are finite. When one is not, the training is run again beside one
-tangent (the sum of the offending directions) until the state or its derivative stops being
-finite; if neither does, the fault lies in the adjoint alone and the steps are searched backwards.
+Nothing here runs while results are finite. When one is not, the training is run once more, beside one
+tangent (the sum of the offending directions) for as long as that is finite. Only where this does not
+tell, because the fault lies in the adjoint or reverse mode may be the remedy, the steps are searched
+backwards, with about 2 sqrt(T) states stored.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,7 +19,8 @@ from jaxtyping import Array, Bool, PyTree
 from .._problem.checks import describe, named_leaves
 from .._problem.problem import Problem
 from .._problem.system import make_system
-from .products import error_gradients, pull_rows, pushforward
+from .products import error_gradients, has_no_mode, pull_rows, pushforward
+from .schedules import Adjoint, Segments, adjoint_step, recorded, segments_of, take
 
 ZERO_MOMENT = (
     "There, {leaves} hold exact zeros: the gradient of the loss has been exactly 0, and the square "
@@ -30,6 +33,12 @@ ZERO_ROOT = (
     "the Adam family (remedy: `eps_root=1e-8`) where a gradient is exactly 0."
 )
 DIVERGES = "It had grown to {peak:.1e} the step before: it diverges. Try a smaller learning rate."
+FINITE = (0, None)  # of the search for the adjoint's fault: at the start, none
+REVERSE, FORWARD = "Reverse()", "Forward()"
+IN_ONE_MODE = (
+    "An operation has no finite derivative there in {failed} mode, but in {other} mode the "
+    "hypergradient is finite at these hyperparameters: use `{remedy}`."
+)
 HUGE = 1e12
 UNSTABLE = (
     "It had grown to {peak:.1e} the step before: the training is unstable at these hyperparameters "
@@ -60,8 +69,11 @@ def is_finite(tree: PyTree) -> Bool[Array, ""]:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
 
 
-def explain(problem: Problem, hparams: PyTree, result: Any) -> str:
-    """Return the message of `NonFiniteError`: which leaves are not finite, since when and why."""
+def explain(problem: Problem, hparams: PyTree, result: Any, other: str | None = None) -> str:
+    """Return the message of `NonFiniteError`: which leaves are not finite, since when and why.
+
+    `other` is the engine of the other mode, where that may be the remedy.
+    """
     value, grad, _ = result
     bad = [name for name, leaf in named_leaves(value, "value").items() if not np.isfinite(leaf)]
     for name, leaf in named_leaves(grad, "hparams").items():
@@ -69,7 +81,7 @@ def explain(problem: Problem, hparams: PyTree, result: Any) -> str:
         if wrong:
             bad.append(f"the gradient of {name} ({wrong} of {leaf.size} entries)")
     direction = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), 0, 1).astype(g.dtype), grad)
-    return f"not finite: {', '.join(bad)}.\n{_origin(problem, hparams, direction)}"
+    return f"not finite: {', '.join(bad)}.\n{_origin(problem, hparams, direction, other)}"
 
 
 def explain_window(problem: Problem, hparams: PyTree, window: int) -> str:
@@ -91,7 +103,7 @@ def explain_window(problem: Problem, hparams: PyTree, window: int) -> str:
             f"({describe(leaf)}) in {where.sum()} of {where.size} entries. {kept}"
         )
     everywhere = jax.tree.map(jnp.ones_like, hparams)
-    origin = _origin(problem, hparams, everywhere, GROWN)
+    origin = _origin(problem, hparams, everywhere, otherwise=GROWN)
     return f"not finite: window {window} (counted from 0). {origin} {kept}"
 
 
@@ -113,41 +125,77 @@ def guard_finite(result: Any) -> Any:
 
 
 def _origin(
-    problem: Problem, hparams: PyTree, direction: PyTree, otherwise: str = IN_OBJECTIVE
+    problem: Problem,
+    hparams: PyTree,
+    direction: PyTree,
+    other: str | None = None,
+    otherwise: str = IN_OBJECTIVE,
 ) -> str:
     T = problem.steps
     if found := _first(jax.device_get(hparams), "hparams"):
         return f"{found[0]} itself is not finite."
-    still = jax.tree.map(jnp.zeros_like, direction)
-    t, state, _, peak, _ = jax.device_get(_march(problem, hparams, still))
-    if found := _first(state, "state"):
+    march = jax.device_get(_in_its_mode(_march, problem, hparams, direction))
+    finite = "The training and its forward derivative are finite"
+    if march is None:  # a step without forward mode
+        other, finite = None, "The training is finite"
+        march = jax.device_get(_march(problem, hparams, None))
+    if found := _first(march.state, "state"):
         name, leaf, _ = found
-        cause = DIVERGES.format(peak=float(peak)) if peak > HUGE else ZERO_ROOT
+        peak = float(march.peak)
+        cause = DIVERGES.format(peak=peak) if peak > HUGE else ZERO_ROOT
         return (
-            f"First at step {t} of {T}, in the training itself: {name} ({describe(leaf)}) is not "
+            f"First at step {march.t} of {T}, in the training itself: {name} ({describe(leaf)}) is not "
             f"finite. {cause}"
         )
-    if not _finite_errors(problem, hparams):
+    if not march.finite_errors:
         return "The training is finite to its end: the objective itself is not, at the last state."
-    t, state, derivative, _, peak = jax.device_get(_march(problem, hparams, direction))
-    if found := _first(derivative, "state"):
+    if found := _first(march.z, "state"):
         name, leaf, where = found
+        peak = float(march.z_peak)
+        if peak > HUGE:
+            cause = UNSTABLE.format(peak=peak)
+        elif other == REVERSE and _search(problem, hparams) == FINITE:
+            cause = IN_ONE_MODE.format(failed="forward", other="reverse", remedy=REVERSE)
+        else:
+            cause = _remedy(march.z_state, where)
         return (
-            f"First at step {t} of {T}: the derivative of {name} ({describe(leaf)}) is not finite "
-            f"in {where.sum()} of {where.size} entries, while the state is. "
-            + (UNSTABLE.format(peak=float(peak)) if peak > HUGE else _remedy(state, where))
+            f"First at step {march.z_t} of {T}: the derivative of {name} ({describe(leaf)}) is not "
+            f"finite in {where.sum()} of {where.size} entries, while the state is. {cause}"
         )
-    t, alpha = jax.device_get(_march_back(problem, hparams))
-    if found := _first(alpha, "state"):
+    t, found = _search(problem, hparams) or FINITE
+    if found:
         name, leaf, where = found
-        place = (
-            f"at step {t + 1} of {T}, going back" if t < T else "in the gradient of the objective"
-        )
-        return (
-            f"The training and its forward derivative are finite; the adjoint of {name} "
-            f"({describe(leaf)}) is not, first {place}. {_remedy(state, where)}"
-        )
+        if t == T:
+            place, cause = "in the gradient of the objective", ZERO_ROOT
+        else:
+            place, cause = f"at step {t + 1} of {T}, going back", _remedy(march.state, where)
+            if other == FORWARD:
+                cause = IN_ONE_MODE.format(failed="reverse", other="forward", remedy=FORWARD)
+        return f"{finite}; the adjoint of {name} ({describe(leaf)}) is not, first {place}. {cause}"
     return otherwise
+
+
+def _in_its_mode(march: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what the march does, or None where a step cannot be differentiated in its mode."""
+    try:
+        return march(*arguments)
+    except (ValueError, TypeError) as error:
+        if not has_no_mode(error):
+            raise
+        return None
+
+
+def _search(problem: Problem, hparams: PyTree) -> tuple[int, Any] | None:
+    """Return the step and the leaf at which the adjoint stops being finite, going back, or `FINITE`.
+
+    None where a step has no reverse mode.
+    """
+    if (end := jax.device_get(_in_its_mode(_march_back, problem, hparams))) is None:
+        return None
+    t, alpha, g = end
+    if t == 0 and not _first(g, "hparams"):
+        return FINITE
+    return int(t), _first(alpha, "state") or _first(g, "hparams")
 
 
 def _first(tree: PyTree, name: str) -> tuple[str, np.ndarray, np.ndarray] | None:
@@ -160,10 +208,11 @@ def _first(tree: PyTree, name: str) -> tuple[str, np.ndarray, np.ndarray] | None
 
 
 def _remedy(state: PyTree, where: np.ndarray) -> str:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     moments = [
-        path
-        for path, leaf in named_leaves(state, "state").items()
-        if path.startswith("state.opt_state")
+        f"state{jax.tree_util.keystr(path)}"
+        for path, leaf in leaves
+        if path[:1] == (jax.tree_util.GetAttrKey("opt_state"),)
         and eqx.is_inexact_array_like(leaf)
         and np.shape(leaf) == where.shape
         and np.any(where & (leaf == 0))
@@ -171,31 +220,51 @@ def _remedy(state: PyTree, where: np.ndarray) -> str:
     return ZERO_MOMENT.format(leaves=" and ".join(moments)) if moments else ZERO_ROOT
 
 
-@eqx.filter_jit
-def _march(problem: Problem, hparams: PyTree, direction: PyTree) -> tuple[Any, ...]:
-    """Return t, s_t, z_t = Z_t direction, max |s_{t-1}|, max |z_{t-1}| at the first t not finite.
+class March(NamedTuple):
+    """Where the training, and its derivative z_t = Z_t direction, stopped being finite, or the end."""
 
-    With a direction of 0, only s_t counts.
-    """
+    t: Any
+    state: PyTree  # s_t
+    peak: Any  # max |s_{t-1}|
+    finite_errors: Any  # E(s_t)
+    z_t: Any
+    z_state: PyTree
+    z: PyTree
+    z_peak: Any  # max |z| the step before
+
+
+@eqx.filter_jit
+def _march(problem: Problem, hparams: PyTree, direction: PyTree | None) -> March:
+    """Train beside one tangent, where there is one, until it is not finite, then without it."""
     system = make_system(problem, hparams)
     directions = jax.tree.map(lambda leaf: leaf[None], direction)
 
+    def phi(t):
+        return lambda s, h: system.step(s, h, take(system.xs, t))
+
+    def with_tangent(carry):
+        t, s, z, *_ = carry
+        return t + 1, *pushforward(phi(t), (s, hparams), (z, directions)), _peak(s), _peak(z)
+
+    def alone(carry):
+        t, s, _ = carry
+        return t + 1, phi(t)(s, hparams), _peak(s)
+
     def proceed(carry):
-        t, s, z, *_ = carry
-        return (t < system.steps) & is_finite(s) & (is_finite(z) | (_peak(direction) == 0))
+        t, *finite = carry[:3]
+        return (t < system.steps) & is_finite(finite)
 
-    def step(carry):
-        t, s, z, *_ = carry
-        x = jax.tree.map(lambda leaf: leaf[t], system.xs)
-        phi = lambda s, h: system.step(s, h, x)  # noqa: E731
-        peaks = _peak(s), _peak(z)
-        return t + 1, *pushforward(phi, (s, hparams), (z, directions)), *peaks
-
-    s, z = pushforward(system.initial, (hparams,), (directions,))
     none = jnp.zeros((), float)
-    t, s, z, *peaks = lax.while_loop(proceed, step, (0, s, z, none, none))
-    z = jax.tree.map(lambda leaf: leaf[0], eqx.filter(system.restore(z), eqx.is_array))
-    return t, system.restore(s), z, *peaks
+    z_t, z_s, z, peak, z_peak = 0, system.initial(hparams), None, none, none
+    if direction is not None:
+        s, z = pushforward(system.initial, (hparams,), (directions,))
+        z_t, z_s, z, peak, z_peak = lax.while_loop(proceed, with_tangent, (0, s, z, none, none))
+    t, s, peak = lax.while_loop(lambda c: proceed(c[:2]), alone, (z_t, z_s, peak))
+    finite_errors = is_finite(system.errors(s, hparams))
+    if z is not None:
+        z = system.restore(jax.tree.map(lambda leaf: leaf[0], z))
+    state, z_state = system.restore(s), system.restore(z_s)
+    return March(t, state, peak, finite_errors, z_t, z_state, z, z_peak)
 
 
 def _peak(tree: PyTree) -> Array:
@@ -206,30 +275,39 @@ def _peak(tree: PyTree) -> Array:
 
 
 @eqx.filter_jit
-def _finite_errors(problem: Problem, hparams: PyTree) -> Array:
-    system = make_system(problem, hparams)
-    return is_finite(system.errors(system.run(hparams), hparams))
+def _march_back(problem: Problem, hparams: PyTree) -> tuple[Any, PyTree, PyTree]:
+    """Return t, alpha_t and the gradient so far at the last t where they are not finite, else at 0.
 
-
-@eqx.filter_jit
-def _march_back(problem: Problem, hparams: PyTree) -> tuple[Any, PyTree]:
-    """Return (t, alpha_t) at the last t where alpha_t is not finite, else at 0."""
+    Of the states the first of each segment are stored, and those of the segment in work.
+    """
     system = make_system(problem, hparams)
-    s_0 = system.initial(hparams)
-    s_T, states = lax.scan(
-        lambda s, x: (system.step(s, hparams, x), s), s_0, system.xs, length=system.steps
-    )
-    _, alpha, _ = error_gradients(system, s_T, hparams)
+    s_0, pull_initial = eqx.filter_vjp(system.initial, hparams)
+    s_T, (firsts, last) = Segments().forward(system, hparams, s_0)
+    firsts = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), firsts, last)
+    _, alpha, g = error_gradients(system, s_T, hparams)
+    length, _ = segments_of(system.steps)
+
+    def states_of(k):  # the last segment is shorter: what is beyond it is not used
+        return recorded(system, hparams, take(firsts, k), k * length, length, 1)[1]
 
     def proceed(carry):
-        t, alpha = carry
-        return (t > 0) & is_finite(alpha)
+        t, adjoint, _ = carry
+        return (t > 0) & is_finite((adjoint.alpha, system.gradient(adjoint.g)))
 
     def step(carry):
-        t, alpha = carry
-        s, x = jax.tree.map(lambda leaf: leaf[t - 1], (states, system.xs))
-        _, pull = eqx.filter_vjp(lambda s: system.step(s, hparams, x), s)
-        return t - 1, *pull_rows(pull, alpha)
+        t, adjoint, states = carry
+        k, i = (t - 1) // length, (t - 1) % length
+        enters = (i == length - 1) | (t == system.steps)
+        states = lax.cond(enters, states_of, lambda _: states, k)
+        return t - 1, adjoint_step(system, hparams, adjoint, take(states, i), t - 1), states
 
-    t, alpha = lax.while_loop(proceed, step, (jnp.array(system.steps), alpha))
-    return t, system.restore(jax.tree.map(lambda leaf: leaf.sum(0), alpha))
+    empty = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (length, *leaf.shape)), take(firsts, 0)
+    )
+    start = jnp.array(system.steps), Adjoint(alpha, g), empty
+    t, adjoint, _ = lax.while_loop(proceed, step, start)
+    # alpha_0 counts as far as s_0 depends on lambda: an accumulator that starts at 0 does not.
+    (g_initial,) = pull_rows(pull_initial, adjoint.alpha)
+    g = jax.tree.map(lambda a, b: jnp.where(t > 0, a, a + b), adjoint.g, g_initial)
+    alpha = system.restore(jax.tree.map(lambda leaf: leaf.sum(0), adjoint.alpha))
+    return t, alpha, system.gradient(g)

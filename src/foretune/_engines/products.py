@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,13 @@ from jaxtyping import Array, Float, PyTree
 
 from .._problem.system import System
 
+_UNDIFFERENTIABLE = re.compile("(reverse|forward)-mode (autodiff|differentiation)", re.IGNORECASE)
 _FEW = {"cpu": 8}  # columns that are unstacked; on other devices two
+
+
+def has_no_mode(error: Exception) -> bool:
+    """Return whether the error says that a step cannot be differentiated in the mode tried."""
+    return bool(_UNDIFFERENTIABLE.search(str(error)))
 
 
 class Unstacked(NamedTuple):
@@ -29,7 +36,7 @@ def pushforward(
 
     Only floating-point leaves have tangents; `tangents` has None for the others. There is one for
     each of the primals: stacked on a leading axis, or `Unstacked`, and so is what is returned. With
-    `chunk`, so many stacked ones are in work at a time.
+    `chunk`, that number of stacked ones are in work at a time.
     """
     moving, fixed = eqx.partition(primals, eqx.is_inexact_array)
 

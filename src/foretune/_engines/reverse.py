@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 from .._problem.checks import check_count
 from .._problem.system import System
 from .base import AbstractEngine, Solution, check_options
+from .nonfinite import FORWARD
 from .products import error_gradients, pull_rows
 from .schedules import Adjoint, Binomial, Everything, Schedule, Segments, States
 
@@ -34,8 +35,8 @@ class Reverse(AbstractEngine):
     stores. When hyperparameters are few, `Forward` needs neither.
 
     Args:
-        check_finite: see `AbstractEngine`; by default a result that is not finite raises
-            `NonFiniteError`, except inside `jax.jit`.
+        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`; by
+            default it raises `NonFiniteError`, except inside `jax.jit`.
         unroll: puts that many steps into one turn of the loops: the same result, longer compilation,
             and less overhead where a step is so small that starting its kernels takes the time.
         store: what is kept on the way forward; the rest is computed again. All give the same result.
@@ -85,6 +86,11 @@ class Reverse(AbstractEngine):
             "segments": Segments(self.unroll),
             "host": States(self.unroll, on_host=True),
         }[self.store]
+
+    @property
+    def other_mode(self) -> str:
+        """`Forward`."""
+        return FORWARD
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T."""

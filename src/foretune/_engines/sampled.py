@@ -31,7 +31,7 @@ from .._problem.checks import check_count
 from .._problem.problem import Problem, validated
 from .._problem.system import System, make_system
 from .base import AbstractEngine, Solution, check_options
-from .nonfinite import guard_finite, is_finite
+from .nonfinite import REVERSE, guard_finite, is_finite
 from .products import directional, unstack
 
 
@@ -55,7 +55,7 @@ class Sampled(AbstractEngine):
         directions: how many, n.
         seed: of the directions. They also depend on the hyperparameters' values, so that each step of
             a descent draws others; the same call gives the same estimate.
-        check_finite: see `AbstractEngine`.
+        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
 
     `estimate(problem, hparams)` also returns the standard error of each entry.
 
@@ -79,6 +79,11 @@ class Sampled(AbstractEngine):
         self.directions, self.seed, self.check_finite = directions, seed, check_finite
         check_options(self)
         check_count(self.directions, f"Sampled(directions={self.directions})")
+
+    @property
+    def other_mode(self) -> str:
+        """`Reverse`."""
+        return REVERSE
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, the mean over the directions, and s_T."""

@@ -77,7 +77,7 @@ class States(NamedTuple):
 
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
         """Run, and keep s_0 .. s_{T-1}."""
-        s_T, states = _recorded(system, hparams, s_0, 0, system.steps, self.unroll, self.on_host)
+        s_T, states = recorded(system, hparams, s_0, 0, system.steps, self.unroll, self.on_host)
         return s_T, states
 
     def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
@@ -107,7 +107,7 @@ class Segments(NamedTuple):
         firsts, last = memory
 
         def back(adjoint, s, first, steps):
-            _, states = _recorded(system, hparams, s, first, steps, self.unroll)
+            _, states = recorded(system, hparams, s, first, steps, self.unroll)
             return _sweep(system, hparams, states, adjoint, first, steps, self.unroll)
 
         done = count * length
@@ -153,12 +153,12 @@ class Binomial(NamedTuple):
         """Go back step by step; before each, compute what is missing."""
         plan = binomial_plan(system.steps, self.states)
         kept, s = memory
-        adjoint = _adjoint_step(system, hparams, adjoint, s, system.steps - 1)
+        adjoint = adjoint_step(system, hparams, adjoint, s, system.steps - 1)
 
         def back(carry, row):
             adjoint, kept = carry
             kept, s = self._reach(system, hparams, plan, kept, row)
-            return (_adjoint_step(system, hparams, adjoint, s, row.step), kept), None
+            return (adjoint_step(system, hparams, adjoint, s, row.step), kept), None
 
         before = jax.tree.map(lambda a: a[:-1], plan.rows)
         return lax.scan(back, (adjoint, kept), before, reverse=True)[0][0]
@@ -178,11 +178,11 @@ class Binomial(NamedTuple):
         def store(k, carry):
             kept, at = carry
             slot = row.slot + k
-            s = reach(_take(kept, slot), at, lengths[row.first + k])
+            s = reach(take(kept, slot), at, lengths[row.first + k])
             return _put(kept, slot + 1, s), at + lengths[row.first + k]
 
         kept, at = lax.fori_loop(0, row.count, store, (kept, jnp.asarray(row.at)))
-        return kept, reach(_take(kept, row.slot + row.count), at, row.step - at)
+        return kept, reach(take(kept, row.slot + row.count), at, row.step - at)
 
 
 class Row(NamedTuple):
@@ -210,7 +210,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def binomial_plan(steps: int, states: int) -> Plan:
-    """Return which states to store on the way back over so many steps, at most `states` at a time.
+    """Return which states to store on the way back over the steps, at most `states` at a time.
 
     >>> plan = binomial_plan(10, 3)
     >>> int(plan.top.max()) + 1, plan.computed
@@ -253,7 +253,7 @@ def _repetitions(steps: int, states: int) -> int:
 
 
 def _split(steps: int, states: int) -> int:
-    """Where to store next, of so many steps, when so many states may be held with the first.
+    """Where to store next, of `steps` steps, when `states` states may be held with the first.
 
     With beta(s, r) = C(s + r, s), the steps that s states reverse by computing none more than r times,
     and r the least with beta(s, r) >= steps, the halves k and steps - k must need r - 1 and r.
@@ -267,7 +267,7 @@ def _split(steps: int, states: int) -> int:
 def advance(
     system: System, hparams: PyTree, s: PyTree, first: Any, count: int, unroll: int
 ) -> PyTree:
-    """Return the state after so many steps."""
+    """Return the state after `count` steps."""
     if count == 0:
         return s
 
@@ -277,7 +277,7 @@ def advance(
     return lax.scan(step, s, first + jnp.arange(count), unroll=unroll)[0]
 
 
-def _recorded(
+def recorded(
     system: System,
     hparams: PyTree,
     s: PyTree,
@@ -309,13 +309,13 @@ def _sweep(
     def back(adjoint, stored):
         s, t = stored
         s = _moved(s, "device") if on_host else s
-        return _adjoint_step(system, hparams, adjoint, s, t), None
+        return adjoint_step(system, hparams, adjoint, s, t), None
 
     steps = (states, first + jnp.arange(count))
     return lax.scan(back, adjoint, steps, reverse=True, unroll=unroll)[0]
 
 
-def _adjoint_step(system: System, hparams: PyTree, adjoint: Adjoint, s: PyTree, t: Any) -> Adjoint:
+def adjoint_step(system: System, hparams: PyTree, adjoint: Adjoint, s: PyTree, t: Any) -> Adjoint:
     """alpha_{t-1} = alpha_t A_t, and alpha_t B_t is added to g."""
     x = _entry(system, t)
     _, pull = eqx.filter_vjp(lambda s, h: system.step(s, h, x), s, hparams)
@@ -324,10 +324,11 @@ def _adjoint_step(system: System, hparams: PyTree, adjoint: Adjoint, s: PyTree, 
 
 
 def _entry(system: System, t: Any) -> PyTree:
-    return _take(system.xs, t)
+    return take(system.xs, t)
 
 
-def _take(kept: PyTree, slot: Any) -> PyTree:
+def take(kept: PyTree, slot: Any) -> PyTree:
+    """Return one entry of a stack."""
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot, keepdims=False), kept)
 
 

@@ -23,6 +23,7 @@ from jaxtyping import PyTree
 from .._problem.checks import check_count
 from .._problem.system import System
 from .base import AbstractEngine, Solution, check_options
+from .nonfinite import FORWARD
 from .products import error_gradients
 from .reverse import Reverse
 from .schedules import Adjoint, advance
@@ -38,7 +39,7 @@ class Truncated(AbstractEngine):
 
     Args:
         steps: k, the steps to go back over.
-        check_finite: see `AbstractEngine`.
+        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
         unroll: as in `Reverse`.
         store: as in `Reverse`, for the k steps.
 
@@ -71,6 +72,11 @@ class Truncated(AbstractEngine):
         check_options(self)
         check_count(self.steps, f"Truncated(steps={self.steps})")
         Reverse(unroll=self.unroll, store=self.store)  # the same checks
+
+    @property
+    def other_mode(self) -> str:
+        """`Forward`."""
+        return FORWARD
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, g_k and s_T."""
