@@ -23,39 +23,41 @@ import foretune as ft
 from ..problems import penalised, regression, squared_error
 
 CHILD = textwrap.dedent("""
-    import json, sys, time
+    import json, sys
     import numpy as np, optax
     import foretune as ft
     from tests.problems import regression
 
-    class Slow(ft.Callback):
+    folder, last = sys.argv[1], int(sys.argv[2])
+
+    class Steps(ft.Callback):
         def step(self, run):
             print(run.step, flush=True)
-            time.sleep(0.05)
+            if run.step == last:
+                sys.stdin.read()  # until it is killed
 
     problem, hparams = regression(steps=4)
-    folder = sys.argv[1]
     result = ft.minimize(
         problem, hparams, steps=12, optimizer=optax.adam(0.01),
         constraints={"lr": ft.NonNegative()},
-        callbacks=[ft.History(folder + "/metrics.jsonl"), ft.Checkpoint(folder + "/state"), Slow()],
+        callbacks=[ft.History(folder + "/metrics.jsonl"), ft.Checkpoint(folder + "/state"), Steps()],
     )
     bits = {name: np.asarray(leaf).tobytes().hex() for name, leaf in result.hparams.items()}
     print("result " + json.dumps({"hparams": bits, "history": result.history}))
 """)
 
 
-def start_child(folder):
+def start_child(folder, last=-1):
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, "PYTHONWARNINGS": "ignore"}
     return subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(folder)], stdout=subprocess.PIPE, text=True,
-        cwd=root, env=environment,
+        [sys.executable, "-c", CHILD, str(folder), str(last)], text=True, cwd=root,
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
 
 
 def result_of(child):
-    lines = child.communicate(timeout=120)[0].splitlines()
+    lines = child.communicate()[0].splitlines()
     assert child.returncode == 0
     return json.loads(lines[-1].removeprefix("result "))
 
@@ -65,7 +67,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
     rng = np.random.default_rng(0)
     folder = tmp_path / "killed"
     for target in (2, 7):
-        child = start_child(folder)
+        child = start_child(folder, last=target + 2)  # it does not end before it is killed
         for line in child.stdout:
             if int(line) >= target:
                 time.sleep(rng.uniform(0, 0.08))  # at any moment of the step, a save included
