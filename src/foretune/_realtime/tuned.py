@@ -18,7 +18,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from .._outer.constraints import Box, NonNegative
+from .._outer.sets import Box, NonNegative
 from .._problem.arguments import copied, flatten
 from .._problem.checks import check_count, check_signature, describe
 from .._problem.problem import validated

@@ -27,8 +27,10 @@ from jaxtyping import Array, Float, PyTree
 
 from .._outer.callbacks import Callback
 from .._outer.checkpoint import Checkpoint
-from .._outer.constraints import AbstractConstraint, Log, SymmetricNonNegative
+from .._outer.constraints import AbstractConstraint
 from .._outer.minimize import minimize
+from .._outer.sets import SymmetricNonNegative
+from .._outer.variables import Log
 from .._problem.batches import FullBatch
 from .._problem.folds import CrossValidated
 from .._problem.problem import Problem

@@ -1,0 +1,144 @@
+"""Changes of variable: constraints under which the outer optimizer moves log(x) or its logit.
+
+A learning rate then changes by factors rather than by differences, and never leaves its range.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, PyTree
+
+from .constraints import AbstractConstraint, Number, all_true, like, numbers_in
+
+HAIR = 1e-7  # of an interval; nearer a bound, Adam's epsilon of 1e-8 would outweigh the slope
+
+
+class Log(AbstractConstraint):
+    """x > 0, moved as log(x): steps are factors. For learning rates and other scales.
+
+    It cannot start at 0, which no factor changes.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> float(ft.Log().from_search(ft.Log().to_search(jnp.array(0.5))))
+    0.5
+    """
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return x, with what is not positive (or infinite) moved to the ends of what exp can reach."""
+
+        def inside(leaf):
+            # A factor of 4 from the ends: log(x) is rounded, and exp of it must stay a normal number.
+            least, most = 4 * jnp.finfo(leaf.dtype).tiny, jnp.finfo(leaf.dtype).max / 4
+            return jnp.clip(leaf, *like(leaf, least, most))
+
+        return jax.tree.map(inside, x)
+
+    def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
+        """Return whether all of x is positive and finite."""
+        return all_true(jax.tree.map(lambda leaf: (leaf > 0) & jnp.isfinite(leaf), x))
+
+    def check_start(self, x: PyTree) -> PyTree:
+        """Return x if it is positive, or raise."""
+        return _inside(self, x)
+
+    def to_search(self, x: PyTree) -> PyTree:
+        """Return log(x)."""
+        return jax.tree.map(jnp.log, x)
+
+    def from_search(self, u: PyTree) -> PyTree:
+        """Return exp(u)."""
+        return jax.tree.map(jnp.exp, u)
+
+    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return 1: a change of log(x) is relative already."""
+        return jax.tree.map(jnp.ones_like, u)
+
+
+class Logit(AbstractConstraint):
+    """lower < x < upper, moved as log((x - lower) / (upper - x)). For momenta and shares.
+
+    >>> import foretune as ft, jax.numpy as jnp
+    >>> float(ft.Logit(0.0, 1.0).to_search(jnp.array(0.5)))
+    0.0
+    """
+
+    lower: Number = 0.0
+    upper: Number = 1.0
+
+    def __check_init__(self):
+        given = f"Logit({self.lower}, {self.upper})"
+        lower, upper = (numbers_in(given, bound, one=True) for bound in (self.lower, self.upper))
+        if lower is None or upper is None:
+            return  # traced
+        if not np.isfinite([lower, upper]).all():
+            raise ValueError(f"{given}: the bounds must be finite; for x > 0 there is `Log()`.")
+        if not lower < upper:
+            raise ValueError(f"an empty set: {given} has no number between its bounds.")
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return x, moved inside the open interval by a hair where it is not."""
+        return jax.tree.map(lambda leaf: jnp.clip(leaf, *self._ends(leaf.dtype)), x)
+
+    def _ends(self, dtype: Any) -> tuple[Array, Array]:
+        """Return the ends of what a hyperparameter may be, from where it can still come back.
+
+        The logit's slope there is that of the hair's share of the interval, which an optimizer must
+        be able to see; and around a bound b numbers lie eps |b| apart, of which the hair must hold
+        several, or x + dx would be rounded to x.
+        """
+        lower, upper = like(jnp.zeros((), dtype), self.lower, self.upper)
+        span, eps = upper - lower, float(jnp.finfo(dtype).eps)
+
+        def hair(bound):
+            least = jnp.maximum(max(eps, HAIR) * span, jnp.finfo(dtype).tiny)
+            return jnp.minimum(jnp.maximum(least, eps**0.75 * jnp.abs(bound)), span / 4)
+
+        low = jnp.maximum(lower + hair(lower), jnp.nextafter(lower, upper))
+        return low, jnp.minimum(upper - hair(upper), jnp.nextafter(upper, lower))
+
+    def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
+        """Return whether all of x lies strictly between the bounds."""
+        return all_true(jax.tree.map(lambda leaf: (leaf > self.lower) & (leaf < self.upper), x))
+
+    def check_start(self, x: PyTree) -> PyTree:
+        """Return x if it lies strictly between the bounds, or raise."""
+        for leaf in jax.tree.leaves(x):
+            lower, upper = like(leaf, self.lower, self.upper)
+            low, high = self._ends(leaf.dtype)
+            if not (lower < low <= high < upper and jnp.isfinite(upper - lower)):
+                raise ValueError(
+                    f"{leaf.dtype} has no numbers between the bounds of {self}, which it rounds to "
+                    f"{lower} and {upper}. Take others, or hyperparameters of a wider type."
+                )
+        return _inside(self, x)
+
+    def to_search(self, x: PyTree) -> PyTree:
+        """Return the logit of x between the bounds."""
+        return jax.tree.map(lambda x: jnp.log(x - self.lower) - jnp.log(self.upper - x), x)
+
+    def from_search(self, u: PyTree) -> PyTree:
+        """Return x from its logit."""
+
+        def between(u):
+            lower, upper = like(u, self.lower, self.upper)
+            span = upper - lower
+            # From the nearer bound, where it is not rounded to the bound's own precision.
+            from_lower, from_upper = span * jax.nn.sigmoid(u), span * jax.nn.sigmoid(-u)
+            return jnp.where(u < 0, lower + from_lower, upper - from_upper)
+
+        return jax.tree.map(between, u)
+
+    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return 1: a change of the logit is relative already."""
+        return jax.tree.map(jnp.ones_like, u)
+
+
+def _inside(constraint: AbstractConstraint, x: PyTree) -> PyTree:
+    if not constraint.contains(x):
+        raise ValueError(
+            f"a hyperparameter under {constraint} starts at {jax.tree.leaves(x)!r:.100}, outside it or "
+            "on its border, from where it cannot move. Start inside."
+        )
+    return x
