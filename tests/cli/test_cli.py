@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.datasets import load_digits, load_iris
 from typer.testing import CliRunner
@@ -205,3 +206,22 @@ def test_a_row_number_is_noted(tmp_path):
     frame.to_csv(tmp_path / "train.csv")
     with pytest.warns(UserWarning, match="may be a row number"):
         read_table(tmp_path / "train.csv", label="target")
+
+
+def test_labels_are_listed_as_they_were_written(tmp_path):
+    """01 and 1 are two classes, NA a third; the checked ones may be text in another format."""
+    rng = np.random.default_rng(0)
+    names = np.array(["01", "1", "NA"])
+    rows = [(k, rng.normal(3 * k, 0.3), rng.normal()) for k in range(3) for _ in range(15)]
+    lines = [f"{x},{z},{names[k]}" for k, x, z in rows]
+    (tmp_path / "train.csv").write_text("\n".join(["a,b,label", *lines]) + "\n")
+    frame = pd.DataFrame(rows[::5], columns=["label", "a", "b"])
+    frame.assign(label=names[frame["label"]]).to_parquet(tmp_path / "checked.parquet")
+    result = foretune(
+        "clean", tmp_path / "train.csv", "--clean", tmp_path / "checked.parquet", "--steps", 3,
+        "--iterations", 2, "--model", "softmax", "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    weights = list(csv.DictReader((tmp_path / "out" / "weights.csv").read_text().splitlines()))
+    assert [row["given"] for row in weights] == [names[k] for k, _, _ in rows]
+    assert {row["suggested"] for row in weights} <= set(names)

@@ -12,7 +12,7 @@ from .._outer.checkpoint import Checkpoint
 from ..report import RunFolder, curves, digest, histogram, write_page
 from . import LabelCleaner
 from ._gallery import gallery_item
-from ._tables import Encoder, Table, read_table
+from ._tables import Encoder, Table, read_table, with_labels_alike
 
 SHOWN = 24
 
@@ -37,7 +37,9 @@ class Settings(NamedTuple):
 def run(out: str | Path, settings: Settings) -> Path:
     """Clean, write the lists and the report, and return the report's path."""
     options = (settings.label, settings.image, settings.drop)
-    table, checked = read_table(settings.train, *options), read_table(settings.clean, *options)
+    table, checked = with_labels_alike(
+        read_table(settings.train, *options), read_table(settings.clean, *options)
+    )
     encoder = Encoder(settings.text).fit(table)
     X, X_checked = encoder.transform(table), encoder.transform(checked)
     title = f"Suspicious labels in {Path(settings.train).name}"
