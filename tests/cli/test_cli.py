@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from experiments.cleaning.noise import corrupt
 from foretune import cli
-from foretune.apps import LabelCleaner
-from foretune.apps._tables import read_table
+from foretune.apps import LabelCleaner, _files
+from foretune.apps._tables import Table, read_table
 from foretune.report._folder import RunError, RunFolder
 
 runner = CliRunner()
@@ -225,3 +225,20 @@ def test_labels_are_listed_as_they_were_written(tmp_path):
     weights = list(csv.DictReader((tmp_path / "out" / "weights.csv").read_text().splitlines()))
     assert [row["given"] for row in weights] == [names[k] for k, _, _ in rows]
     assert {row["suggested"] for row in weights} <= set(names)
+
+
+def test_a_spreadsheet_runs_nothing_in_the_lists(tmp_path):
+    evil = ["=HYPERLINK(A1)", "+1+1", "-x", "@SUM(A1)", "\tx", "\rx"]
+    plain = ["a=b", "-1", "+2.5e3", "'x", "", "-.5"]
+    labels = np.array([*evil, *plain])
+    cleaner = LabelCleaner()
+    cleaner.ranking_, cleaner.suspects_ = np.arange(12), np.ones(12, bool)
+    cleaner.suggested_ = labels
+    cleaner.confidence_, cleaner.weights_ = np.ones(12), np.zeros(12)
+    folder = RunFolder(tmp_path / "run", kind="clean", title="", settings={})
+    _files.write_lists(folder, cleaner, Table(np.zeros((12, 1)), labels, None, "a.npz"))
+    for name in ("suspects.csv", "weights.csv"):
+        with (folder.path / name).open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        for column in ("given", "suggested"):
+            assert [row[column] for row in rows] == [*(f"'{label}" for label in evil), *plain]
