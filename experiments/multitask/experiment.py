@@ -30,9 +30,9 @@ import optax
 from foretune import Callback, Checkpoint, NonNegative, Progress, Reverse, SymmetricNonNegative
 from foretune.apps import _graph
 from foretune.apps._noise import make_folds
-from foretune.apps._tables import DataError
+from foretune.apps._tables import DataError, read_arrays
 from foretune.apps._task_graph import scaled
-from foretune.report import RunFolder, digest, write_page
+from foretune.report import RunFolder, digest, say, write_page, write_whole
 
 from ..datasets import Dataset, load
 from .baselines import BASELINES, validated
@@ -156,6 +156,28 @@ class Measure(Callback):
                 file.write(json.dumps(record) + "\n")
 
 
+def read_stage(path: Path) -> dict[str, np.ndarray] | None:
+    """Return what is stored, or None where nothing is, or nothing that can be read."""
+    if not path.exists():
+        return None
+    try:
+        return read_arrays(path)
+    except DataError as error:
+        say(f"note: {error}; it is computed again")
+        return None
+
+
+def begin_anew_if_damaged(directory: Path) -> None:
+    """Drop the checkpoints of a descent where what it keeps beside them cannot be read.
+
+    Without that, a resumed descent would choose among its remaining steps only.
+    """
+    kept = Path(f"{directory}-kept.npz")
+    if directory.exists() and read_stage(kept) is None:
+        shutil.rmtree(directory)
+        kept.unlink(missing_ok=True)
+
+
 class Runner:
     """Runs the methods on one data set, each once: what is done lies in the folder."""
 
@@ -175,21 +197,20 @@ class Runner:
         series = f"{self.name}, {method}, {way}"
         key = series.replace(" ", "_").replace("/", "-")
         path = self.folder.path / "stages" / f"{key}.npz"
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            begun = time.monotonic()
-            found = compute()
-            with (path.parent / ".new.npz").open("wb") as file:
-                np.savez(file, **found)
-            (path.parent / ".new.npz").replace(path)
-            for done in self.folder.checkpoints.glob(f"{key},_*"):
-                shutil.rmtree(done) if done.is_dir() else done.unlink()
-            if not sys.stdout.isatty():  # where there is no progress bar
-                seconds = time.monotonic() - begun
-                accuracy = 100 * np.mean(found["accuracy"])
-                print(f"{series}: {accuracy:.2f} % ({seconds:.0f} s)", file=sys.stderr, flush=True)
-        with np.load(path) as arrays:
-            return dict(arrays)
+        stored = read_stage(path)
+        if stored is not None:
+            return stored
+        path.parent.mkdir(exist_ok=True)
+        begun = time.monotonic()
+        found = compute()
+        write_whole(path, lambda file: np.savez(file, **found))
+        for done in self.folder.checkpoints.glob(f"{key},_*"):
+            shutil.rmtree(done) if done.is_dir() else done.unlink()
+        if not sys.stdout.isatty():  # where there is no progress bar
+            seconds = time.monotonic() - begun
+            accuracy = 100 * np.mean(found["accuracy"])
+            print(f"{series}: {accuracy:.2f} % ({seconds:.0f} s)", file=sys.stderr, flush=True)
+        return {name: np.asarray(value) for name, value in found.items()}
 
     def callbacks(self, method: str, way: str, plan: _graph.Plan) -> Callable[[str], list[Any]]:
         """Return the callbacks of each phase of a descent."""
@@ -197,6 +218,7 @@ class Runner:
         def of_phase(phase):
             series = f"{self.name}, {method}, {way}, {phase}"
             directory = self.folder.checkpoints / series.replace(" ", "_")
+            begin_anew_if_damaged(directory)
             return [
                 Checkpoint(directory, every=10),
                 Measure(self.folder, series, self.splits, plan),

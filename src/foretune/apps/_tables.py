@@ -12,7 +12,6 @@ NA. Only an empty cell is a missing label. The other formats keep the type that 
 """
 
 import warnings
-import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,12 +81,18 @@ def read_table(
     return table
 
 
-def _read_npz(path: Path, label: str | None) -> Table:
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of an .npz file, read without pickle, or raise `DataError` with its name."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
-        raise DataError(f"{path} cannot be read as .npz: {error}") from error
+            return {name: file[name] for name in file.files}
+    except Exception as error:  # damage shows in many ways: in zipfile, in zlib, in the header
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise DataError(f"{path} cannot be read as .npz: {reason}") from error
+
+
+def _read_npz(path: Path, label: str | None) -> Table:
+    arrays = read_arrays(path)
     rows = next((arrays[name] for name in ROWS if name in arrays), None)
     names = LABELS if label is None else (label,)
     labels = next((arrays[name] for name in names if name in arrays), None)
