@@ -50,8 +50,8 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[IO[bytes]], A
     except BaseException as error:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno is not None:
-            error.filename, error.filename2 = str(path), None  # a full disk names no file
+        if isinstance(error, OSError) and error.errno is not None:  # a full disk names no file
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     with contextlib.suppress(OSError):  # the new name, too, is to outlive a power cut
         folder = os.open(path.parent, os.O_RDONLY)
