@@ -1,5 +1,6 @@
 """The speech experiment: its embeddings, batches, methods and command."""
 
+import itertools
 import json
 
 import jax
@@ -14,8 +15,9 @@ from experiments.phones import experiment as phones
 from experiments.phones import methods, model
 from experiments.phones.embeddings import context_embeddings
 from experiments.phones.speech.corpus import Corpus
-from foretune import data
-from foretune.report._folder import RunFolder
+from experiments.phones.speech.synthetic import synthetic_speech
+from foretune.apps._tables import DataError
+from foretune.report import RunError, RunFolder
 
 
 def make_corpus(utterances=30, frames=40, phone_count=6, seed=0):
@@ -178,8 +180,10 @@ class TestMethods:
     @pytest.mark.parametrize(
         "sampler", [methods.Random, lambda seed: methods.Optuna("TPE", seed)], ids=["RS", "TPE"]
     )
-    def test_a_search_resumes_after_its_last_trial(self, corpus, tmp_path, sampler):
-        task = make_task(corpus, tmp_path / "run", budget=2.0, patience=1)
+    def test_a_search_resumes_after_its_last_trial(self, corpus, tmp_path, monkeypatch, sampler):
+        looks = itertools.count()  # each look at the clock is a tenth of a second, on any machine
+        monkeypatch.setattr(methods.time, "monotonic", lambda: next(looks) / 10)
+        task = make_task(corpus, tmp_path / "run", budget=40.0, patience=1)
         first = methods.search(task, "RS", 0, sampler)
         path = task.folder.path / "trials" / "RS-0.jsonl"
         trials = [json.loads(line) for line in path.read_text().splitlines()]
@@ -194,6 +198,13 @@ class TestMethods:
         assert second["trials"] == len(again) > 1
         records = [json.loads(line) for line in task.folder.metrics.read_text().splitlines()]
         assert sorted({r["trial"] for r in records}) == list(range(len(again)))
+
+    def test_trials_that_cannot_be_read_are_named(self, tmp_path):
+        path = tmp_path / "RS-0.jsonl"
+        assert methods.read_trials(path) == []
+        path.write_text('{"eta": 1.0}\n{"eta": 2')
+        with pytest.raises(RunError, match=r"RS-0\.jsonl is damaged .* the search begins anew"):
+            methods.read_trials(path)
 
     def test_random_search_draws_as_published(self):
         drawn = [methods.Random(0).ask(k) for k in range(4000)]
@@ -320,5 +331,5 @@ class TestCommand:
         assert missing.exit_code == 1
         assert "no folder" in missing.output
         monkeypatch.setitem(__import__("sys").modules, "espeakng_loader", None)
-        with pytest.raises(data.DataError, match=r"pip install 'foretune\[speech\]'"):
-            data.synthetic_speech(1000, cache=None)
+        with pytest.raises(DataError, match="pip install --group speech"):
+            synthetic_speech(1000, cache=None)

@@ -84,7 +84,7 @@ def read_table(
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of an .npz file, read without pickle, or raise `DataError` with its name."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except Exception as error:  # damage shows in many ways: in zipfile, in zlib, in the header
         reason = str(error).strip().split("\n")[0] or type(error).__name__
