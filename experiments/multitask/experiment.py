@@ -16,9 +16,9 @@ and then trained on all labelled rows. All splits of the data descend as one pro
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +30,9 @@ import optax
 from foretune import Callback, Checkpoint, NonNegative, Progress, Reverse, SymmetricNonNegative
 from foretune.apps import _graph
 from foretune.apps._noise import make_folds
-from foretune.apps._tables import DataError
+from foretune.apps._tables import DataError, read_arrays
 from foretune.apps._task_graph import scaled
-from foretune.report import RunFolder, digest, write_page
+from foretune.report import Lines, Phases, RunFolder, digest, say, write_page, write_whole
 
 from ..datasets import Dataset, load
 from .baselines import BASELINES, validated
@@ -156,11 +156,38 @@ class Measure(Callback):
                 file.write(json.dumps(record) + "\n")
 
 
+def read_stage(path: Path) -> dict[str, np.ndarray] | None:
+    """Return what is stored, or None where nothing is, or nothing that can be read."""
+    if not path.exists():
+        return None
+    try:
+        return read_arrays(path)
+    except DataError as error:
+        say(f"note: {error}; it is computed again")
+        return None
+
+
+def begin_anew_if_damaged(directory: Path) -> None:
+    """Drop the checkpoints of a descent where what it keeps beside them cannot be read.
+
+    Without that, a resumed descent would choose among its remaining steps only.
+    """
+    kept = Path(f"{directory}-kept.npz")
+    if directory.exists() and read_stage(kept) is None:
+        shutil.rmtree(directory)
+        kept.unlink(missing_ok=True)
+
+
 class Runner:
     """Runs the methods on one data set, each once: what is done lies in the folder."""
 
     def __init__(self, folder: RunFolder, name: str, splits: Splits, settings: Settings):
         self.folder, self.name, self.splits, self.settings = folder, name, splits, settings
+
+    def stage(self, method: str, way: str) -> Path:
+        """Return the file of what a method has found."""
+        key = f"{self.name}, {method}, {way}".replace(" ", "_").replace("/", "-")
+        return self.folder.path / "stages" / f"{key}.npz"
 
     def accuracy(self, hparams: Any, steps: int, pattern: Any = None) -> np.ndarray:
         """Return the test accuracy of each split after training on all its labelled rows."""
@@ -170,26 +197,24 @@ class Runner:
         scores = _graph.scores_of(params, jnp.asarray(s.x_test))[:, 0]
         return np.asarray(jnp.mean(jnp.argmax(scores, -1) == s.y_test, -1))
 
-    def once(self, method: str, way: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def once(
+        self, method: str, way: str, compute: Callable[[], dict[str, Any]], phases: Phases
+    ) -> dict[str, Any]:
         """Return what `compute` found, now or in an earlier run."""
-        series = f"{self.name}, {method}, {way}"
-        key = series.replace(" ", "_").replace("/", "-")
-        path = self.folder.path / "stages" / f"{key}.npz"
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            begun = time.monotonic()
-            found = compute()
-            with (path.parent / ".new.npz").open("wb") as file:
-                np.savez(file, **found)
-            (path.parent / ".new.npz").replace(path)
-            for done in self.folder.checkpoints.glob(f"{key},_*"):
-                shutil.rmtree(done) if done.is_dir() else done.unlink()
-            if not sys.stdout.isatty():  # where there is no progress bar
-                seconds = time.monotonic() - begun
-                accuracy = 100 * np.mean(found["accuracy"])
-                print(f"{series}: {accuracy:.2f} % ({seconds:.0f} s)", file=sys.stderr, flush=True)
-        with np.load(path) as arrays:
-            return dict(arrays)
+        path = self.stage(method, way)
+        stored = read_stage(path)
+        if stored is not None:
+            return stored
+        phases.begin(f"{self.name}, {method}, {way}")
+        path.parent.mkdir(exist_ok=True)
+        begun = time.monotonic()
+        found = compute()
+        write_whole(path, lambda file: np.savez(file, **found))
+        for done in self.folder.checkpoints.glob(f"{path.stem},_*"):
+            shutil.rmtree(done) if done.is_dir() else done.unlink()
+        accuracy, seconds = 100 * np.mean(found["accuracy"]), time.monotonic() - begun
+        say(f"  test accuracy {accuracy:.2f} %, {seconds:.0f} s")
+        return {name: np.asarray(value) for name, value in found.items()}
 
     def callbacks(self, method: str, way: str, plan: _graph.Plan) -> Callable[[str], list[Any]]:
         """Return the callbacks of each phase of a descent."""
@@ -197,10 +222,12 @@ class Runner:
         def of_phase(phase):
             series = f"{self.name}, {method}, {way}, {phase}"
             directory = self.folder.checkpoints / series.replace(" ", "_")
+            begin_anew_if_damaged(directory)
             return [
                 Checkpoint(directory, every=10),
                 Measure(self.folder, series, self.splits, plan),
                 Progress(series),
+                Lines(f"hyper-iterations ({phase})"),
             ]
 
         return of_phase
@@ -293,33 +320,35 @@ class Runner:
             found.append(np.mean(np.argmax(scores(s.x_test[k]), 1) == s.y_test[k]))
         return {"accuracy": np.array(found)}
 
-    def everything(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Return what each method found, by method and way."""
+    def jobs(self) -> dict[tuple[str, str], Callable[[], dict[str, Any]]]:
+        """Return what is to be computed, by method and way."""
         settings = self.settings
-        found: dict[str, dict[str, Any]] = {
-            PLAIN: {
-                SINGLE: self.once(PLAIN, SINGLE, lambda: self.plain(settings.paper_steps)),
-                FOLDS: self.once(PLAIN, FOLDS, lambda: self.plain(settings.steps)),
-            }
+        jobs: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
+            (PLAIN, SINGLE): partial(self.plain, settings.paper_steps),
+            (PLAIN, FOLDS): partial(self.plain, settings.steps),
         }
         for method in PAPER:
-            found[method] = {
-                SINGLE: self.once(method, SINGLE, lambda m=method: self.single(m)),
-                FOLDS: self.once(method, FOLDS, lambda m=method: self.folds(m)),
-            }
+            jobs[method, SINGLE] = partial(self.single, method)
+            jobs[method, FOLDS] = partial(self.folds, method)
         if known_groups(self.splits.names) is not None:
-            found[KNOWN] = {FOLDS: self.once(KNOWN, FOLDS, lambda: self.folds(KNOWN))}
+            jobs[KNOWN, FOLDS] = partial(self.folds, KNOWN)
         for which in BASELINES:
-            found[which.name] = {
-                way: self.once(which.name, way, lambda b=which, w=way: self.baseline(b, w))
-                for way in (SINGLE, FOLDS)
-            }
+            for way in (SINGLE, FOLDS):
+                jobs[which.name, way] = partial(self.baseline, which, way)
+        return jobs
+
+    def everything(self, phases: Phases) -> dict[str, dict[str, dict[str, Any]]]:
+        """Return what each method found, by method and way."""
+        found: dict[str, dict[str, Any]] = {}
+        for (method, way), compute in self.jobs().items():
+            found.setdefault(method, {})[way] = self.once(method, way, compute, phases)
         return found
 
 
 def run(out: str | Path, settings: Settings) -> Path:
     """Run the experiment, or what is left of it, and return the report's path."""
     names = ["cifar10", "cifar100"] if settings.data == "cifar" else [settings.data]
+    say(f"Learning task interactions on {' and '.join(names)}: which classes help each other?")
     data = [load(name, settings.label) for name in names]
     asked = {name: value for name, value in settings._asdict().items() if value is not None}
     if settings.data not in (*NAMED, "cifar"):
@@ -329,9 +358,30 @@ def run(out: str | Path, settings: Settings) -> Path:
     folder = RunFolder(out, kind="multitask", title=title, settings=asked)
     if folder.result is not None:
         return write_page(folder.path)
-    found = {name: Runner(folder, name, s, settings).everything() for name, s in splits.items()}
+    runners = {name: Runner(folder, name, s, settings) for name, s in splits.items()}
+    announce(splits, settings)
+    stages = [runner.stage(*job) for runner in runners.values() for job in runner.jobs()]
+    done = sum(stage.exists() for stage in stages)
+    if done:
+        say(f"resumed: {done} of {len(stages)} methods are there")
+    phases = Phases(len(stages) + 1, done)
+    found = {name: runner.everything(phases) for name, runner in runners.items()}
+    phases.begin("tables, figures and report")
     folder.write("result.json", describe(folder, found, splits))
     return write_page(folder.path)
+
+
+def announce(splits: dict[str, Splits], settings: Settings) -> None:
+    """Say what the run is about to do: the sizes of its data, and how many hyper-iterations."""
+    for name, s in splits.items():
+        say(
+            f"  {name}: {s.classes} classes, {s.rows.y.shape[1]:,} labelled rows and "
+            f"{s.y_test.shape[1]:,} to test; splits: {len(s.y_test)}"
+        )
+    say(
+        f"  hyper-iterations: {settings.paper_iterations:,} over {settings.paper_steps:,} steps with a "
+        f"single split, {settings.iterations:,} over {settings.steps:,} steps with folds"
+    )
 
 
 def per_class_of(name: str, settings: Settings) -> int:

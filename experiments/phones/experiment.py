@@ -7,7 +7,6 @@ in one run, beside searches that have the same time (`_phones_methods` says how 
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from foretune.apps._tables import DataError
-from foretune.report import RunFolder, write_page
+from foretune.report import Phases, RunFolder, say, write_page
 
 from . import methods
 from .model import AROUND, on_device
@@ -78,9 +77,7 @@ def possible_methods() -> dict[str, Callable[..., dict[str, Any]]]:
     """Return the methods whose libraries are installed; say which are left out."""
     if importlib.util.find_spec("torch") is not None:
         return METHODS
-    print(
-        f"left out: {GP}, for Optuna's sampler needs PyTorch (pip install torch)", file=sys.stderr
-    )
+    say(f"left out: {GP}, for Optuna's sampler needs PyTorch (pip install torch)")
     return {name: method for name, method in METHODS.items() if name != GP}
 
 
@@ -100,6 +97,7 @@ def read(settings: Settings) -> Corpus:
 
 def run(out: str | Path, settings: Settings) -> Path:
     """Run the experiment, or what is left of it, and return the report's path."""
+    say(f"Phone classification on {settings.data}: tune a speech network while it trains.")
     corpus = read(settings)
     asked = settings._asdict()
     if settings.data != "synthetic":
@@ -108,11 +106,7 @@ def run(out: str | Path, settings: Settings) -> Path:
     folder = RunFolder(out, kind="phones", title=title, settings=asked)
     if folder.result is not None:
         return write_page(folder.path)
-    for why in list(corpus.skipped.values())[:3]:
-        print(f"left out: {why}", file=sys.stderr)
-    if len(corpus.skipped) > 3:
-        print(f"left out: {len(corpus.skipped)} files in all", file=sys.stderr)
-    print(corpus.summary(), file=sys.stderr)
+    announce(corpus)
     jobs = [
         (name, seed, f"stages/{name.replace(' ', '_')}-{seed}.json")
         for name in possible_methods()
@@ -120,26 +114,36 @@ def run(out: str | Path, settings: Settings) -> Path:
     ]
     left = [job for job in jobs if folder.read(job[2]) is None]
     if 0 < len(left) < len(jobs):
-        print(f"resumed: {len(jobs) - len(left)} of {len(jobs)} runs are there", file=sys.stderr)
+        say(f"resumed: {len(jobs) - len(left)} of {len(jobs)} runs are there")
+    phases = Phases(len(jobs) + 1, done=len(jobs) - len(left))
     if left:
         if jax.default_backend() == "cpu" and settings.width >= 1000:
-            print("note: no GPU is used; a network of this size is slow (--quick)", file=sys.stderr)
+            say("note: no GPU is used; a network of this size is slow (--quick)")
         task = make_task(corpus, settings, folder)
-        print("compiling, and measuring the time of a step", file=sys.stderr, flush=True)
+        say("  compiling, and measuring the time of a step")
         speed = methods.measure_speed(task)  # before the clocks run
         if folder.read("stages/speed.json") is None:
             folder.write("stages/speed.json", speed)
         for name, seed, stage in left:
+            phases.begin(f"{name}, seed {seed}: {settings.budget:g} s")
             folder.write(stage, METHODS[name](task, name, seed))
-            print(
-                f"{name}, seed {seed}: {sentence(folder.read(stage))}", file=sys.stderr, flush=True
-            )
+            say(f"  {sentence(folder.read(stage))}")
+    phases.begin("tables, figures and report")
     found: dict[str, list[dict[str, Any]]] = {}
     for name, _, stage in jobs:
         found.setdefault(name, []).append(folder.read(stage))
     speed = folder.read("stages/speed.json")
     folder.write("result.json", describe(folder, corpus, settings, found, speed))
     return write_page(folder.path)
+
+
+def announce(corpus: Corpus) -> None:
+    """Say what the corpus is, and which of its files are left out."""
+    for why in list(corpus.skipped.values())[:3]:
+        say(f"left out: {why}")
+    if len(corpus.skipped) > 3:
+        say(f"left out: {len(corpus.skipped)} files in all")
+    say(f"  {corpus.summary()}")
 
 
 def make_task(corpus: Corpus, settings: Settings, folder: RunFolder) -> methods.Task:

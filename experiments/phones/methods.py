@@ -20,6 +20,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from foretune import Box, Callback, Checkpoint, NonFiniteError, NonNegative, RealTime, Vanished
-from foretune.report import RunFolder
+from foretune.report import RunError, RunFolder, write_whole
 
 from . import model
 from .clock import Clock, Curve
@@ -231,11 +232,24 @@ def _optuna() -> Any:
     return optuna
 
 
+def read_trials(path: Path) -> list[dict[str, Any]]:
+    """Return the trials of an earlier run, none where there was none."""
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise RunError(
+            f"{path} is damaged ({error}): mend or remove the line; without the file the search begins "
+            "anew."
+        ) from error
+
+
 def search(task: Task, series: str, seed: int, sampler: Any) -> dict[str, Any]:
     """Train with one proposal after another until the budget is spent; resumes after a trial."""
     path = task.folder.path / "trials" / f"{series}-{seed}.jsonl".replace(" ", "_")
     path.parent.mkdir(exist_ok=True)
-    trials = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    trials = read_trials(path)
     proposer = sampler(seed)
     names = ("eta", "mu", "rho")
     for trial in trials:
@@ -253,8 +267,7 @@ def search(task: Task, series: str, seed: int, sampler: Any) -> dict[str, Any]:
             proposer.tell(hparams, found["validation_accuracy"])
             clock.pause()
             trials.append(found | {"proposing": proposing})
-            with path.open("a") as file:
-                file.write(json.dumps(trials[-1]) + "\n")
+            write_whole(path, "".join(json.dumps(trial) + "\n" for trial in trials))
             clock.go()
         clock.pause()
     best = max(trials, key=lambda trial: trial["validation_accuracy"])

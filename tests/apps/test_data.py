@@ -9,7 +9,8 @@ import pytest
 
 from experiments.cleaning.noise import corrupt
 from experiments.datasets import load
-from foretune.apps._tables import DataError, Encoder, read_table
+from foretune.apps._labels import plain_labels
+from foretune.apps._tables import DataError, Encoder, read_table, with_labels_alike
 
 
 def test_digits():
@@ -191,3 +192,67 @@ def test_columns_that_cannot_be_used(tmp_path):
         Encoder(("notes",)).fit(first)
     with pytest.raises(DataError, match="no 'x' to drop"):
         read_table(tmp_path / "a.csv", drop=("x",))
+
+
+def test_labels_of_a_csv_file_are_text_as_written(tmp_path):
+    written = ["007", "01", "1", "None", "NA", "nan", "1.0", " a", "a", "TRUE"]
+    lines = [f'{i},NA,"{label}"' for i, label in enumerate(written)]
+    (tmp_path / "a.csv").write_text("\n".join(["x,word,label", *lines]))
+    table = read_table(tmp_path / "a.csv")
+    assert table.y.tolist() == written
+    assert table.x["word"].isna().all()  # other columns are read as ever
+
+
+@pytest.mark.parametrize("empty", ["", '""', "  "])
+def test_an_empty_label_is_missing(tmp_path, empty):
+    (tmp_path / "a.csv").write_text(f"x,label\n1,NA\n2,{empty}\n3,1\n")
+    with pytest.raises(DataError, match=r"a\.csv: 1 rows have no label, the first is row 1 "):
+        read_table(tmp_path / "a.csv")
+
+
+def test_a_row_with_more_cells_than_the_header(tmp_path):
+    """pandas would take the first cells for an index, and shift the label's column."""
+    (tmp_path / "a.csv").write_text("x,label\n1,cat,5\n2,dog,6\n")
+    with pytest.raises(DataError, match=r"a\.csv cannot .* more cells than the first line"):
+        read_table(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (pd.array([3, 1, 2], "Int64"), [3, 1, 2]),
+        ([1.5, 2.0, 1.5], [1.5, 2.0, 1.5]),
+        ([True, False, True], [True, False, True]),
+        (["01", "None", "1"], ["01", "None", "1"]),
+        (pd.Categorical(["01", "1", "NA"]), ["01", "1", "NA"]),
+    ],
+)
+def test_labels_of_a_parquet_file_keep_their_type(tmp_path, labels, expected):
+    frame = pd.DataFrame({"x": [1.0, 2.0, 3.0], "label": labels})
+    found = read_table(write(tmp_path, "a.parquet", frame)).y
+    assert found.tolist() == expected
+    assert found.dtype != object
+
+
+@pytest.mark.parametrize("labels", [[1.0, np.nan], ["a", ""], [b"a", b""]])
+def test_a_missing_label_of_an_array(tmp_path, labels):
+    np.savez(tmp_path / "a.npz", x=np.zeros((2, 3)), y=np.array(labels))
+    with pytest.raises(DataError, match="1 rows have no label, the first is row 1 "):
+        read_table(tmp_path / "a.npz")
+
+
+def test_labels_of_two_files_are_compared_as_text_where_one_is_text(tmp_path):
+    frame = pd.DataFrame({"x": [1.0, 2.0], "label": [1, 2]})
+    text = read_table(write(tmp_path, "a.csv", frame))
+    numbers = read_table(write(tmp_path, "a.parquet", frame))
+    for pair in ((text, numbers), (numbers, text)):
+        assert [table.y.tolist() for table in with_labels_alike(*pair)] == [["1", "2"]] * 2
+    assert with_labels_alike(numbers, numbers)[0].y.tolist() == [1, 2]
+
+
+def test_numbers_and_text_among_labels():
+    mixed = np.array(["a", 1, "1"], object)
+    with pytest.raises(ValueError, match="y has numbers and text, 1 in row 1 and 'a' in row 0"):
+        plain_labels(mixed, "y")
+    with pytest.raises(ValueError, match="y has 1 rows without a label, the first is row 1"):
+        plain_labels(np.array(["a", pd.NA], object), "y")

@@ -6,14 +6,15 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn.datasets import load_digits, load_iris
 from typer.testing import CliRunner
 
 from experiments.cleaning.noise import corrupt
 from foretune import cli
-from foretune.apps import LabelCleaner
-from foretune.apps._tables import read_table
+from foretune.apps import LabelCleaner, _files
+from foretune.apps._tables import Table, read_table
 from foretune.report._folder import RunError, RunFolder
 
 runner = CliRunner()
@@ -205,3 +206,39 @@ def test_a_row_number_is_noted(tmp_path):
     frame.to_csv(tmp_path / "train.csv")
     with pytest.warns(UserWarning, match="may be a row number"):
         read_table(tmp_path / "train.csv", label="target")
+
+
+def test_labels_are_listed_as_they_were_written(tmp_path):
+    """01 and 1 are two classes, NA a third; the checked ones may be text in another format."""
+    rng = np.random.default_rng(0)
+    names = np.array(["01", "1", "NA"])
+    rows = [(k, rng.normal(3 * k, 0.3), rng.normal()) for k in range(3) for _ in range(15)]
+    lines = [f"{x},{z},{names[k]}" for k, x, z in rows]
+    (tmp_path / "train.csv").write_text("\n".join(["a,b,label", *lines]) + "\n")
+    frame = pd.DataFrame(rows[::5], columns=["label", "a", "b"])
+    frame.assign(label=names[frame["label"]]).to_parquet(tmp_path / "checked.parquet")
+    result = foretune(
+        "clean", tmp_path / "train.csv", "--clean", tmp_path / "checked.parquet", "--steps", 3,
+        "--iterations", 2, "--model", "softmax", "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    weights = list(csv.DictReader((tmp_path / "out" / "weights.csv").read_text().splitlines()))
+    assert [row["given"] for row in weights] == [names[k] for k, _, _ in rows]
+    assert {row["suggested"] for row in weights} <= set(names)
+
+
+def test_a_spreadsheet_runs_nothing_in_the_lists(tmp_path):
+    evil = ["=HYPERLINK(A1)", "+1+1", "-x", "@SUM(A1)", "\tx", "\rx"]
+    plain = ["a=b", "-1", "+2.5e3", "'x", "", "-.5"]
+    labels = np.array([*evil, *plain])
+    cleaner = LabelCleaner()
+    cleaner.ranking_, cleaner.suspects_ = np.arange(12), np.ones(12, bool)
+    cleaner.suggested_ = labels
+    cleaner.confidence_, cleaner.weights_ = np.ones(12), np.zeros(12)
+    folder = RunFolder(tmp_path / "run", kind="clean", title="", settings={})
+    _files.write_lists(folder, cleaner, Table(np.zeros((12, 1)), labels, None, "a.npz"))
+    for name in ("suspects.csv", "weights.csv"):
+        with (folder.path / name).open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        for column in ("given", "suggested"):
+            assert [row[column] for row in rows] == [*(f"'{label}" for label in evil), *plain]

@@ -14,8 +14,9 @@ from experiments.phones import experiment as phones
 from experiments.phones import methods, model
 from experiments.phones.embeddings import context_embeddings
 from experiments.phones.speech.corpus import Corpus
-from foretune import data
-from foretune.report._folder import RunFolder
+from experiments.phones.speech.synthetic import synthetic_speech
+from foretune.apps._tables import DataError
+from foretune.report import RunError, RunFolder
 
 
 def make_corpus(utterances=30, frames=40, phone_count=6, seed=0):
@@ -206,6 +207,13 @@ class TestMethods:
         records = [json.loads(line) for line in task.folder.metrics.read_text().splitlines()]
         assert sorted({r["trial"] for r in records}) == list(range(len(again)))
 
+    def test_trials_that_cannot_be_read_are_named(self, tmp_path):
+        path = tmp_path / "RS-0.jsonl"
+        assert methods.read_trials(path) == []
+        path.write_text('{"eta": 1.0}\n{"eta": 2')
+        with pytest.raises(RunError, match=r"RS-0\.jsonl is damaged .* the search begins anew"):
+            methods.read_trials(path)
+
     def test_random_search_draws_as_published(self):
         drawn = [methods.Random(0).ask(k) for k in range(4000)]
         eta, mu, rho = (np.array([d[name] for d in drawn]) for name in ("eta", "mu", "rho"))
@@ -330,5 +338,5 @@ class TestCommand:
         assert missing.exit_code == 1
         assert "no folder" in missing.output
         monkeypatch.setitem(__import__("sys").modules, "espeakng_loader", None)
-        with pytest.raises(data.DataError, match=r"pip install 'foretune\[speech\]'"):
-            data.synthetic_speech(1000, cache=None)
+        with pytest.raises(DataError, match="pip install --group speech"):
+            synthetic_speech(1000, cache=None)

@@ -5,8 +5,9 @@ import types
 from pathlib import Path
 
 import pytest
+import typer
 
-from foretune.report import Lines, show_result
+from foretune.report import Lines, plain_errors, say, show_result
 from foretune.report._console import how_to_open
 
 
@@ -38,3 +39,21 @@ def test_labels_are_shown_as_they_are(tmp_path, capfd):
     out = capfd.readouterr().out
     for words in ("[b]?", "[/b] classes", "[red]", "[/b]"):
         assert words in out
+
+
+HOSTILE = "\x1b]0;mine\x07\x1b[2J\u202etac\x9b31m"
+WRITTEN = r"\x1b]0;mine\x07\x1b[2J\u202etac\x9b31m"
+
+
+def test_control_codes_are_written_out(tmp_path, capfd):
+    table = {"title": HOSTILE, "columns": ["class", HOSTILE], "rows": [[HOSTILE, 1.0]]}
+    (tmp_path / "result.json").write_text(json.dumps({"headline": HOSTILE, "tables": [table]}))
+    show_result(tmp_path / "report.html")
+    say(f"{HOSTILE}\n  a second line")
+    with pytest.raises(typer.Exit), plain_errors(False):
+        raise ValueError(f"column {HOSTILE!s} is not there")
+    out, err = capfd.readouterr()
+    for text in (out, err):
+        assert not set(HOSTILE) & set(text) - set(WRITTEN)
+    assert out.count(WRITTEN) >= 3
+    assert f"{WRITTEN}\n  a second line\nforetune: column {WRITTEN} is not there\n" in err

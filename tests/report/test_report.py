@@ -2,9 +2,12 @@
 
 import base64
 import html.parser
+import itertools
 import json
 import re
+import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -119,6 +122,46 @@ def test_text_from_files_is_escaped(run):
     assert EVIL not in page
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 2
     assert "<script" not in page
+
+
+def everywhere(value):
+    """The same JSON with markup in place of every text, and before every name but the page's own."""
+    if isinstance(value, dict):
+        return {name: everywhere(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [everywhere(part) for part in value]
+    return f'"><b class="{EVIL}">' if isinstance(value, str) else value
+
+
+def test_no_text_becomes_markup(run):
+    harmless = [tag for tag, _ in Elements(page_of(run)).found]
+    changed = everywhere(result())
+    for given, asked in zip(changed["figures"], result()["figures"], strict=True):
+        given["file"] = asked["file"]
+    for given, asked in zip(changed["gallery"]["items"], result()["gallery"]["items"], strict=True):
+        given["image"] = asked["image"]
+        given["row"] = {f"<b>{name}": value for name, value in (given["row"] or {}).items()}
+    config = everywhere(CONFIG) | {name: {"<b>": EVIL} for name in ("settings", "versions")}
+    (run / "result.json").write_text(json.dumps(changed))
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "metrics.jsonl").write_text(json.dumps({"series": f"<b>{EVIL}", "step": 0}))
+    page = page_of(run)
+    found = Elements(page).found
+    assert {tag for tag, _ in found} <= set(harmless)
+    assert "b" not in {tag for tag, _ in found}
+    assert {name for _, a in found for name in a} <= {
+        *("alt", "aria-hidden", "aria-label", "aria-labelledby", "charset", "class", "content"),
+        *("datetime", "href", "http-equiv", "id", "lang", "name", "rel", "role", "scope", "src"),
+        *("style", "tabindex", "title"),
+    }
+    assert EVIL not in page
+
+
+def test_control_codes_do_not_break_a_figure(tmp_path):
+    odd = "cat\x1b[31m\x00"
+    path = report.curves(tmp_path / "c.svg", [panel(odd, (odd, "b"))], xlabel=odd)
+    ElementTree.parse(path)
+    assert "cat\N{REPLACEMENT CHARACTER}[31m" in path.read_text()
 
 
 def test_a_page_refers_to_nothing_outside(run):

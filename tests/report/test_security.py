@@ -12,7 +12,7 @@ import foretune as ft
 from experiments.datasets import load
 from experiments.phones.speech import corpus as _corpus
 from foretune.apps._tables import DataError, read_table
-from foretune.report import RunFolder, write_page, write_whole
+from foretune.report import RunFolder, write_page
 
 from ..problems import regression
 
@@ -128,20 +128,6 @@ def test_a_runs_files_are_not_written_through_links(tmp_path, outside):
     folder.write("result.json", {"headline": "done"})
     assert folder.result == {"headline": "done"}
     assert not (folder.path / "result.json").is_symlink()
-
-
-def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypatch):
-    path = tmp_path / "result.json"
-    write_whole(path, "old")
-
-    def full(_):
-        raise OSError("no space left on the device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="no space left"):
-        write_whole(path, "new")
-    assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
-    assert path.read_text() == "old"
 
 
 UNSAFE_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve", "subprocess"}

@@ -7,7 +7,6 @@ eleven frames of 1.5 million would be 8 GB.
 
 import hashlib
 import json
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from foretune.apps._tables import DataError
+from foretune.report import say, write_whole
 
 from ...datasets import cache_folder
 from .features import frame_centres, with_changes
@@ -217,8 +217,9 @@ def stored(
     if path.is_file():
         try:
             return _read(path)
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-            path.unlink()  # cut off, or of another version: made again
+        except Exception as error:  # cut off, or of another version: made again
+            say(f"{path} cannot be read ({type(error).__name__}): it is made again")
+            path.unlink()
     utterances, skipped = make()
     if not utterances:
         return utterances, skipped
@@ -243,17 +244,14 @@ def _write(path: Path, utterances: list[Utterance], skipped: dict[str, str], set
             [u.name, u.speaker, u.part, len(u.static), len(u.phones)] for u in utterances
         ],
     }
-    new = path.with_suffix(".new")
-    with new.open("wb") as file:
-        np.savez(
-            file,
-            about=np.array(json.dumps(about)),
-            static=np.concatenate([u.static for u in utterances]),
-            token=np.concatenate([u.token for u in utterances]),
-            third=np.concatenate([u.third for u in utterances]),
-            phone=np.array([number[p] for u in utterances for p in u.phones], np.int32),
-        )
-    new.replace(path)
+    arrays = {
+        "about": np.array(json.dumps(about)),
+        "static": np.concatenate([u.static for u in utterances]),
+        "token": np.concatenate([u.token for u in utterances]),
+        "third": np.concatenate([u.third for u in utterances]),
+        "phone": np.array([number[p] for u in utterances for p in u.phones], np.int32),
+    }
+    write_whole(path, lambda file: np.savez(file, **arrays))
 
 
 def _read(path: Path) -> tuple[list[Utterance], dict[str, str]]:

@@ -1,7 +1,10 @@
 """`foretune clean`: a file of labelled rows and a file of checked ones -> suspects and a report."""
 
 import csv
+import io
+import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,12 +12,14 @@ import numpy as np
 
 from .._outer.callbacks import History
 from .._outer.checkpoint import Checkpoint
+from .._outer.files import write_whole
 from ..report import RunFolder, curves, digest, histogram, write_page
 from . import LabelCleaner
 from ._gallery import gallery_item
-from ._tables import Encoder, Table, read_table
+from ._tables import Encoder, Table, read_table, with_labels_alike
 
 SHOWN = 24
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class Settings(NamedTuple):
@@ -37,7 +42,9 @@ class Settings(NamedTuple):
 def run(out: str | Path, settings: Settings) -> Path:
     """Clean, write the lists and the report, and return the report's path."""
     options = (settings.label, settings.image, settings.drop)
-    table, checked = read_table(settings.train, *options), read_table(settings.clean, *options)
+    table, checked = with_labels_alike(
+        read_table(settings.train, *options), read_table(settings.clean, *options)
+    )
     encoder = Encoder(settings.text).fit(table)
     X, X_checked = encoder.transform(table), encoder.transform(checked)
     title = f"Suspicious labels in {Path(settings.train).name}"
@@ -77,24 +84,50 @@ def run(out: str | Path, settings: Settings) -> Path:
 
 
 def write_lists(folder: RunFolder, cleaner: LabelCleaner, table: Table) -> None:
-    """Write suspects.csv, the most suspicious first, and weights.csv, every row in its order."""
-    columns = ["rank", "row", "given", "suggested", "confidence", "weight"]
+    """Write suspects.csv, the most suspicious first, and weights.csv, every row in its order.
+
+    Labels are as in the file that was read, but for one thing: text that a spreadsheet would take for
+    a formula gets an apostrophe before it (`cell`).
+    """
     suspects = [i for i in cleaner.ranking_ if cleaner.suspects_[i]]
-    with (folder.path / "suspects.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        for rank, i in enumerate(suspects, start=1):
-            writer.writerow([rank, i, table.y[i], *_judgement(cleaner, i)])
-    with (folder.path / "weights.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["row", "given", "suggested", "confidence", "weight", "suspect"])
-        for i, given in enumerate(table.y):
-            writer.writerow([i, given, *_judgement(cleaner, i), int(cleaner.suspects_[i])])
+    _write_csv(
+        folder.path / "suspects.csv",
+        ["rank", "row", "given", "suggested", "confidence", "weight"],
+        ([rank, i, *_judgement(cleaner, table, i)] for rank, i in enumerate(suspects, start=1)),
+    )
+    _write_csv(
+        folder.path / "weights.csv",
+        ["row", "given", "suggested", "confidence", "weight", "suspect"],
+        (
+            [i, *_judgement(cleaner, table, i), int(cleaner.suspects_[i])]
+            for i in range(len(table.y))
+        ),
+    )
 
 
-def _judgement(cleaner: LabelCleaner, i: Any) -> list[Any]:
+def _write_csv(path: Path, columns: list[str], rows: Iterable[list[Any]]) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(columns)
+    writer.writerows(rows)
+    write_whole(path, text.getvalue().encode("utf-8", "backslashreplace"))
+
+
+def cell(label: Any) -> str:
+    """Return a label for a spreadsheet: text that it would run as a formula gets an apostrophe.
+
+    >>> [cell(label) for label in ("cat", "-1", "=1+1", "@SUM(A1)", -2)]
+    ['cat', '-1', "'=1+1", "'@SUM(A1)", '-2']
+    """
+    text = str(label)
+    formula = text.startswith(("=", "+", "-", "@", "\t", "\r")) and not _NUMBER.fullmatch(text)
+    return f"'{text}" if formula else text
+
+
+def _judgement(cleaner: LabelCleaner, table: Table, i: Any) -> list[Any]:
     numbers = (cleaner.confidence_[i], cleaner.weights_[i])
-    return [cleaner.suggested_[i], *(f"{number:.6f}" for number in numbers)]
+    labels = (table.y[i], cleaner.suggested_[i])
+    return [*map(cell, labels), *(f"{number:.6f}" for number in numbers)]
 
 
 def summary(cleaner: LabelCleaner, table: Table, checked: Table) -> dict[str, Any]:
@@ -111,6 +144,7 @@ def summary(cleaner: LabelCleaner, table: Table, checked: Table) -> dict[str, An
             [str(name), int(mine.sum()), int(found.sum()), found.sum() / mine.sum(), likely]
         )
     count, n = int(cleaner.suspects_.sum()), len(table.y)
+    marked = [str(name) for name in cleaner.classes_ if cell(name) != str(name)]
     return {
         "headline": f"{count:,} of {n:,} labels are suspicious ({count / n:.1%}).",
         "notes": [
@@ -120,6 +154,11 @@ def summary(cleaner: LabelCleaner, table: Table, checked: Table) -> dict[str, An
             "more probably than not; look at it before you change it."
             if cleaner.method == "noise"
             else "A suspect is a row whose weight fell to 0 in the descent on the checked rows' error.",
+            *(
+                f"In the two lists an apostrophe stands before {name}, which a spreadsheet would take "
+                "for a formula."
+                for name in marked[:3]
+            ),
         ],
         "tables": [
             {

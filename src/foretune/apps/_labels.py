@@ -16,13 +16,25 @@ def plain_labels(labels: Any, name: str) -> Any:
     array = np.asarray(labels)
     if array.dtype != object or array.ndim != 1:
         return array
-    missing = [i for i, label in enumerate(array) if label is None or label != label]
+    missing = [i for i, label in enumerate(array) if _is_missing(label)]
     if missing:
         raise ValueError(
             f"{name} has {len(missing)} rows without a label, the first is row {missing[0]}: give it "
             "one, or leave the row out."
         )
+    kinds = {isinstance(label, str): i for i, label in reversed([*enumerate(array)])}
+    if len(kinds) > 1:  # as one array the number 1 and the text "1" would be one label
+        (_, i), (_, j) = sorted(kinds.items())
+        raise ValueError(
+            f"{name} has numbers and text, {array[i]!r} in row {i} and {array[j]!r} in row {j}: give "
+            "labels of one type."
+        )
     return np.asarray(array.tolist())
+
+
+def _is_missing(label: Any) -> bool:
+    """None, NaN, and pandas's NA, whose comparisons have no truth value."""
+    return label is None or type(label).__name__ == "NAType" or bool(label != label)
 
 
 def second_set(estimator: Any, X: Any, y: Any, name: str) -> tuple[Any, np.ndarray, list[Any]]:

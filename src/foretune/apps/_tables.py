@@ -5,10 +5,13 @@ An .npz file has rows under `x` (or `X`, `data`, `images`) and labels under `y` 
 file has one row per example, with the label in a column of one of those names or the one asked for.
 Numbers are used as they are, columns of few distinct words become indicator columns, and columns of
 free text become TF-IDF when they are named as such.
+
+Labels of a .csv file are text, exactly as written: 1, 01 and 007 are three classes, and so are None and
+NA. Only an empty cell is a missing label. The other formats keep the type that they give to labels;
+`with_labels_alike` makes those of two files comparable.
 """
 
 import warnings
-import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,12 +81,18 @@ def read_table(
     return table
 
 
-def _read_npz(path: Path, label: str | None) -> Table:
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of an .npz file, read without pickle, or raise `DataError` with its name."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
-        raise DataError(f"{path} cannot be read as .npz: {error}") from error
+        with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except Exception as error:  # damage shows in many ways: in zipfile, in zlib, in the header
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise DataError(f"{path} cannot be read as .npz: {reason}") from error
+
+
+def _read_npz(path: Path, label: str | None) -> Table:
+    arrays = read_arrays(path)
     rows = next((arrays[name] for name in ROWS if name in arrays), None)
     names = LABELS if label is None else (label,)
     labels = next((arrays[name] for name in names if name in arrays), None)
@@ -100,7 +109,7 @@ def _read_npz(path: Path, label: str | None) -> Table:
     if rows.dtype.kind not in "biuf":
         raise DataError(f"{path}: rows have dtype {rows.dtype}, expected numbers.")
     shape = rows.shape[1:] if rows.ndim > 2 else None
-    return Table(rows.reshape(len(rows), -1), labels, shape, str(path))
+    return Table(rows.reshape(len(rows), -1), _labels(labels, path), shape, str(path))
 
 
 def _read_frame(path: Path, label: str | None, drop: tuple[str, ...]) -> Table:
@@ -108,7 +117,7 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...]) -> Table:
         import pandas as pd
 
     try:
-        frame = pd.read_csv(path) if path.suffix == ".csv" else pd.read_parquet(path)
+        frame = _read_csv(path, label) if path.suffix == ".csv" else pd.read_parquet(path)
     except Exception as error:  # parsers raise many kinds
         reason = str(error).strip().split("\n")[0]
         raise DataError(f"{path} cannot be read as {path.suffix}: {reason}") from error
@@ -128,17 +137,60 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...]) -> Table:
             stacklevel=3,
         )
     labels: Any = frame[names[0]]
-    if labels.isna().any():
-        rows = np.flatnonzero(labels.isna())
+    values = labels.astype(object).where(labels.notna(), None).to_numpy()
+    if labels.dtype.kind not in "ifub":  # text, categories, dates
+        values = np.array([None if value is None else str(value) for value in values], object)
+    return Table(frame.drop(columns=[names[0], *drop]), _labels(values, path), None, str(path))
+
+
+def _read_csv(path: Path, label: str | None) -> Any:
+    """Read a .csv file with its labels as text, an empty one as None."""
+    import pandas as pd
+
+    header = [str(name) for name in pd.read_csv(path, nrows=0).columns]
+    name = next((n for n in (LABELS if label is None else (label,)) if n in header), None)
+    # The mark before it keeps pandas from reading NA, None or nan as no label.
+    marked = {} if name is None else {name: lambda text: f"'{text}"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        try:
+            frame = pd.read_csv(path, converters=marked, index_col=False)
+        except pd.errors.ParserWarning:
+            raise ValueError("rows have more cells than the first line has names.") from None
+    if name is not None:
+        frame[name] = [text[1:] if text[1:].strip() else None for text in frame[name]]
+    return frame
+
+
+def _labels(values: np.ndarray, path: Path) -> np.ndarray:
+    """Return labels as an array of numbers or of text, or raise where one is missing."""
+    if values.dtype.kind == "S":
+        values = np.char.decode(values, "utf-8", "backslashreplace")
+    missing = np.array([v is None or v != v or (isinstance(v, str) and not v) for v in values])
+    if missing.any():
+        rows = np.flatnonzero(missing)
         raise DataError(
             f"{path}: {len(rows)} rows have no label, the first is row {rows[0]} (rows count from 0): "
             "give it one, or leave the row out."
         )
-    if labels.dtype.kind in "ifub":
-        values = labels.to_numpy()
-    else:
-        values = labels.astype(str).to_numpy(dtype=str)
-    return Table(frame.drop(columns=[names[0], *drop]), values, None, str(path))
+    return np.asarray(values.tolist()) if values.dtype == object else values
+
+
+def with_labels_alike(first: Table, second: Table) -> tuple[Table, Table]:
+    """Return both tables with labels that can be compared: numbers of one as text beside text.
+
+    >>> a = Table(None, np.array(["1", "01"]), None, "a.csv")
+    >>> b = Table(None, np.array([1, 2]), None, "b.parquet")
+    >>> [table.y.tolist() for table in with_labels_alike(a, b)]
+    [['1', '01'], ['1', '2']]
+    """
+    if "U" not in (first.y.dtype.kind, second.y.dtype.kind):
+        return first, second
+    first, second = (
+        table if table.y.dtype.kind == "U" else table._replace(y=np.array(list(map(str, table.y))))
+        for table in (first, second)
+    )
+    return first, second
 
 
 class Encoder:

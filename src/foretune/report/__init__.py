@@ -1,5 +1,6 @@
 """A run's folder, the page made of it, its figures, and what a command says of it."""
 
+from .._outer.files import RunError as RunError
 from .._outer.files import write_whole as write_whole
 from ._console import Lines as Lines
 from ._console import Phases as Phases
@@ -12,7 +13,6 @@ from ._figures import curves as curves
 from ._figures import drawing as drawing
 from ._figures import histogram as histogram
 from ._figures import picture as picture
-from ._folder import RunError as RunError
 from ._folder import RunFolder as RunFolder
 from ._folder import digest as digest
 from ._page import ReportError as ReportError

@@ -9,6 +9,7 @@ import json
 import shlex
 import sys
 import time
+import unicodedata
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .._outer.callbacks import Callback
+
+_TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""Unicode's controls of direction."""
 
 
 def command_line(about: str) -> typer.Typer:
@@ -65,7 +69,24 @@ def plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
 
 def say(line: str) -> None:
     """Print a line at once, on standard error: results alone go to standard output."""
-    print(line, file=sys.stderr, flush=True)
+    print(shown(line, keep="\n"), file=sys.stderr, flush=True)
+
+
+def shown(text: str, keep: str = "") -> str:
+    r"""Return text that a terminal shows and does not obey: control codes are written out.
+
+    Labels, columns and file names are the user's data, and may hold what moves the cursor, colours
+    or retitles the window, or turns the direction of what follows.
+
+    >>> print(shown("a \x1b[31mred\tcat"))
+    a \x1b[31mred\tcat
+    """
+    return "".join(
+        repr(c)[1:-1]
+        if c not in keep and (unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in _TURNS)
+        else c
+        for c in text
+    )
 
 
 class Phases:
@@ -123,18 +144,22 @@ def _cell(value: object) -> str:
     return "" if value is None else str(value)
 
 
+def _text(text: str) -> Text:
+    """The user's words: as `Text` they are shown, not read as markup."""
+    return Text(shown(text))
+
+
 def show_result(page: Path) -> None:
     """Print a finished run's headline and tables, to a log as well, then where its page is."""
     console = Console(width=None if sys.stdout.isatty() else 110)
     result = json.loads((page.parent / "result.json").read_text())
-    console.print(Text(result["headline"]))
+    console.print(_text(result["headline"]))
     for content in result["tables"]:
-        # Labels are the user's: as `Text` they are shown, not read as markup.
-        table = Table(title=Text(content["title"]), title_justify="left")
+        table = Table(title=_text(content["title"]), title_justify="left")
         for i, name in enumerate(content["columns"]):
-            table.add_column(Text(name), justify="right" if i else "left")
+            table.add_column(_text(name), justify="right" if i else "left")
         for row in content["rows"]:
-            table.add_row(*(Text(_cell(value)) for value in row))
+            table.add_row(*(_text(_cell(value)) for value in row))
         console.print(table)
     print(page)
     say(how_to_open(page))

@@ -31,6 +31,7 @@ _STYLE = {
     "text.parse_math": False,  # a $ in a label is a $
     "svg.fonttype": "none",
 }
+_NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def curves(
@@ -252,5 +253,6 @@ def _save_svg(path: str | Path, size: tuple[float, float], draw: Any) -> Path:
         draw(figure)
         figure.savefig(file, format="svg", metadata=no_metadata)
     svg = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", file.getvalue())
+    svg = _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", svg)  # a browser would refuse the whole image
     write_whole(path, svg)
     return path

@@ -20,16 +20,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .._outer.files import write_whole
+from .._outer.files import FolderLock, RunError, write_whole
 from ._page import write_page
 
 
-class RunError(ValueError):
-    """A run that cannot begin or continue; the message says what to do."""
-
-
 class RunFolder:
-    """Opens a run's folder, new or to be resumed.
+    """Opens a run's folder, new or to be resumed, and keeps other processes out until it is closed.
 
     A folder with a run of the same settings is resumed; other settings are refused, so that two runs
     never mix.
@@ -46,21 +42,31 @@ class RunFolder:
             "versions": versions(),
             "settings": json.loads(json.dumps(settings)),
         }
-        old = self.read("config.json")
-        if old is None and self.path.is_dir():
-            foreign = [p.name for p in self.path.iterdir()]
+        if self.path.is_dir() and not (self.path / "config.json").exists():
+            foreign = [p.name for p in self.path.iterdir() if not _is_remainder(p.name)]
             if foreign:
                 raise RunError(
                     f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): "
                     "give a new folder."
                 )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be made: {error.strerror}.") from error
+        self._lock = FolderLock(self.path).acquire()
+        try:
+            self._open(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, config: dict[str, Any]) -> None:
+        """Write the settings, or compare them with those that are there."""
+        old = self.read("config.json")
         if old is None:
-            try:
-                self.figures.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise RunError(f"{self.path} cannot be made: {error.strerror}.") from error
             self.write("config.json", config)
-        elif (old.get("kind"), old.get("settings")) != (kind, config["settings"]):
+            old = config
+        if (old.get("kind"), old.get("settings")) != (config["kind"], config["settings"]):
             theirs, ours = old.get("settings") or {}, config["settings"]
             odd = [k for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)]
             shown = "; ".join(f"{k}: {theirs.get(k)!r} there, {ours.get(k)!r} now" for k in odd[:4])
@@ -68,6 +74,11 @@ class RunFolder:
                 f"{self.path} holds a run with other settings ({shown or old.get('kind')}). Give it "
                 "again with those settings to resume it, or another --out."
             )
+        self.figures.mkdir(exist_ok=True)
+
+    def close(self) -> None:
+        """Let other processes have the folder."""
+        self._lock.release()
 
     @property
     def figures(self) -> Path:
@@ -126,6 +137,11 @@ class RunFolder:
             raise RunError(
                 f"{path} is damaged ({error}): remove it, or give another folder."
             ) from error
+
+
+def _is_remainder(name: str) -> bool:
+    """Whether a file may be left by a run that was killed before it had written its settings."""
+    return name == ".lock" or name.startswith(".config.json.")
 
 
 def digest(path: str | Path) -> str:
