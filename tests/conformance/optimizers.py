@@ -89,19 +89,9 @@ TRANSFORMATIONS = {
 }
 
 
-def without_extras(optimizer):
-    """Return the optimizer without the arguments `value`, `grad` and `value_fn` of its update."""
-
-    def update(updates, state, params=None):
-        return optimizer.update(updates, state, params)
-
-    return optax.GradientTransformation(optimizer.init, update)
-
-
-def sam(lr, c):
-    # Its update takes no argument that it does not use, so it gets none of them.
+def sam(lr, c, **options):
     ascent = optax.chain(contrib.normalize(), optax.sgd(c))
-    return without_extras(contrib.sam(optax.sgd(lr), ascent))
+    return contrib.sam(optax.sgd(lr), ascent, **options)
 
 
 OTHERS = TRANSFORMATIONS | {

@@ -123,7 +123,7 @@ def _below(folder):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 def contents(folder):
@@ -364,30 +364,28 @@ def tune(callbacks, at=lambda point, window: None, **options):
 
 
 @pytest.mark.parametrize(
-    ("point", "donate", "kept"),
+    ("point", "kept"),
     [
-        ("training stream", True, 2),
-        ("validation stream", True, 2),
-        ("before the window", True, 2),
-        ("in the window", True, None),  # the memory of the state before it is taken
-        ("in the window", False, 2),
-        ("evaluate", True, None),
-        ("evaluate", False, 2),
-        ("score", True, None),
-        ("callback", True, 3),
-        ("stop", True, 3),
+        ("training stream", 2),
+        ("validation stream", 2),
+        ("before the window", 2),
+        ("in the window", None),  # the memory of the state before it is taken
+        ("evaluate", None),
+        ("score", None),
+        ("callback", 3),
+        ("stop", 3),
     ],
 )
-def test_a_second_ctrl_c_leaves_nothing_that_is_not_whole(tmp_path, point, donate, kept):
+def test_a_second_ctrl_c_leaves_nothing_that_is_not_whole(tmp_path, point, kept):
     def interrupt(here, window):
         if (here, window) == (point, 3):
             raise KeyboardInterrupt
 
-    expected = tune([], donate=donate)
+    expected = tune([])
     with pytest.raises(KeyboardInterrupt):
-        tune([ft.Checkpoint(tmp_path, every=10)], interrupt, donate=donate)
+        tune([ft.Checkpoint(tmp_path, every=10)], interrupt)
     assert names(tmp_path) == ([] if kept is None else [f"foretune_{kept}"])
-    resumed = tune([ft.Checkpoint(tmp_path, every=10)], donate=donate)
+    resumed = tune([ft.Checkpoint(tmp_path, every=10)])
     assert resumed.history == expected.history
     assert same(resumed.state, expected.state)
     assert same(resumed.best, expected.best)
@@ -495,3 +493,25 @@ def test_a_resumed_history_is_equal_whatever_holds_the_hyperparameters(tmp_path,
     assert fresh[0]["hparams"] == jax.tree.map(lambda x: float(np.float32(x)), recorded)
     run(2, [ft.Checkpoint(tmp_path)])
     assert run(3, [ft.Checkpoint(tmp_path)]) == fresh
+
+
+def test_a_folder_belongs_to_one_process(tmp_path):
+    """The lock goes with its owner, however that ends."""
+    script = """if True:
+        import sys
+        from foretune._outer.files import FolderLock
+        with FolderLock(sys.argv[1]):
+            print("locked", flush=True)
+            sys.stdin.read()
+    """
+    command, pipe = [sys.executable, "-c", script, str(tmp_path)], subprocess.PIPE
+    problem, hparams = regression(2)
+    options = {"steps": 1, "callbacks": [ft.Checkpoint(tmp_path)]}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match=f"in use by another process .pid {child.pid}"):
+            ft.minimize(problem, hparams, **options)
+        child.kill()
+    ft.minimize(problem, hparams, **options)
+    ft.minimize(problem, hparams, **options)  # and it is given back when a run ends

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .files import write_whole
+
 
 class Callback:
     """The base of all callbacks; override what you need of `start`, `step` and `end`.
@@ -109,17 +111,16 @@ class History(Callback):
                 f"{self.path} holds the records of another run than the one that is resumed. Give "
                 "another path, or move the file away."
             )
-        new = self.path.with_name(f".{self.path.name}.new")
-        self._write(new, run.history, "w")
-        new.replace(self.path)
+        write_whole(self.path, "".join(map(_line, run.history)))
 
     def step(self, run: Any) -> None:
         """Append the new record."""
-        self._write(self.path, [run.record], "a")
+        with self.path.open("a") as file:
+            file.write(_line(run.record))
 
-    def _write(self, path: Path, records: list[dict[str, Any]], mode: str) -> None:
-        with path.open(mode) as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record) + "\n"
 
 
 def _agree(line: str, record: dict[str, Any]) -> bool:

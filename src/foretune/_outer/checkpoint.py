@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 
 from .._problem.checks import check_count, describe, named_leaves
 from .callbacks import Callback, _writable_folder
+from .files import FolderLock
 from .run import DIGEST, digest_of, numbers
 
 PREFIX = "foretune"  # of the names of checkpoints: the mark by which they are known
@@ -62,6 +63,7 @@ class Checkpoint(Callback):
                 "Checkpoint(''): the directory has no name. Give `\".\"` for the current one."
             )
         self.directory, self.every, self.keep = Path(directory).absolute(), every, keep
+        self._lock = FolderLock(self.directory)
         self._manager: Any = None
         self._saved: int | None = None
         self._belongs_to: dict[str, str] = {}
@@ -75,8 +77,10 @@ class Checkpoint(Callback):
         options = ocp.CheckpointManagerOptions(
             step_prefix=PREFIX, max_to_keep=self.keep, enable_async_checkpointing=False
         )
-        manager = ocp.CheckpointManager(self.directory, options=options)
         with contextlib.ExitStack() as stack:
+            if jax.process_index() == 0:  # the processes of one run share the folder
+                stack.enter_context(self._lock)
+            manager = ocp.CheckpointManager(self.directory, options=options)
             stack.callback(manager.close)
             self._saved = self._resume(manager, run)
             stack.pop_all()  # it stays open until `end`
@@ -132,7 +136,8 @@ class Checkpoint(Callback):
 
     def end(self, run: Any) -> None:
         """Save the last state."""
-        with contextlib.closing(self._manager):
+        with contextlib.ExitStack() as stack, contextlib.closing(self._manager):
+            stack.callback(self._lock.release)
             self._save(run)
         self._manager = None
 

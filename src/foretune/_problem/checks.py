@@ -59,7 +59,7 @@ def check_signature(function: Any, form: str, keywords: tuple[str, ...] = ()) ->
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # a builtin: nothing to see
-    names = form[form.index("(") + 1 : form.index(")")].split(", ")
+    names = form[form.rindex("(") + 1 : form.rindex(")")].split(", ")
     positional = [name for name in names if "=" not in name]
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))

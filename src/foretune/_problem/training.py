@@ -6,6 +6,7 @@ with v the optimizer's accumulators. Everything else, from ISTA to power iterati
 written by the user.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,7 +47,8 @@ class Training(Dynamics, eqx.Module):
             (scalar, model_state)`. With a `key`, it is also called with `key=`.
         optimizer: an Optax transformation, or a function of the hyperparameters that returns
             one. In the second form every constant and schedule of the optimizer is
-            differentiable. Optimizers that ask for `value`, `grad` or `value_fn` get them.
+            differentiable. Optimizers that ask for `value`, `grad`, `value_fn` or `grad_fn`
+            get them.
         has_state: whether the loss takes and returns a model state (batch statistics and the
             like). The initial parameters are then the pair `(params, model_state)`.
         key: a random key. Step t calls the loss with `key=jax.random.fold_in(key, t)`, so that a
@@ -136,13 +138,15 @@ class Training(Dynamics, eqx.Module):
     ) -> tuple[TrainState, Array]:
         weights, fixed, objective = self._objective(state, hparams, batch)
         (value, model_state), grads = jax.value_and_grad(objective, has_aux=True)(weights)
-        updates, opt_state = self._optimizer(hparams).update(
-            grads,
-            state.opt_state,
-            weights,
-            value=value,
-            grad=grads,
-            value_fn=lambda weights: objective(weights)[0],
+        optimizer = self._optimizer(hparams)
+        extra = {
+            "value": value,
+            "grad": grads,
+            "value_fn": lambda weights: objective(weights)[0],
+            "grad_fn": lambda weights, _: jax.grad(objective, has_aux=True)(weights)[0],
+        }
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, weights, **_taken(optimizer.update, extra)
         )
         weights = optax.apply_updates(weights, updates)
         # A constant given as a float32 array would promote a bfloat16 accumulator.
@@ -219,6 +223,14 @@ class _Cast(eqx.Module):
         return value.astype(jnp.promote_types(value.dtype, jnp.float32)), jax.tree.map(
             restored, new, state[0]
         )
+
+
+def _taken(update: Any, extra: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that an optimizer's update takes: some refuse those they do not know."""
+    parameters = inspect.signature(update).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return extra
+    return {name: argument for name, argument in extra.items() if name in parameters}
 
 
 def _check_not_multisteps(optimizer: Any) -> None:
