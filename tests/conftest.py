@@ -1,11 +1,25 @@
+"""Tiers of tests, compiled programs that are kept between runs, and settings for groups of tests."""
+
+import contextlib
+import hashlib
 import itertools
 import os
-import shutil
-import tempfile
+import platform
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
+
+ROOT = Path(__file__).parents[1]
+CORE = ("problem", "engines", "outer", "realtime")
+# The first tier: these folders, but for tests marked `second_tier`, and tests marked `first_tier`.
+FIRST_TIER = (
+    *(f"tests/{part}/" for part in (*CORE, "conformance")),
+    *(f"src/foretune/_{part}/" for part in CORE),
+    "tests/test_imports.py",
+)
+STRICT = FIRST_TIER[:5]
 
 if jax.__version_info__ < (0, 11):
     # Compiles the tests' many small programs three times faster. XLA aborts at a flag that it does
@@ -18,28 +32,113 @@ if jax.__version_info__ < (0, 11):
         ]
     )
 
+PROGRAMS, PROGRAMS_BYTES = ROOT / ".pytest_cache/programs", 2 * 2**30
 _tests_run = itertools.count(1)
 
-# Programs compiled in this run of the suite, shared by its workers: a fifth of the time is saved.
-_run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-PROGRAMS = Path(tempfile.gettempdir()) / f"foretune-tests-{_run}"
-jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--tier",
+        choices=["1", "all"],
+        default="all",
+        help="1: the core alone, its programs hardly optimized; all (default): every test",
+    )
 
 
-def pytest_unconfigure(config):
-    if not hasattr(config, "workerinput"):  # the last process of the run
-        shutil.rmtree(PROGRAMS, ignore_errors=True)
+def pytest_configure(config):
+    first = config.getoption("tier") == "1"
+    # Half the time; `--tier all` compiles as users do.
+    jax.config.update("jax_disable_most_optimizations", first)
+    hypothesis.settings.register_profile(
+        "tier", max_examples=5 if first else 12, deadline=None, derandomize=True, database=None
+    )
+    hypothesis.settings.load_profile("tier")
+    if not hasattr(config, "workerinput"):
+        forget_old_programs()
+    jax.config.update("jax_compilation_cache_dir", str(PROGRAMS / of_this_machine()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("tier") == "all":
+        return
+    tiers = {True: [], False: []}
+    for item in items:
+        tiers[in_first_tier(item)].append(item)
+    config.hook.pytest_deselected(items=tiers[False])
+    items[:] = tiers[True]
+
+
+def in_first_tier(item):
+    if item.get_closest_marker("second_tier"):
+        return False
+    return is_under(item, FIRST_TIER) or item.get_closest_marker("first_tier") is not None
+
+
+def is_under(item, folders):
+    return item.path.is_relative_to(ROOT) and item.path.relative_to(ROOT).as_posix().startswith(
+        folders
+    )
+
+
+def of_this_machine():
+    """Return a name for what compiled programs depend on, besides JAX's own key."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    cpu = sorted(
+        {line for line in lines if line.lower().startswith(("flags", "features", "model"))}
+    )
+    parts = [jax.__version__, os.environ.get("XLA_FLAGS", ""), platform.machine(), *cpu]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def forget_old_programs():
+    """Remove the programs that were made first where all of them take too much room."""
+    files = [(path.stat(), path) for path in PROGRAMS.glob("*/*")]
+    total = sum(stat.st_size for stat, _ in files)
+    for stat, path in sorted(files, key=lambda file: file[0].st_mtime):
+        if total <= PROGRAMS_BYTES:
+            break
+        path.unlink(missing_ok=True)
+        total -= stat.st_size
+
+
+@contextlib.contextmanager
+def setting(**settings):
+    """Change settings of JAX for a while, in all threads."""
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture
 def x64():
     """Double precision for the length of a test."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+    with setting(jax_enable_x64=True):
+        yield
+
+
+@pytest.fixture
+def optimized():
+    """Programs as users get them, for tests that look at their memory or run them for long."""
+    with setting(jax_disable_most_optimizations=False):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_silent_promotion(request):
+    """In the core neither types nor ranks of arrays are promoted, but for `promotes("reason")`."""
+    strict = {"jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise"}
+    if not is_under(request.node, STRICT) or request.node.get_closest_marker("promotes"):
+        strict = {}
+    with setting(**strict):
+        yield
 
 
 @pytest.fixture(autouse=True)

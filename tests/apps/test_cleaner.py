@@ -1,7 +1,5 @@
 """LabelCleaner: it finds wrong labels, on any kind of input, and says what is wrong with others."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +16,8 @@ from foretune.apps import LabelCleaner
 from foretune.apps import _noise as noise
 from foretune.apps._features import Features, Scale
 from foretune.apps._models import make_features, make_model
+
+from ..conftest import setting
 
 
 def f1(found, wrong):
@@ -277,28 +277,8 @@ def test_prediction_before_fitting():
         LabelCleaner().predict(np.ones((2, 2)))
 
 
-SLOW = {  # they compile for many shapes; FORETUNE_SLOW_TESTS=1 runs them too
-    "check_classifier_data_not_an_array",
-    "check_classifiers_classes",
-    "check_dict_unchanged",
-    "check_dtype_object",
-    "check_estimator_sparse_matrix",
-    "check_estimator_sparse_tag",
-    "check_estimators_dtypes",
-    "check_estimators_overwrite_params",
-    "check_f_contiguous_array_estimator",
-    "check_fit_check_is_fitted",
-    "check_fit_score_takes_y",
-    "check_pipeline_consistency",
-    "check_positive_only_tag_during_fit",
-    "check_readonly_memmap_input",
-    "check_supervised_y_2d",
-}
-
-
 @pytest.mark.filterwarnings("ignore")
 @parametrize_with_checks([LabelCleaner(hyper_steps=2, steps=15, random_state=0)])
 def test_scikit_learn_conventions(estimator, check):
-    if check.func.__name__ in SLOW and not os.environ.get("FORETUNE_SLOW_TESTS"):
-        pytest.skip("slow: set FORETUNE_SLOW_TESTS=1 to run it")
-    check(estimator)
+    with setting(jax_disable_most_optimizations=True):  # many shapes, each compiled
+        check(estimator)

@@ -16,7 +16,7 @@ import pytest
 import foretune as ft
 from foretune._engines.check import finite_difference
 
-from ..problems import SLOW
+from ..conftest import setting
 from .optimizers import ALIASES, NOT_DIFFERENTIABLE, OTHERS, Row
 
 T = 5
@@ -136,10 +136,10 @@ def assert_close(actual, expected, rtol, what):
 
 
 VARIANTS = ["plain", "minibatches", "schedule", "has_state", "init", "dict"]
-# The whole table for Optax's own optimizers, its first column for the rest. Of each row the first cell
-# and another one in turn are always run; FORETUNE_SLOW_TESTS=1 runs them all.
+# The whole table for Optax's own optimizers, its first column for the rest. One cell of each row is in
+# the first tier, of another column in each.
 CELLS = [
-    pytest.param(name, variant, marks=() if column in (0, 1 + row % 5) else SLOW)
+    pytest.param(name, variant, marks=() if column == row % 6 else pytest.mark.second_tier)
     for row, name in enumerate(ALIASES)
     for column, variant in enumerate(VARIANTS)
 ]
@@ -153,9 +153,8 @@ def quick_compilation(request):
     But for Adamax: the derivative of max(a, b) asks whether a equals it, and where a is computed twice,
     once contracted with what follows and once not, it does not.
     """
-    jax.config.update("jax_disable_most_optimizations", "adamax" not in request.node.name)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with setting(jax_disable_most_optimizations="adamax" not in request.node.name):
+        yield
 
 
 @pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated:DeprecationWarning")

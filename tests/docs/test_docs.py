@@ -17,10 +17,14 @@ WITHOUT_CODE = [
     f"docs/{page}.md"
     for page in ("about", "api", "comparison", "examples", "experiments", "theory")
 ]
+FIRST = ["README.md", "docs/index.md"]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.first_tier] if page in FIRST else []) for page in PAGES],
+)
 def test_code_blocks_run_in_order(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

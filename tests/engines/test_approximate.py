@@ -70,7 +70,7 @@ class TestSampled:
     def problem(self, m=12):
         def loss(params, hparams, batch):
             return penalised(params, {"decay": jnp.mean(hparams["decay"])}, batch) + jnp.sum(
-                hparams["decay"] * jnp.sin(jnp.arange(m) + params["b"])
+                hparams["decay"] * jnp.sin(jnp.arange(1.0 * m) + params["b"])
             )
 
         problem, _ = regression(steps=6, dynamics=ft.Training(loss, optax.sgd(0.1)))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,8 @@ import pytest
 
 import foretune as ft
 from foretune._engines import auto
-from foretune._engines.costs import byte_seconds, free_bytes, host_bytes
+from foretune._engines.costs import Costs, byte_seconds, free_bytes, host_bytes
+from foretune._problem.arguments import unflatten
 
 from ..problems import assert_trees_close, regression
 from .test_schedules import network
@@ -30,15 +32,17 @@ def whole(engine, problem, hparams):
 
 @pytest.fixture
 def timeless(monkeypatch):
-    """Seconds that do not depend on the machine: of a step, its adjoint, and with tangents."""
-    found = auto.candidates
-    seconds = {"step": 1e-3, "again": 1e-3, "adjoint": 3e-3, "whole": 3.5e-3}
-    seconds["tangents"] = {1: 1.5e-3, 4: 3e-3}
+    """Costs that are not measured: seconds of a step, of its adjoint, and with tangents."""
 
-    def candidates(costs, check_finite):
-        return found(costs._replace(**seconds), check_finite)
+    def costs(structure, arrays, limit):
+        problem, hparams = unflatten(structure, arrays)
+        start = eqx.filter_eval_shape(problem.start, hparams)
+        state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(start))
+        m = sum(leaf.size for leaf in jax.tree.leaves(hparams))
+        tangents = {1: 1.5e-3, 4: 3e-3}
+        return Costs(problem.steps, m, state, 1e-3, 1e-3, 3e-3, 3.5e-3, 3.0 * state, tangents)
 
-    monkeypatch.setattr(auto, "candidates", candidates)
+    monkeypatch.setattr(auto, "measure_costs", costs)
     monkeypatch.setattr(auto, "byte_seconds", lambda: 1e-10)
     monkeypatch.setattr(auto, "run_time", lambda *_: (1.0, 0.0))
 
@@ -94,6 +98,7 @@ def test_many_hyperparameters_go_in_reverse():
     assert isinstance(choice.engine, ft.Reverse)
 
 
+@pytest.mark.usefixtures("timeless")
 def test_it_says_what_it_chose_and_from_what():
     problem, hparams = regression(steps=20)
     choice = ft.Auto("1GiB").explain(problem, hparams)
@@ -105,7 +110,7 @@ def test_it_says_what_it_chose_and_from_what():
     assert ft.Auto("1GiB").explain(problem, hparams) is choice  # remembered
 
 
-def test_engines_predicted_level_are_measured(monkeypatch):
+def test_engines_predicted_level_are_measured(timeless, monkeypatch):
     problem, hparams = regression(steps=21)
     stores = {"everything": 1.6, "states": 1.5, "segments": 1.55, 3: 9.0}
     measured = iter([0.3, 0.1, 0.2])
@@ -138,7 +143,7 @@ def test_only_what_was_compiled_is_said_to_be_too_large():
     assert two.rstrip().endswith("800 B")
 
 
-def test_free_memory_is_read_at_each_call(monkeypatch):
+def test_free_memory_is_read_at_each_call(timeless, monkeypatch):
     problem, hparams = regression(steps=23)
     monkeypatch.setattr(
         auto,
@@ -161,6 +166,7 @@ def test_free_memory_is_read_at_each_call(monkeypatch):
         ft.Auto("1GiB").explain(problem, hparams)
 
 
+@pytest.mark.second_tier
 def test_all_processes_choose_alike():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -201,6 +207,7 @@ def test_memory_of_the_host(tmp_path):
     assert host_bytes(tmp_path / "elsewhere") > 0  # not Linux
 
 
+@pytest.mark.usefixtures("timeless")
 def test_a_budget_that_nothing_fits():
     problem, hparams, state = network(50)
     with pytest.raises(MemoryError, match=r"no exact engine fits into .* needs .*Truncated"):
@@ -221,6 +228,7 @@ def test_units():
     assert free_bytes() > 0
 
 
+@pytest.mark.usefixtures("timeless")
 def test_in_minimize_and_with_folds():
     problem, hparams = regression(steps=10)
     result = ft.minimize(problem, hparams, engine=ft.Auto(), optimizer=optax.adam(0.01), steps=3)

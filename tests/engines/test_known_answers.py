@@ -46,7 +46,8 @@ def test_toy_problems(name, engine):
         return jnp.mean(params["v1"] ** 2) + jnp.sum(hparams["weight"] * params["v2"] ** 2)
 
     def error(state, hparams, batch):
-        return jnp.mean(state.params["v1"] * state.params["v2"])
+        v1, v2 = jnp.broadcast_arrays(state.params["v1"], state.params["v2"])
+        return jnp.mean(v1 * v2)
 
     problem = ft.Problem(
         ft.Training(loss, lambda h: optax.sgd(h["eta"], h["mu"])),

@@ -43,7 +43,7 @@ class Data:
         self.starts = rng.normal(size=(FOLDS, 4))
 
     def batches(self, kind, k):
-        use = (self.fold != k) * 1.0
+        use = (self.fold != k).astype(float)
         if kind == "full":
             return ft.FullBatch((self.x, self.y, use), steps=STEPS)
         if kind == "minibatches":
@@ -57,7 +57,7 @@ class Data:
             objective,
             init={"w": self.starts[k]} if init is None else init,
             batches=self.batches(kind, k),
-            validation=(self.x, self.y, (self.fold == k) * 1.0),
+            validation=(self.x, self.y, (self.fold == k).astype(float)),
             **options,
         )
 
@@ -123,7 +123,7 @@ def test_starts_and_random_keys_may_differ_and_starts_may_depend_on_lambda():
     def noisy(params, hparams, batch, state, key):
         drop = jax.random.bernoulli(key, 0.7, (4,))
         mean = 0.9 * state + 0.1 * jnp.mean(params["w"])
-        return loss({"w": params["w"] * drop}, hparams, batch) + state**2, mean
+        return loss({"w": jnp.where(drop, params["w"], 0.0)}, hparams, batch) + state**2, mean
 
     def fold(k):
         training = ft.Training(
@@ -242,10 +242,10 @@ def shape_differs(data, k):
 
 
 def closure_differs(data, k):
-    mask = data.fold == k
+    mask = (data.fold == k).astype(float)
 
     def own(state, hparams, batch):
-        return error(state, hparams, (data.x, data.y, mask * 1.0))
+        return error(state, hparams, (data.x, data.y, mask))
 
     return data.problem(k, objective=own)
 

@@ -136,7 +136,7 @@ class TestGather:
 
     @staticmethod
     def context(data, i):
-        around = jnp.clip(i[:, None] + jnp.arange(-1, 2), 0, len(data["signal"]) - 1)
+        around = jnp.clip(i[:, None] + jnp.arange(-1, 2)[None], 0, len(data["signal"]) - 1)
         return data["signal"][around], data["signal"][i] * data["gain"]
 
     @staticmethod

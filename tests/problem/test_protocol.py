@@ -122,6 +122,7 @@ def ridge_folds(rows=20):
     x = jnp.asarray(rng.normal(size=(rows, 3)), jnp.float32)
     y = x @ jnp.array([1.0, 2.0, 3.0]) + jnp.asarray(rng.normal(size=rows), jnp.float32)
     fold = jnp.arange(rows) % 2
+    uses = [(fold == k).astype(float) for k in range(2)]
 
     def loss(w, h, batch):
         x, y, use = batch
@@ -134,8 +135,8 @@ def ridge_folds(rows=20):
     training = ft.Training(loss, optax.sgd(0.1))
 
     def problem_of_fold(k):
-        batches = ft.FullBatch((x, y, fold != k), steps=300)
-        return ft.Problem(training, error, jnp.zeros(3), batches, (x, y, fold == k))
+        batches = ft.FullBatch((x, y, 1 - uses[k]), steps=300)
+        return ft.Problem(training, error, jnp.zeros(3), batches, (x, y, uses[k]))
 
     return ft.CrossValidated(problem_of_fold, folds=2)
 

@@ -68,6 +68,7 @@ def simulated(tmp_path_factory):
     return *reports_of(start_child("simulated", folder, devices=8)), folder
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     "name",
     [
@@ -80,22 +81,26 @@ def test_a_hypergradient_on_8_devices_is_that_of_one(simulated, name):
     assert simulated[0][name] < 1e-12
 
 
+@pytest.mark.second_tier
 def test_what_is_split_stays_split(simulated):
     assert simulated[0]["parameters stay split"]
     assert simulated[0]["weights stay split"]
     assert simulated[0]["real time: Z stays split"]
 
 
+@pytest.mark.second_tier
 def test_split_tangents_exchange_the_gradient_alone_and_at_the_end(simulated):
     assert simulated[0]["tangents: in the loop"] == 0
     assert simulated[0]["tangents: at the end"] == [24]  # 18 hyperparameters, a multiple of 8
 
 
+@pytest.mark.second_tier
 def test_real_time_tuning_on_8_devices(simulated, alone):
     close(simulated[0]["real time"], alone["real time"])
     assert simulated[0]["real time: compiled"] == 1
 
 
+@pytest.mark.second_tier
 def test_a_run_saved_with_8_devices_goes_on_with_4_and_with_1(simulated, alone):
     report, folder = simulated
     assert report["records"] == 5
@@ -118,12 +123,14 @@ def processes(tmp_path_factory):
     return *reports_of(*children), folder
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", ["reverse", "forward"])
 def test_a_hypergradient_in_two_processes_is_that_of_one(processes, alone, name):
     assert processes[0]["devices"] == 4
     close(processes[0][name], alone["hypergradient"])
 
 
+@pytest.mark.second_tier
 def test_drivers_in_two_processes(processes, alone):
     report, folder = processes
     close(report["minimize"], alone["minimize"].hparams)

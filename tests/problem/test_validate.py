@@ -83,7 +83,7 @@ def unused(loss_use, optimizer_use=lambda h: 0.1, error_use=lambda h: 0.0):
     [
         lambda x: 1.0,
         jax.lax.stop_gradient,
-        lambda x: x.astype(int),
+        lambda x: x.astype(int).astype(float),
         lambda x: jnp.where(x > 0, 1.0, 2.0),
         jnp.round,
     ],

@@ -199,8 +199,8 @@ def _directions(hparams: PyTree, index: int, key: Any, count: int) -> list[PyTre
     directions = []
     for key_j in jax.random.split(key, min(count, leaf.size)):
         v = [jnp.zeros_like(leaf) for leaf in leaves]
-        sign = jax.random.rademacher(key_j, leaf.shape) if leaf.size > 1 else 1
-        v[index] = (sign * size).astype(leaf.dtype)
+        sign = jax.random.rademacher(key_j, leaf.shape, leaf.dtype) if leaf.size > 1 else 1.0
+        v[index] = sign * size
         directions.append(jax.tree.unflatten(treedef, v))
     return directions
 

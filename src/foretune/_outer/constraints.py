@@ -168,12 +168,14 @@ def like(leaf: Any, *bounds: Any) -> tuple[Array, ...]:
 
 def wide(x: Array) -> Array:
     """Return x in single precision at least: sums of many numbers overflow in half precision."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(np.promote_types(x.dtype, np.float32))
 
 
 def scaled_square(x: PyTree) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the largest entry's size c and sum (x / c)^2, which cannot overflow."""
-    leaves = [wide(jnp.asarray(leaf)) for leaf in jax.tree.leaves(x)]
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
+    dtype = functools.reduce(np.promote_types, [leaf.dtype for leaf in leaves], np.float32)
+    leaves = [leaf.astype(dtype) for leaf in leaves]
     largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(leaf), initial=0) for leaf in leaves])
     unit = lax.stop_gradient(jnp.where(largest > 0, largest, 1.0))
     return unit, functools.reduce(jnp.add, [jnp.sum((leaf / unit) ** 2) for leaf in leaves])

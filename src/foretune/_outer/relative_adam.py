@@ -82,7 +82,8 @@ def relative_adam(
         o = jax.tree.map(scale, state.unit, updates, params)
         own = reach or (lambda u, o: jax.tree.map(lambda u, o: jnp.abs(u) + o, u, o))
         r = own(params, o)
-        direction, moments = adam.update(jax.tree.map(jnp.multiply, r, updates), state.adam)
+        with jax.numpy_dtype_promotion("standard"):  # Adam multiplies floats by a count
+            direction, moments = adam.update(jax.tree.map(jnp.multiply, r, updates), state.adam)
         # Adam's direction is about 1; beyond MOST the moments have underflowed.
         steps = jax.tree.map(lambda r, d: -step_size * r * jnp.clip(d, -MOST, MOST), r, direction)
         return steps, RelativeState(o, moments)

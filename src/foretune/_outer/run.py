@@ -182,14 +182,15 @@ class Outer(eqx.Module):
         _, pull = jax.vjp(from_search, u)  # du = grad f(lambda) dlambda/du
         (direction,) = pull(grad)
         optimizer = optax.with_extra_args_support(self.optimizer)
-        updates, opt_state = optimizer.update(
-            direction,
-            opt_state,
-            u,
-            value=sum(jax.tree.leaves(value)),
-            grad=direction,
-            reach=functools.partial(apply_constraints, self.constraints, "reach"),
-        )
+        with jax.numpy_dtype_promotion("standard"):  # Adam multiplies floats by a count
+            updates, opt_state = optimizer.update(
+                direction,
+                opt_state,
+                u,
+                value=sum(jax.tree.leaves(value)),
+                grad=direction,
+                reach=functools.partial(apply_constraints, self.constraints, "reach"),
+            )
         moved = from_search(optax.apply_updates(u, updates))
         return apply_constraints(self.constraints, "project", moved), opt_state
 

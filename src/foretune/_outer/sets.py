@@ -62,17 +62,22 @@ class Box(AbstractConstraint):
 
     def project(self, x: PyTree) -> PyTree:
         """Return x with each entry clipped to the bounds."""
-        return jax.tree.map(lambda leaf: jnp.clip(leaf, *like(leaf, self.lower, self.upper)), x)
+        return jax.tree.map(lambda leaf: jnp.clip(leaf, *self._bounds(leaf)), x)
 
     def reach(self, u: PyTree, unit: PyTree) -> PyTree:
         """Return the natural size of a change: no more than the way to the upper bound is long."""
 
         def size(u, unit):
             own = jnp.abs(u) + unit
-            (upper,) = like(u, self.upper)
+            _, upper = self._bounds(u)
             return jnp.minimum(own, jnp.maximum(upper - u, 1e-3 * own))  # it can leave the bound
 
         return jax.tree.map(size, u, unit)
+
+    def _bounds(self, leaf: Any) -> list[Array]:
+        """Return the bounds in the type of a leaf, and with all its axes."""
+        bounds, axes = like(leaf, self.lower, self.upper), jnp.ndim(leaf)
+        return [bound.reshape((1,) * (axes - bound.ndim) + bound.shape) for bound in bounds]
 
 
 class NonNegative(AbstractConstraint):
@@ -128,7 +133,7 @@ class L2Ball(AbstractConstraint):
         # A root of 1 inside the ball: at 0 Optax's has no value (radius 0).
         length = unit * jnp.sqrt(jnp.where(outside, square, 1.0))
         scale = jnp.where(outside, self.radius / length, 1.0)
-        return jax.tree.map(lambda leaf: (leaf * scale).astype(leaf.dtype), x)
+        return jax.tree.map(lambda leaf: (leaf.astype(scale.dtype) * scale).astype(leaf.dtype), x)
 
 
 class Simplex(AbstractConstraint):
@@ -304,13 +309,16 @@ def _shift(v: Float[Array, " n"], total: Any, upper: Any, *, at_most: bool) -> F
     def pieces(w):
         return (w > 0) & (w < upper), w >= upper
 
+    def some(inside):
+        return jnp.maximum(jnp.sum(inside), 1).astype(v.dtype)
+
     def root(w):
         def newton(carry):
             count, low, high, tau, _ = carry
             value = jnp.sum(jnp.clip(w - tau, 0, upper)) - total
             inside, _ = pieces(w - tau)
             low, high = jnp.where(value >= 0, tau, low), jnp.where(value <= 0, tau, high)
-            step = tau + value / jnp.maximum(jnp.sum(inside), 1)
+            step = tau + value / some(inside)
             good = jnp.any(inside) & (step > low) & (step < high)
             return count + 1, low, high, jnp.where(good, step, (low + high) / 2), tau
 
@@ -328,7 +336,7 @@ def _shift(v: Float[Array, " n"], total: Any, upper: Any, *, at_most: bool) -> F
     inside, capped = pieces(centred)
     centred = centred + (v - free)  # the same, as a function of v
     held = jnp.sum(jnp.where(inside, centred, 0)) + jnp.sum(jnp.where(capped, upper, 0)) - total
-    rest = jnp.where(jnp.any(inside), held / jnp.maximum(jnp.sum(inside), 1), 0)
+    rest = jnp.where(jnp.any(inside), held / some(inside), 0)
     shifted = jnp.clip(centred - rest, 0, upper)
     if at_most:
         clipped = jnp.clip(v, 0, upper)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
@@ -145,10 +146,10 @@ class Training(Dynamics, eqx.Module):
             "value_fn": lambda weights: objective(weights)[0],
             "grad_fn": lambda weights, _: jax.grad(objective, has_aux=True)(weights)[0],
         }
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, weights, **_taken(optimizer.update, extra)
-        )
-        weights = optax.apply_updates(weights, updates)
+        extra = _taken(optimizer.update, extra)
+        with jax.numpy_dtype_promotion("standard"):  # Adam multiplies floats by a count
+            updates, opt_state = optimizer.update(grads, state.opt_state, weights, **extra)
+            weights = optax.apply_updates(weights, updates)
         # A constant given as a float32 array would promote a bfloat16 accumulator.
         opt_state = jax.tree.map(_keep_dtype, opt_state, state.opt_state)
         state = TrainState(eqx.combine(weights, fixed), opt_state, model_state, state.step + 1)
@@ -218,9 +219,9 @@ class _Cast(eqx.Module):
         params, batch = jax.tree.map(cast, (params, batch))
         result = self.loss(params, hparams, batch, *jax.tree.map(cast, state), **key)
         if not state:
-            return result.astype(jnp.promote_types(result.dtype, jnp.float32))
+            return result.astype(np.promote_types(result.dtype, np.float32))
         value, new = result
-        return value.astype(jnp.promote_types(value.dtype, jnp.float32)), jax.tree.map(
+        return value.astype(np.promote_types(value.dtype, np.float32)), jax.tree.map(
             restored, new, state[0]
         )
 

@@ -279,12 +279,15 @@ def finish(
         jnp.where(fault, state.highest, end.highest),
         end.passed,
     )
+    loss = end.total  # the mean of the steps that count
+    if loss is not None:
+        loss = loss / (end.steps - end.outliers).astype(loss.dtype)
     log = {
         "value": value,
         "hypergradient": direction,
         "hparams": hparams,
         "z_norm": jax.tree.map(optax.tree.norm, unravel(norms.astype(flat.dtype))),
-        "loss": None if end.total is None else end.total / (end.steps - end.outliers),
+        "loss": loss,
         "undone": diverged,
         "outliers": end.outliers,
     }
@@ -295,7 +298,7 @@ def column_norms(Z: PyTree) -> Float[Array, " m"]:
     """Return the norms of the columns of Z, in single precision at least."""
 
     def norm(column):
-        wide = jax.tree.map(lambda z: z.astype(jnp.promote_types(z.dtype, jnp.float32)), column)
+        wide = jax.tree.map(lambda z: z.astype(np.promote_types(z.dtype, np.float32)), column)
         return optax.tree.norm(wide)
 
     return jax.vmap(norm)(Z)

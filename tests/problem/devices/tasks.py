@@ -17,7 +17,7 @@ INDICES = np.array([rng.permutation(N)[:8] for _ in range(STEPS)])
 
 
 def squares(params, batch):
-    return (batch[0] @ params["a"] + params["b"] - batch[1]) ** 2
+    return (batch[0] @ params["a"] + params["b"][None] - batch[1]) ** 2
 
 
 def loss(params, hparams, batch):
