@@ -109,7 +109,7 @@ def forget_old_programs():
 @contextlib.contextmanager
 def setting(**settings):
     """Change settings of JAX for a while, in all threads."""
-    before = {name: getattr(jax.config, name) for name in settings}
+    before = {name: jax.config.values[name] for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
     yield

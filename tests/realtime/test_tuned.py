@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import foretune as ft
-from tests.test_realtime import EXACT, data, joined, start, tuner
 
 from ..problems import assert_trees_close, squared_error, squares
+from .test_realtime import EXACT, data, joined, start, tuner
 
 
 class TestRelativeAdam:
