@@ -183,7 +183,7 @@ class TestMethods:
     def test_a_search_resumes_after_its_last_trial(self, corpus, tmp_path, monkeypatch, sampler):
         looks = itertools.count()  # each look at the clock is a tenth of a second, on any machine
         monkeypatch.setattr(methods.time, "monotonic", lambda: next(looks) / 10)
-        task = make_task(corpus, tmp_path / "run", budget=40.0, patience=1)
+        task = make_task(corpus, tmp_path / "run", budget=20.0, patience=1)
         first = methods.search(task, "RS", 0, sampler)
         path = task.folder.path / "trials" / "RS-0.jsonl"
         trials = [json.loads(line) for line in path.read_text().splitlines()]
@@ -197,7 +197,8 @@ class TestMethods:
         assert again[0] == trials[0]
         assert second["trials"] == len(again) > 1
         records = [json.loads(line) for line in task.folder.metrics.read_text().splitlines()]
-        assert sorted({r["trial"] for r in records}) == list(range(len(again)))
+        measured = [k for k, t in enumerate(again) if t["stopped"] != "diverged"]
+        assert set(measured) <= {r["trial"] for r in records} <= set(range(len(again)))
 
     def test_trials_that_cannot_be_read_are_named(self, tmp_path):
         path = tmp_path / "RS-0.jsonl"
