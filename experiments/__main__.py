@@ -1,8 +1,8 @@
 """`python -m experiments`: the paper's experiments, from a checkout.
 
 Exit status: 0 when done, 1 when something is wrong with what was given (a message on standard error;
-with `--debug` the traceback), 2 for a wrong use of the command, 130 after an interrupt, which loses
-nothing: the same command continues.
+with `--debug` the traceback), 2 for a wrong use of the command, 130 after Ctrl-C and 143 after SIGTERM,
+which lose nothing: the same command continues.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """The command line: `foretune clean`, `foretune report`.
 
 Exit status: 0 when done, 1 when something is wrong with what was given (a message on standard error;
-with `--debug` the traceback), 2 for a wrong use of the command, 130 after an interrupt, which loses
-nothing: the same command continues.
+with `--debug` the traceback), 2 for a wrong use of the command, 130 after Ctrl-C and 143 after SIGTERM,
+which lose nothing: the same command continues.
 """
 
 import enum
@@ -61,7 +61,7 @@ def _main(
     "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"
     "Both files need the same columns. suspects.csv lists the labels held to be wrong, the most "
     "suspicious first; weights.csv has every row. Exit status: 0 done, 1 bad input, 2 wrong use, "
-    "130 interrupted (the same command resumes)."
+    "130 or 143 interrupted (the same command resumes)."
 )
 def clean(
     train: Annotated[

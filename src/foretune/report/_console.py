@@ -7,7 +7,9 @@ once. Within a phase there is a progress bar on a terminal, and `Lines` elsewher
 import contextlib
 import json
 import shlex
+import signal
 import sys
+import threading
 import time
 import unicodedata
 import warnings
@@ -40,18 +42,20 @@ def command_line(about: str) -> typer.Typer:
 
 @contextlib.contextmanager
 def plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
-    """Say what is wrong in a sentence and exit with 1, or after an interrupt with 130."""
+    """Say what is wrong in a sentence and exit with 1; after Ctrl-C with 130, after SIGTERM 143."""
     show = warnings.showwarning
     warnings.showwarning = lambda message, *_, **__: say(f"foretune: note: {message}")
+    termination = _Termination()
     try:
-        yield
+        with termination:
+            yield
     except KeyboardInterrupt:
         if resume is not None and resume.exists():
             say(
                 f"foretune: interrupted. What there is lies in {resume}; the same command continues "
                 "from there."
             )
-        raise typer.Exit(130) from None
+        raise typer.Exit(143 if termination.asked else 130) from None
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
         if debug:
             raise
@@ -65,6 +69,28 @@ def plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
         raise typer.Exit(1) from None
     finally:
         warnings.showwarning = show
+
+
+class _Termination:
+    """Lets SIGTERM do what Ctrl-C does at that moment, and remembers that it was the one."""
+
+    asked = False
+
+    def __enter__(self) -> None:
+        self._before = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self.asked = True
+        interrupt = signal.getsignal(signal.SIGINT)  # a descent's own, which ends it after a step
+        if not callable(interrupt):  # a job in the background may have Ctrl-C ignored
+            raise KeyboardInterrupt
+        interrupt(signal.SIGINT, frame)
+
+    def __exit__(self, *_: Any) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
 
 
 def say(line: str) -> None:
