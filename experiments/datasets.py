@@ -9,6 +9,7 @@ for in the same two places.
 import gzip
 import hashlib
 import os
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,11 +93,15 @@ def _cifar(name: str) -> Dataset:
             "images by an EfficientNet-Lite0, x (n, 1280) and y (n,), and cannot be downloaded. "
             "Features of your own go by their path, --data features.npz with x and y."
         )
-    with np.load(folder / file) as arrays:
-        x, y = arrays["x"].astype(np.float32), arrays["y"].astype(np.int32)
-    names = folder / f"{name}-classes.txt"
-    found = names.read_text().splitlines() if names.is_file() else None
-    return Dataset(x, y, None, name, found)
+    table = read_table(folder / file)
+    if table.y.dtype.kind not in "iu":
+        raise DataError(f"{folder / file}: labels have dtype {table.y.dtype}, expected integers.")
+    names, found = folder / f"{name}-classes.txt", None
+    if names.is_file():
+        found = names.read_text(encoding="utf-8", errors="replace").splitlines()
+        if len(found) != (count := len(np.unique(table.y))):
+            raise DataError(f"{names} has {len(found)} lines, and {file} has {count} classes.")
+    return Dataset(table.x.astype(np.float32), table.y.astype(np.int32), None, name, found)
 
 
 def cache_folder() -> Path:
@@ -110,9 +115,13 @@ def cache_folder() -> Path:
 def _mnist() -> Dataset:
     images, labels = [], []
     for name, (skip, md5, _) in _MNIST.items():
-        raw = gzip.decompress(_mnist_file(name).read_bytes())
+        path = _mnist_file(name)
+        try:
+            raw = gzip.decompress(path.read_bytes())
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path} is damaged ({error}): remove it and try again.") from error
         if hashlib.md5(raw, usedforsecurity=False).hexdigest() != md5:
-            raise DataError(f"{_mnist_file(name)} is not MNIST's file: remove it and try again.")
+            raise DataError(f"{path} is not MNIST's file: remove it and try again.")
         (images if skip == 16 else labels).append(np.frombuffer(raw, np.uint8, offset=skip))
     x = np.concatenate(images).reshape(-1, 784).astype(np.float32) / 255
     return Dataset(x, np.concatenate(labels).astype(np.int32), (28, 28), "mnist")

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 import foretune as ft
-from foretune.report import Lines, plain_errors, say, show_result
+from foretune.report import Lines, ReportError, plain_errors, say, show_result
 from foretune.report._console import how_to_open
 
 from ..problems import regression
@@ -126,3 +126,12 @@ def test_sigterm_where_ctrl_c_is_ignored():
     with pytest.raises(typer.Exit) as ended, plain_errors(False):
         signal.raise_signal(signal.SIGINT)
     assert ended.value.exit_code == 130
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"headline": 3}', '{"tables": [{"rows": 1}]}'])
+def test_a_result_that_cannot_be_shown_is_named(tmp_path, content):
+    (tmp_path / "result.json").write_text(content)
+    with pytest.raises(ReportError, match=r"result\.json is broken"):
+        show_result(tmp_path / "report.html")
+    (tmp_path / "result.json").write_text("{}")
+    show_result(tmp_path / "report.html")

@@ -5,7 +5,6 @@ once. Within a phase there is a progress bar on a terminal, and `Lines` elsewher
 """
 
 import contextlib
-import json
 import shlex
 import signal
 import sys
@@ -23,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .._outer.callbacks import Callback
+from ._page import read_result
 
 _TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 """Unicode's controls of direction."""
@@ -178,7 +178,7 @@ def _text(text: str) -> Text:
 def show_result(page: Path) -> None:
     """Print a finished run's headline and tables, to a log as well, then where its page is."""
     console = Console(width=None if sys.stdout.isatty() else 110)
-    result = json.loads((page.parent / "result.json").read_text())
+    result = read_result(page.parent)
     console.print(_text(result["headline"]))
     for content in result["tables"]:
         table = Table(title=_text(content["title"]), title_justify="left")
