@@ -15,8 +15,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from foretune._engines.auto import show_bytes
 from foretune.apps._optional import needs
 from foretune.apps._tables import DataError, read_table
+from foretune.report import RunError
+
+
+def check_memory(what: str, bytes: int | float) -> None:
+    """Raise where what a run keeps, of about that many bytes, is more than the machine holds."""
+    try:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # a platform that does not tell
+        return
+    if bytes > have:
+        raise RunError(
+            f"{what} need about {show_bytes(int(bytes))} of memory, and this machine has "
+            f"{show_bytes(have)}: give smaller numbers."
+        )
 
 
 class Dataset(NamedTuple):

@@ -46,8 +46,10 @@ def test_mnist_that_is_not_there(tmp_path, monkeypatch):
         load("mnist")
 
 
-@pytest.mark.parametrize("content", [b"not gzip", gzip.compress(b"not MNIST")[:-4], b""])
-def test_mnist_that_is_damaged(tmp_path, monkeypatch, content):
+@pytest.mark.parametrize("what", ["not gzip", "cut off", "empty"])
+def test_mnist_that_is_damaged(tmp_path, monkeypatch, what):
+    cut = gzip.compress(b"not MNIST")[:-4]
+    content = {"not gzip": b"not gzip", "cut off": cut, "empty": b""}[what]
     (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist" / "train-images-idx3-ubyte.gz").write_bytes(content)
     monkeypatch.setenv("FORETUNE_DATA", str(tmp_path))

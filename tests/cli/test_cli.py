@@ -141,6 +141,11 @@ def test_bad_files_give_a_message_and_no_traceback(tmp_path, train, checked, mes
 def test_wrong_use():
     assert foretune("clean", "a.csv").exit_code == 2
     assert foretune("clean", "a.csv", "--clean", "b.csv", "--image", "28").exit_code == 2
+    for option in ("--steps=1000000000000", "--iterations=1000000000000", "--seed=-1"):
+        absurd = foretune("clean", "a.csv", "--clean", "b.csv", option)
+        assert absurd.exit_code == 2
+        assert option.partition("=")[0] in absurd.output
+    assert foretune("clean", "a.csv", "--clean", "b.csv", "--image", "²x2").exit_code == 2
     assert foretune("report", "no-such-folder").exit_code == 1
 
 
