@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -277,6 +278,17 @@ class TestMethods:
             assert clock.over
 
 
+def test_an_interrupted_real_time_run_is_not_finished(corpus, tmp_path):
+    task = make_task(corpus, tmp_path / "run")
+    directory = task.folder.checkpoints / "RTHO-0"
+    directory.mkdir(parents=True)
+    ended = types.SimpleNamespace(stopped="interrupted", hparams={})
+    tuner = types.SimpleNamespace(run=lambda *_, **__: ended)
+    with pytest.raises(KeyboardInterrupt):
+        methods.realtime(task, "RTHO", 0, lambda: tuner, methods.KNOWN)
+    assert directory.exists()
+
+
 class TestCommand:
     @pytest.fixture
     def run(self, corpus, monkeypatch):
@@ -290,6 +302,8 @@ class TestCommand:
         first = run("--quick", "--out", str(out))
         assert first.exit_code == 0, first.output
         assert "needs PyTorch" in first.output
+        assert "[1/8] Vanilla, seed 0: 0.8 s\n  validation " in first.output
+        assert "[8/8] tables, figures and report" in first.output
         result = json.loads((out / "result.json").read_text())
         names = [row[0] for row in result["tables"][0]["rows"]]
         assert names == [name for name in phones.METHODS if name != phones.GP]
