@@ -303,7 +303,7 @@ def _numbers(text: str | None, separator: str, example: str) -> tuple[int, ...] 
         return None
     parts = [part.strip() for part in text.split(separator)]
     if not all(re.fullmatch("[0-9]{1,9}", part) for part in parts):
-        raise typer.BadParameter(f"{text[:80]!r}: give whole numbers below 10^9, as {example}.")
+        raise typer.BadParameter(f"{text[:80]!r}: give whole numbers, as {example}, below 10^9.")
     return tuple(map(int, parts))
 
 
