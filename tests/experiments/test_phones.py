@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +183,7 @@ class TestMethods:
     def test_a_search_resumes_after_its_last_trial(self, corpus, tmp_path, monkeypatch, sampler):
         looks = itertools.count()  # each look at the clock is a tenth of a second, on any machine
         monkeypatch.setattr(methods.time, "monotonic", lambda: next(looks) / 10)
-        task = make_task(corpus, tmp_path / "run", budget=20.0, patience=1)
+        task = make_task(corpus, tmp_path / "run", budget=40.0, patience=1)
         first = methods.search(task, "RS", 0, sampler)
         path = task.folder.path / "trials" / "RS-0.jsonl"
         trials = [json.loads(line) for line in path.read_text().splitlines()]
@@ -282,10 +281,16 @@ def test_an_interrupted_real_time_run_is_not_finished(corpus, tmp_path):
     task = make_task(corpus, tmp_path / "run")
     directory = task.folder.checkpoints / "RTHO-0"
     directory.mkdir(parents=True)
-    ended = types.SimpleNamespace(stopped="interrupted", hparams={})
-    tuner = types.SimpleNamespace(run=lambda *_, **__: ended)
+
+    class Tuner:
+        stopped = "interrupted"
+        hparams: dict = {}  # noqa: RUF012
+
+        def run(self, *_, **__):
+            return self
+
     with pytest.raises(KeyboardInterrupt):
-        methods.realtime(task, "RTHO", 0, lambda: tuner, methods.KNOWN)
+        methods.realtime(task, "RTHO", 0, Tuner, methods.KNOWN)
     assert directory.exists()
 
 
