@@ -1,19 +1,30 @@
 """`python -m experiments`: the paper's experiments, from a checkout.
 
 Exit status: 0 when done, 1 when something is wrong with what was given (a message on standard error;
-with `--debug` the traceback), 2 for a wrong use of the command, 130 after an interrupt, which loses
-nothing: the same command continues.
+with `--debug` the traceback), 2 for a wrong use of the command, 130 after Ctrl-C and 143 after SIGTERM,
+which lose nothing: the same command continues.
 """
 
+import math
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from foretune.cli import Debug, Label, Out
+from foretune.cli import MOST_STEPS, Debug, Label, Out, Seed
 from foretune.report import command_line, note_finished, plain_errors, show_result
 
 app = command_line("Repeat an experiment of the paper.")
+
+MOST_SEEDS = 1000
+
+
+def _number(value: float | None) -> float | None:
+    """Refuse nan, which lies in every range."""
+    if value is not None and math.isnan(value):
+        raise typer.BadParameter("nan is not a number.")
+    return value
 
 
 @app.command(
@@ -27,10 +38,18 @@ def cleaning(
         str, typer.Option(help="digits, mnist, or a .npz, .csv or .parquet file of right labels.")
     ] = "digits",
     label: Label = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Splits to average over.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each training (T).")] = None,
-    iterations: Annotated[int | None, typer.Option(min=1, help="Hyper-iterations.")] = None,
-    noise: Annotated[float, typer.Option(min=0, max=0.9, help="Share of wrong labels.")] = 0.5,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Splits to average over.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of each training (T).")
+    ] = None,
+    iterations: Annotated[
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations.")
+    ] = None,
+    noise: Annotated[
+        float, typer.Option(min=0, max=0.9, callback=_number, help="Share of wrong labels.")
+    ] = 0.5,
     quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of minutes.")] = False,
     out: Out = None,
     debug: Debug = False,
@@ -74,27 +93,36 @@ def multitask(
     ] = "digits",
     label: Label = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Splits to average over; 5, for CIFAR 10, by default.")
+        int | None,
+        typer.Option(
+            min=1, max=MOST_SEEDS, help="Splits to average over; 5, for CIFAR 10, by default."
+        ),
     ] = None,
     per_class: Annotated[
         int | None,
         typer.Option(
             min=2,
+            max=100_000,
             help="Labelled rows of a class to train on, and as many to validate; 5, for CIFAR-100 3.",
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of a training, folds; 100.")
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of a training, folds; 100.")
     ] = None,
     iterations: Annotated[
-        int | None, typer.Option(min=1, help="Hyper-iterations, folds; 40.")
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations, folds; 40.")
     ] = None,
     paper_steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps of a training, single split; 500, for CIFAR 1000."),
+        typer.Option(
+            min=1, max=MOST_STEPS, help="Steps of a training, single split; 500, for CIFAR 1000."
+        ),
     ] = None,
     paper_iterations: Annotated[
-        int | None, typer.Option(min=1, help="Hyper-iterations, single split; 60, for CIFAR 100.")
+        int | None,
+        typer.Option(
+            min=1, max=MOST_STEPS, help="Hyper-iterations, single split; 60, for CIFAR 100."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A minute instead of many.")] = False,
     out: Out = None,
@@ -137,20 +165,30 @@ def phones(
         typer.Option(help="synthetic, timit (in FORETUNE_DATA), or the folder of a copy of TIMIT."),
     ] = "synthetic",
     frames: Annotated[
-        int | None, typer.Option(min=1000, help="Frames of synthetic speech; 1,500,000.")
+        int | None,
+        typer.Option(min=1000, max=100_000_000, help="Frames of synthetic speech; 1,500,000."),
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds for each method and seed; 100.")
+        float | None,
+        typer.Option(
+            min=0.1, max=1e7, callback=_number, help="Seconds for each method and seed; 100."
+        ),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of each method; 3.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of each method; 3.")
+    ] = None,
     searches: Annotated[
-        int | None, typer.Option(min=1, help="Seeds of the random search; 5.")
+        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of the random search; 5.")
     ] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="Units of a layer; 2000.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Hidden layers; 4.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Frames of a minibatch; 500.")] = None,
+    width: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="Units of a layer; 2000.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, max=100, help="Hidden layers; 4.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, max=10_000_000, help="Frames of a minibatch; 500.")
+    ] = None,
     window: Annotated[
-        int | None, typer.Option(min=1, help="Minibatches of a hyper-batch; 200.")
+        int | None, typer.Option(min=1, max=1_000_000, help="Minibatches of a hyper-batch; 200.")
     ] = None,
     cepstral: Annotated[
         bool, typer.Option("--cepstral", help="Cepstral coefficients, not log filter outputs.")
@@ -205,23 +243,27 @@ def complexity(
     network: Annotated[
         str | None, typer.Option(help="Inputs, hidden layers and classes; 784-200-200-10.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of a training (T); 1000.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a minibatch; 100.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of a training (T); 1000.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, max=10_000_000, help="Examples of a minibatch; 100.")
+    ] = None,
     hyperparameters: Annotated[
         str | None,
         typer.Option(help="Numbers of hyperparameters (m); 2,4,8,16,32,64,256,1024,4096."),
     ] = None,
     forward: Annotated[
-        int | None, typer.Option(min=2, help="The largest m for forward mode; 64.")
+        int | None, typer.Option(min=2, max=10_000, help="The largest m for forward mode; 64.")
     ] = None,
     widths: Annotated[
         str | None,
         typer.Option(help="Units of the hidden layers; 50,100,200,400,800,1600,3200."),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Times that each is measured; 5.")
+        int | None, typer.Option(min=1, max=1000, help="Times that each is measured; 5.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: Seed = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="20 steps, fewer and smaller points, 3 rounds.")
     ] = False,
@@ -260,8 +302,8 @@ def _numbers(text: str | None, separator: str, example: str) -> tuple[int, ...] 
     if text is None:
         return None
     parts = [part.strip() for part in text.split(separator)]
-    if not all(part.isdigit() for part in parts):
-        raise typer.BadParameter(f"{text!r}: give whole numbers, as {example}.")
+    if not all(re.fullmatch("[0-9]{1,9}", part) for part in parts):
+        raise typer.BadParameter(f"{text[:80]!r}: give whole numbers, as {example}, below 10^9.")
     return tuple(map(int, parts))
 
 

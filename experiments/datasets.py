@@ -9,13 +9,29 @@ for in the same two places.
 import gzip
 import hashlib
 import os
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from foretune._engines.auto import show_bytes
 from foretune.apps._optional import needs
 from foretune.apps._tables import DataError, read_table
+from foretune.report import RunError
+
+
+def check_memory(what: str, bytes: int | float) -> None:
+    """Raise where what a run keeps, of about that many bytes, is more than the machine holds."""
+    try:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # a platform that does not tell
+        return
+    if bytes > have:
+        raise RunError(
+            f"{what} need about {show_bytes(int(bytes))} of memory, and this machine has "
+            f"{show_bytes(have)}: give smaller numbers."
+        )
 
 
 class Dataset(NamedTuple):
@@ -92,11 +108,15 @@ def _cifar(name: str) -> Dataset:
             "images by an EfficientNet-Lite0, x (n, 1280) and y (n,), and cannot be downloaded. "
             "Features of your own go by their path, --data features.npz with x and y."
         )
-    with np.load(folder / file) as arrays:
-        x, y = arrays["x"].astype(np.float32), arrays["y"].astype(np.int32)
-    names = folder / f"{name}-classes.txt"
-    found = names.read_text().splitlines() if names.is_file() else None
-    return Dataset(x, y, None, name, found)
+    table = read_table(folder / file)
+    if table.y.dtype.kind not in "iu":
+        raise DataError(f"{folder / file}: labels have dtype {table.y.dtype}, expected integers.")
+    names, found = folder / f"{name}-classes.txt", None
+    if names.is_file():
+        found = names.read_text(encoding="utf-8", errors="replace").splitlines()
+        if len(found) != (count := len(np.unique(table.y))):
+            raise DataError(f"{names} has {len(found)} lines, and {file} has {count} classes.")
+    return Dataset(table.x.astype(np.float32), table.y.astype(np.int32), None, name, found)
 
 
 def cache_folder() -> Path:
@@ -110,9 +130,13 @@ def cache_folder() -> Path:
 def _mnist() -> Dataset:
     images, labels = [], []
     for name, (skip, md5, _) in _MNIST.items():
-        raw = gzip.decompress(_mnist_file(name).read_bytes())
+        path = _mnist_file(name)
+        try:
+            raw = gzip.decompress(path.read_bytes())
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path} is damaged ({error}): remove it and try again.") from error
         if hashlib.md5(raw, usedforsecurity=False).hexdigest() != md5:
-            raise DataError(f"{_mnist_file(name)} is not MNIST's file: remove it and try again.")
+            raise DataError(f"{path} is not MNIST's file: remove it and try again.")
         (images if skip == 16 else labels).append(np.frombuffer(raw, np.uint8, offset=skip))
     x = np.concatenate(images).reshape(-1, 784).astype(np.float32) / 255
     return Dataset(x, np.concatenate(labels).astype(np.int32), (28, 28), "mnist")

@@ -38,9 +38,9 @@ from foretune.apps._features import Scale
 from foretune.apps._weights import SUSPECT_BELOW
 from foretune.report import Lines, Phases, RunFolder, digest, say
 
-from ..datasets import load
+from ..datasets import check_memory, load
 from .page import draw, gallery, tables
-from .splits import Split, score, split
+from .splits import LARGEST, Split, score, split
 
 SHARES = (0.2, 0.3, 0.4, 0.5)
 """R / n: the paper's 1000, 1500, 2000 and 2500 of 5,000."""
@@ -216,6 +216,8 @@ def run(out: str | Path, settings: Settings) -> Path:
         length = np.sqrt(SQUARED_LENGTH)
         scaled = Scale().fit(dataset.x).transform(dataset.x) * length
         dataset = dataset._replace(x=scaled.astype(np.float32))
+    rows = min(len(dataset.y), LARGEST) * settings.seeds
+    check_memory(f"splits of {settings.seeds:,} seeds", 2 * rows * dataset.x[:1].nbytes)
     splits = [split(dataset, settings.noise, seed) for seed in range(settings.seeds)]
     title = f"Data hyper-cleaning on {dataset.name}"
     asked = {name: value for name, value in settings._asdict().items() if value is not None}

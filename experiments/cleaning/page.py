@@ -1,6 +1,5 @@
 """Table, figures and gallery of the data hyper-cleaning experiment."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -79,7 +78,7 @@ def draw(
     folder: RunFolder, budgets: list[int], weights: np.ndarray, first: Split
 ) -> list[dict[str, str]]:
     """Draw the curves and the histogram."""
-    records = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    records = folder.records()
 
     def lines(measure):
         found = []

@@ -14,6 +14,7 @@ import jax
 from foretune._engines.auto import show_bytes
 from foretune.report import Phases, RunError, RunFolder, say
 
+from ..datasets import check_memory
 from .page import describe, with_present_names
 from .programs import EXAMPLES, Point, engines_of, make_data, measure_point
 
@@ -113,6 +114,11 @@ def check(settings: Settings) -> None:
         wrong.append(f"batch {settings.batch:,}: there are {EXAMPLES:,} examples.")
     if wrong:
         raise RunError("\n".join(wrong))
+    largest = max(points_of(settings), key=lambda point: point.weights)
+    # The weights, their momenta and gradients; the indices of all minibatches; the examples.
+    check_memory(f"{largest.weights:,} weights", 3 * 4 * largest.weights)
+    check_memory(f"minibatches of {settings.steps:,} steps", 4 * settings.steps * settings.batch)
+    check_memory(f"{EXAMPLES:,} examples", 4 * EXAMPLES * largest.network[0])
 
 
 def points_of(settings: Settings) -> list[Point]:

@@ -34,7 +34,7 @@ from foretune.apps._tables import DataError, read_arrays
 from foretune.apps._task_graph import scaled
 from foretune.report import Lines, Phases, RunFolder, digest, say, write_page, write_whole
 
-from ..datasets import Dataset, load
+from ..datasets import Dataset, check_memory, load
 from .baselines import BASELINES, validated
 from .groups import known_groups
 from .page import describe
@@ -100,6 +100,9 @@ def make_splits(dataset: Dataset, seeds: int, per_class: int) -> Splits:
             f"experiment needs three classes or more, with {2 * per_class + 1} rows each (--per-class "
             f"{per_class} to train on, as many to validate, and one to test)."
         )
+    width = min(dataset.x.shape[1], 2 * per_class * len(classes))
+    rows = seeds * counts.min() * len(classes)
+    check_memory(f"{seeds:,} splits of {dataset.name}", 4.0 * rows * width)
     length = np.linalg.norm(dataset.x, axis=1, keepdims=True)
     x = dataset.x / np.where(length > 0, length, 1.0)
     found = []

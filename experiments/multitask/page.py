@@ -1,6 +1,5 @@
 """Tables and figures of the experiment on task interactions."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -91,7 +90,7 @@ def headline(name: str, found: dict[str, Any]) -> str:
 
 def draw(folder: RunFolder, name: str, found: dict[str, Any], splits: Any) -> list[dict[str, str]]:
     """Draw the errors over the hyper-iterations, and the graph."""
-    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    lines = folder.records()
 
     def line(series, measure, label):
         steps: dict[int, list[float]] = {}

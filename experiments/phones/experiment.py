@@ -17,6 +17,7 @@ import jax
 from foretune.apps._tables import DataError
 from foretune.report import Phases, RunFolder, say, write_page
 
+from ..datasets import check_memory
 from . import methods
 from .model import AROUND, on_device
 from .page import describe
@@ -24,6 +25,8 @@ from .speech.corpus import Corpus
 from .speech.synthetic import synthetic_speech
 from .speech.timit import timit
 
+WIDTH = 123
+"""Numbers of a frame."""
 GP, TPE = "SMBO (GP)", "SMBO (TPE)"
 _ours = partial(methods.realtime, tuner=methods.our_tuner, pace=methods.PACE)
 METHODS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -97,6 +100,7 @@ def read(settings: Settings) -> Corpus:
 
 def run(out: str | Path, settings: Settings) -> Path:
     """Run the experiment, or what is left of it, and return the report's path."""
+    check(settings)
     say(f"Phone classification on {settings.data}: tune a speech network while it trains.")
     corpus = read(settings)
     asked = settings._asdict()
@@ -135,6 +139,16 @@ def run(out: str | Path, settings: Settings) -> Path:
     speed = folder.read("stages/speed.json")
     folder.write("result.json", describe(folder, corpus, settings, found, speed))
     return write_page(folder.path)
+
+
+def check(settings: Settings) -> None:
+    """Raise for sizes that no memory holds, before anything is spoken or compiled."""
+    if settings.data == "synthetic":
+        frames = 2 * 4 * WIDTH * settings.frames  # as they are read, and on the device
+        check_memory(f"{settings.frames:,} frames of speech", frames)
+    weights = settings.width * ((2 * AROUND + 1) * WIDTH + settings.width * (settings.layers - 1))
+    # The weights and their momenta, and the derivatives of both by three hyperparameters.
+    check_memory(f"{weights:,} weights and their derivatives", 4 * 2 * (1 + 3) * weights)
 
 
 def announce(corpus: Corpus) -> None:

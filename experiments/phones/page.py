@@ -1,6 +1,5 @@
 """Tables and figures of the speech experiment."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -206,7 +205,7 @@ def draw(
             "caption": "Mean over seeds; the clock stands while programs compile.",
         }
     ]
-    records = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    records = folder.records()
     for name in ("RTHO", "RTHO-NT", "foretune", "foretune-NT"):
         mine = [r for r in records if r["series"] == name and r["seed"] == 0]
         if len(mine) < 2:

@@ -1,12 +1,13 @@
 """The command line: `foretune clean`, `foretune report`.
 
 Exit status: 0 when done, 1 when something is wrong with what was given (a message on standard error;
-with `--debug` the traceback), 2 for a wrong use of the command, 130 after an interrupt, which loses
-nothing: the same command continues.
+with `--debug` the traceback), 2 for a wrong use of the command, 130 after Ctrl-C and 143 after SIGTERM,
+which lose nothing: the same command continues.
 """
 
 import enum
 import importlib.metadata
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,9 @@ app = command_line("Hyperparameters by gradients: find wrong labels, read the re
 
 Label = Annotated[str | None, typer.Option(help="A file's column (or array) of labels.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+MOST_STEPS = 1_000_000
+"""More steps or hyper-iterations than this are a slip of the hand: they would take weeks."""
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="The run's folder.", show_default=False)
 ]
@@ -61,7 +65,7 @@ def _main(
     "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"
     "Both files need the same columns. suspects.csv lists the labels held to be wrong, the most "
     "suspicious first; weights.csv has every row. Exit status: 0 done, 1 bad input, 2 wrong use, "
-    "130 interrupted (the same command resumes)."
+    "130 or 143 interrupted (the same command resumes)."
 )
 def clean(
     train: Annotated[
@@ -85,9 +89,13 @@ def clean(
         float | None,
         typer.Option(help="Bound on the sum of weights: a number of rows above 1, or a fraction."),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each training.")] = None,
-    iterations: Annotated[int | None, typer.Option(min=1, help="Hyper-iterations.")] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of each training.")
+    ] = None,
+    iterations: Annotated[
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations.")
+    ] = None,
+    seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
     """Find the wrong labels in TRAIN with the help of a few CHECKED rows.
@@ -133,6 +141,8 @@ def _shape(image: str | None) -> tuple[int, ...] | None:
     if image is None:
         return None
     parts = image.lower().split("x")
-    if not all(part.isdigit() and int(part) > 0 for part in parts) or len(parts) not in (2, 3):
+    if not all(re.fullmatch("[0-9]{1,6}", part) and int(part) > 0 for part in parts) or len(
+        parts
+    ) not in (2, 3):
         raise typer.BadParameter(f"{image!r}: give height x width, as 28x28 or 32x32x3.")
     return tuple(map(int, parts))

@@ -1,5 +1,6 @@
 """Data sets, label noise and tables: right content, and errors that name the file and the cure."""
 
+import gzip
 import os
 from pathlib import Path
 
@@ -43,6 +44,38 @@ def test_mnist_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(pooch, "os_cache", lambda name: str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"neither in FORETUNE_DATA/mnist nor in .*idx files"):
         load("mnist")
+
+
+@pytest.mark.parametrize("what", ["not gzip", "cut off", "empty"])
+def test_mnist_that_is_damaged(tmp_path, monkeypatch, what):
+    cut = gzip.compress(b"not MNIST")[:-4]
+    content = {"not gzip": b"not gzip", "cut off": cut, "empty": b""}[what]
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "train-images-idx3-ubyte.gz").write_bytes(content)
+    monkeypatch.setenv("FORETUNE_DATA", str(tmp_path))
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz is (damaged|not MNIST's)"):
+        load("mnist")
+
+
+def test_features_that_cannot_be_used(tmp_path, monkeypatch):
+    (tmp_path / "cifar").mkdir()
+    path = tmp_path / "cifar" / "cifar10-efficientnet-lite0.npz"
+    monkeypatch.setenv("FORETUNE_DATA", str(tmp_path))
+    arrays = {"x": np.zeros((4, 2)), "y": np.arange(4) % 2}
+    for changes, message in (
+        ({"y": np.array([{}] * 4, object)}, "cannot be read as .npz: Object arrays"),
+        ({"y": np.zeros(3, int)}, "rows have shape"),
+        ({"y": np.array(["a"] * 4)}, "expected integers"),
+    ):
+        np.savez(path, **(arrays | changes))
+        with pytest.raises(DataError, match=f"lite0.npz.*{message}"):
+            load("cifar10")
+    np.savez(path, **arrays)
+    (tmp_path / "cifar" / "cifar10-classes.txt").write_text("cat\n")
+    with pytest.raises(DataError, match=r"cifar10-classes\.txt has 1 lines, and .* has 2 classes"):
+        load("cifar10")
+    (tmp_path / "cifar" / "cifar10-classes.txt").write_text("cat\ndog\n")
+    assert load("cifar10").class_names == ["cat", "dog"]
 
 
 def test_an_unknown_set():
@@ -134,6 +167,20 @@ def make(folder, what):
             np.savez(path, x=np.array([["a"], ["b"]]), y=np.array([1, 2]))
         case "npz damaged":
             path.write_bytes(b"not a zip file")
+        case "npz cut off":
+            np.savez(path, x=np.zeros((3, 2)), y=np.arange(3))
+            path.write_bytes(path.read_bytes()[:-30])
+        case "npz changed":
+            np.savez_compressed(path, x=np.random.default_rng(0).random((50, 9)), y=np.arange(50))
+            raw = bytearray(path.read_bytes())
+            raw[200:220] = bytes(20)
+            path.write_bytes(raw)
+        case "npz array":
+            with path.open("wb") as file:
+                np.save(file, np.zeros(3))
+        case "parquet cut off":
+            path = write(folder, "a.parquet")
+            path.write_bytes(path.read_bytes()[:-30])
         case "empty":
             path.write_bytes(b"")
         case "header":
@@ -160,6 +207,10 @@ def make(folder, what):
         ("npz lengths", r"rows have shape \(3, 2\) and labels \(2,\)"),
         ("npz words", "expected numbers"),
         ("npz damaged", "cannot be read as .npz"),
+        ("npz cut off", "cannot be read as .npz"),
+        ("npz changed", "cannot be read as .npz"),
+        ("npz array", "cannot be read as .npz"),
+        ("parquet cut off", "cannot be read as .parquet"),
         ("empty", "is empty"),
         ("header", "has no rows"),
         ("no label", "columns a, b, none named label.*--label COLUMN"),

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import signal
 import subprocess
 import sys
 
@@ -140,6 +141,11 @@ def test_bad_files_give_a_message_and_no_traceback(tmp_path, train, checked, mes
 def test_wrong_use():
     assert foretune("clean", "a.csv").exit_code == 2
     assert foretune("clean", "a.csv", "--clean", "b.csv", "--image", "28").exit_code == 2
+    for option in ("--steps=1000000000000", "--iterations=1000000000000", "--seed=-1"):
+        absurd = foretune("clean", "a.csv", "--clean", "b.csv", option)
+        assert absurd.exit_code == 2
+        assert option.partition("=")[0] in absurd.output
+    assert foretune("clean", "a.csv", "--clean", "b.csv", "--image", "²x2").exit_code == 2
     assert foretune("report", "no-such-folder").exit_code == 1
 
 
@@ -242,3 +248,31 @@ def test_a_spreadsheet_runs_nothing_in_the_lists(tmp_path):
             rows = list(csv.DictReader(file))
         for column in ("given", "suggested"):
             assert [row[column] for row in rows] == [*(f"'{label}" for label in evil), *plain]
+
+
+@pytest.mark.filterwarnings("ignore:interrupted after")
+def test_a_terminated_clean_is_unfinished_and_resumes(iris, tmp_path, monkeypatch):
+    folder, _ = iris
+    command = [
+        *("clean", folder / "train.csv", "--clean", folder / "checked.csv", "--label", "species"),
+        *("--model", "softmax", "--steps", 5, "--iterations", 4, "--out", tmp_path / "out"),
+    ]
+    step = _files.History.step
+
+    def terminated(self, run):
+        step(self, run)
+        if run.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_files.History, "step", terminated)
+        stopped = foretune(*command)
+    assert stopped.exit_code == 143, stopped.output
+    assert "the same command continues" in stopped.output.replace("\n", " ")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *(".lock", "config.json", "metrics.jsonl", "checkpoints", "figures"),
+    }
+    again = foretune(*command)
+    assert again.exit_code == 0, again.output
+    records = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in records] == list(range(5))

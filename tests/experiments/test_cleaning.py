@@ -38,6 +38,55 @@ def test_wrong_use():
     assert "give digits, mnist" in unknown.output.replace("\n", " ")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cleaning --seeds 100000000",
+        "cleaning --steps 1000000000000",
+        "cleaning --iterations 1000000000000",
+        "cleaning --noise nan",
+        "multitask --seeds 100000000",
+        "multitask --per-class 1000000000000",
+        "multitask --paper-steps 1000000000000",
+        "phones --seeds 100000000",
+        "phones --searches 100000000",
+        "phones --frames 1000000000000",
+        "phones --budget nan",
+        "phones --budget inf",
+        "phones --layers 1000000000",
+        "complexity --steps 1000000000000",
+        "complexity --rounds 1000000000",
+        "complexity --seed -1",
+        "complexity --network 10-100000000000-10",
+        "complexity --network 10-\N{SUPERSCRIPT TWO}-10",
+    ],
+)
+def test_absurd_numbers_are_wrong_use(command, tmp_path):
+    refused = experiments(*command.split(), "--out", tmp_path / "run")
+    assert refused.exit_code == 2, refused.output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        ("cleaning --seeds 1000", "splits of 1,000 seeds need about"),
+        ("multitask --seeds 1000", "1,000 splits of digits need about"),
+        ("phones --frames 100000000", "100,000,000 frames of speech need about"),
+        ("phones --quick --width 100000 --layers 100", "weights and their derivatives need about"),
+        ("complexity --network 10-99999999-99999999-10", "weights need about"),
+    ],
+)
+def test_what_no_memory_holds_is_refused_at_once(command, what, tmp_path, monkeypatch):
+    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 25_000}  # 100 MB
+    monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+    refused = experiments(*command.split(), "--out", tmp_path / "run")
+    assert refused.exit_code == 1, refused.output
+    assert what in refused.output
+    assert "this machine has 97.7 MiB: give smaller numbers" in refused.output
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory):
     out = tmp_path_factory.mktemp("cleaning") / "run"

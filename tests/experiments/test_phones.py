@@ -205,7 +205,8 @@ class TestMethods:
         assert again[0] == trials[0]
         assert second["trials"] == len(again) > 1
         records = [json.loads(line) for line in task.folder.metrics.read_text().splitlines()]
-        assert sorted({r["trial"] for r in records}) == list(range(len(again)))
+        measured = [k for k, t in enumerate(again) if t["stopped"] != "diverged"]
+        assert set(measured) <= {r["trial"] for r in records} <= set(range(len(again)))
 
     def test_trials_that_cannot_be_read_are_named(self, tmp_path):
         path = tmp_path / "RS-0.jsonl"
@@ -283,6 +284,23 @@ class TestMethods:
             assert clock.over
 
 
+def test_an_interrupted_real_time_run_is_not_finished(corpus, tmp_path):
+    task = make_task(corpus, tmp_path / "run")
+    directory = task.folder.checkpoints / "RTHO-0"
+    directory.mkdir(parents=True)
+
+    class Tuner:
+        stopped = "interrupted"
+        hparams: dict = {}  # noqa: RUF012
+
+        def run(self, *_, **__):
+            return self
+
+    with pytest.raises(KeyboardInterrupt):
+        methods.realtime(task, "RTHO", 0, Tuner, methods.KNOWN)
+    assert directory.exists()
+
+
 class TestCommand:
     @pytest.fixture
     def run(self, corpus, monkeypatch):
@@ -296,6 +314,8 @@ class TestCommand:
         first = run("--quick", "--out", str(out))
         assert first.exit_code == 0, first.output
         assert "needs PyTorch" in first.output
+        assert "[1/8] Vanilla, seed 0: 0.8 s\n  validation " in first.output
+        assert "[8/8] tables, figures and report" in first.output
         result = json.loads((out / "result.json").read_text())
         names = [row[0] for row in result["tables"][0]["rows"]]
         assert names == [name for name in phones.METHODS if name != phones.GP]

@@ -303,6 +303,16 @@ class TestTimit:
             path.with_name(f"{path.name}.wav").write_bytes(path.read_bytes())
         assert len(timit(copy, cache=None).part) == 10
 
+    def test_a_cache_that_cannot_be_written_whole_is_not_there(self, copy, tmp_path, monkeypatch):
+        def killed(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr("os.replace", killed)
+            with pytest.raises(KeyboardInterrupt):
+                timit(copy, cache=tmp_path / "cache")
+        assert not list((tmp_path / "cache").iterdir())
+
     def test_the_cache_gives_the_same_and_sees_a_change(self, copy, tmp_path):
         cache = tmp_path / "cache"
         first, second = timit(copy, cache=cache), timit(copy, cache=cache)

@@ -172,3 +172,34 @@ def test_a_run_that_was_killed_before_its_settings_were_written_begins_anew(tmp_
     for name in (".lock", ".config.json.0123456789abcdef"):
         (tmp_path / "run" / name).write_text("")
     assert RunFolder(tmp_path / "run", **settings()).read("config.json")["settings"] == {"a": 1}
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"settings": 3}'])
+def test_a_damaged_config_costs_nothing(tmp_path, content):
+    folder = RunFolder(tmp_path / "run", **settings())
+    folder.write_metrics([{"step": 0}])
+    folder.close()
+    (folder.path / "config.json").write_bytes(content)
+    with pytest.raises(RunError, match=r"config\.json is damaged .* rename the folder") as caught:
+        RunFolder(folder.path, **settings())
+    assert "remove" not in str(caught.value).lower()
+    assert "\n" not in str(caught.value)
+    assert folder.records() == [{"step": 0}]
+
+
+def test_a_damaged_result_is_made_again(tmp_path):
+    folder = RunFolder(tmp_path / "run", **settings())
+    (folder.path / "result.json").write_text('{"headline": ')
+    with pytest.raises(
+        RunError, match=r"result\.json is damaged .* Remove it, and the same command"
+    ):
+        _ = folder.result
+
+
+def test_measurements_that_were_cut_off_are_left_out(tmp_path):
+    folder = RunFolder(tmp_path / "run", **settings())
+    assert folder.records() == []
+    folder.metrics.write_bytes(b'{"step": 0}\n\xff\n3\n{"step": 1}\n{"st')
+    assert folder.records() == [{"step": 0}, {"step": 1}]
+    folder.keep_metrics(lambda record: record["step"] == 1)
+    assert folder.metrics.read_text() == '{"step": 1}\n'

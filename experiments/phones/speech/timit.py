@@ -193,7 +193,8 @@ def _segments(path: Path, samples: int) -> Segments:
         raise DataError(f"{path}: there is no .phn file beside it.")
     source, fields = (labels, 3) if aligned is None else (aligned, 4)
     assert source is not None
-    rows = [line.split() for line in source.read_text().splitlines() if line.strip()]
+    text = source.read_text(encoding="utf-8", errors="replace")
+    rows = [line.split() for line in text.splitlines() if line.strip()]
     try:
         start, end = (np.array([int(row[k]) for row in rows], np.int64) for k in (0, 1))
         third = np.array([int(row[3]) for row in rows]) if fields == 4 else None

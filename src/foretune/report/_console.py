@@ -5,9 +5,10 @@ once. Within a phase there is a progress bar on a terminal, and `Lines` elsewher
 """
 
 import contextlib
-import json
 import shlex
+import signal
 import sys
+import threading
 import time
 import unicodedata
 import warnings
@@ -21,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .._outer.callbacks import Callback
+from ._page import read_result
 
 _TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 """Unicode's controls of direction."""
@@ -40,18 +42,20 @@ def command_line(about: str) -> typer.Typer:
 
 @contextlib.contextmanager
 def plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
-    """Say what is wrong in a sentence and exit with 1, or after an interrupt with 130."""
+    """Say what is wrong in a sentence and exit with 1; after Ctrl-C with 130, after SIGTERM 143."""
     show = warnings.showwarning
     warnings.showwarning = lambda message, *_, **__: say(f"foretune: note: {message}")
+    termination = _Termination()
     try:
-        yield
+        with termination:
+            yield
     except KeyboardInterrupt:
         if resume is not None and resume.exists():
             say(
                 f"foretune: interrupted. What there is lies in {resume}; the same command continues "
                 "from there."
             )
-        raise typer.Exit(130) from None
+        raise typer.Exit(143 if termination.asked else 130) from None
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
         if debug:
             raise
@@ -65,6 +69,28 @@ def plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
         raise typer.Exit(1) from None
     finally:
         warnings.showwarning = show
+
+
+class _Termination:
+    """Lets SIGTERM do what Ctrl-C does at that moment, and remembers that it was the one."""
+
+    asked = False
+
+    def __enter__(self) -> None:
+        self._before = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self.asked = True
+        interrupt = signal.getsignal(signal.SIGINT)  # a descent's own, which ends it after a step
+        if not callable(interrupt):  # a job in the background may have Ctrl-C ignored
+            raise KeyboardInterrupt
+        interrupt(signal.SIGINT, frame)
+
+    def __exit__(self, *_: Any) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
 
 
 def say(line: str) -> None:
@@ -152,7 +178,7 @@ def _text(text: str) -> Text:
 def show_result(page: Path) -> None:
     """Print a finished run's headline and tables, to a log as well, then where its page is."""
     console = Console(width=None if sys.stdout.isatty() else 110)
-    result = json.loads((page.parent / "result.json").read_text())
+    result = read_result(page.parent)
     console.print(_text(result["headline"]))
     for content in result["tables"]:
         table = Table(title=_text(content["title"]), title_justify="left")

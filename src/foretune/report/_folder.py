@@ -8,6 +8,7 @@ report.html     the page made of these
 checkpoints/    to resume from
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -66,6 +67,8 @@ class RunFolder:
         if old is None:
             self.write("config.json", config)
             old = config
+        if not isinstance(old, dict) or not isinstance(old.get("settings", {}), dict):
+            raise self._damaged("config.json", "it holds no settings")
         if (old.get("kind"), old.get("settings")) != (config["kind"], config["settings"]):
             theirs, ours = old.get("settings") or {}, config["settings"]
             odd = [k for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)]
@@ -100,17 +103,17 @@ class RunFolder:
         """The result of a finished run, or None."""
         return self.read("result.json")
 
+    def records(self) -> list[dict[str, Any]]:
+        """Return the measurements, without lines that cannot be read: an interrupt cuts one off."""
+        found = []
+        for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else []:
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [record for record in found if isinstance(record, dict)]
+
     def keep_metrics(self, stays: Callable[[dict[str, Any]], bool]) -> None:
-        """Keep the measurements that stay; a line cut off by an interrupt goes."""
-        kept = []
-        for line in self.metrics.read_text().splitlines() if self.metrics.exists() else []:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if stays(record):
-                kept.append(record)
-        self.write_metrics(kept)
+        """Keep the measurements that stay."""
+        self.write_metrics([record for record in self.records() if stays(record)])
 
     def write_metrics(self, records: list[dict[str, Any]]) -> None:
         """Write the measurements, one to a line, in place of those that are there."""
@@ -132,11 +135,19 @@ class RunFolder:
         if not path.is_file():
             return None
         try:
-            return json.loads(path.read_text())
-        except ValueError as error:
-            raise RunError(
-                f"{path} is damaged ({error}): remove it, or give another folder."
-            ) from error
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._damaged(name, " ".join(str(error).split())) from error
+
+    def _damaged(self, name: str, why: str) -> RunError:
+        """What to say of a file that cannot be used: nothing that would cost what the run has done."""
+        advice = "Remove it, and the same command makes it again from what else is there."
+        if name == "config.json":
+            advice = (
+                "Restore it from a copy, or rename the folder and give the command again; metrics and "
+                "checkpoints stay where they are."
+            )
+        return RunError(f"{self.path / name} is damaged ({why}). {advice}")
 
 
 def _is_remainder(name: str) -> bool:

@@ -64,12 +64,11 @@ def write_page(folder: str | Path) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         raise ReportError(f"{folder} is not a folder. Give a run's folder, one with a config.json.")
-    again = "Give a run's folder, or start the run again in an empty one"
+    again = "Give a run's folder; where it is one, restore the file from a copy"
     config = _read(folder / "config.json", _CONFIG, again)
     result = None
     if (folder / "result.json").exists():
-        advice = "Remove it and give the run's command again to write it anew"
-        result = _read(folder / "result.json", _RESULT, advice)
+        result = read_result(folder)
         _prepare(folder, result)
     records, series = _metrics(folder / "metrics.jsonl")
     environment = jinja2.Environment(
@@ -86,6 +85,12 @@ def write_page(folder: str | Path) -> Path:
     except OSError as error:
         raise ReportError(f"cannot write {path}: {error.strerror}. Make it writable.") from error
     return path
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """Return a finished run's result, complete in what a page shows, or raise `ReportError`."""
+    advice = "Remove it and give the run's command again to write it anew"
+    return _read(folder / "result.json", _RESULT, advice)
 
 
 def _read(path: Path, shape: dict[str, Any], advice: str) -> dict[str, Any]:
