@@ -23,7 +23,14 @@ def with_dead_feature(optimizer):
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
-@pytest.mark.parametrize("optimizer", [optax.adam, optax.adamw, optax.nadam])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam,
+        pytest.param(optax.adamw, marks=pytest.mark.second_tier),
+        pytest.param(optax.nadam, marks=pytest.mark.second_tier),
+    ],
+)
 def test_adam_at_a_zero_gradient_names_the_remedy(engine, optimizer):
     problem, hparams = with_dead_feature(lambda h: optimizer(h["lr"]))
     with pytest.raises(ft.NonFiniteError) as error:

@@ -125,7 +125,9 @@ class TestBinomial:
             plan = binomial_plan(steps, states)
             assert plan.computed == fewest(steps, states) == binomial_steps(steps, states)
 
-    @pytest.mark.parametrize(("steps", "states"), [(64, 5), (1000, 4), (1000, 30), (100_000, 60)])
+    @pytest.mark.parametrize(
+        ("steps", "states"), [(64, 5), (1000, 4), (1000, 30), later(100_000, 60)]
+    )
     def test_at_most_so_many_states_and_steps(self, steps, states):
         plan = binomial_plan(steps, states)
         assert plan.top.max() + 1 <= states
@@ -181,7 +183,7 @@ class TestMemory:
         assert temporary("segments", 10_000) / temporary("segments", 100) <= 11
         assert temporary("segments", 10_000) < 210
 
-    @pytest.mark.parametrize("states", [3, 10])
+    @pytest.mark.parametrize("states", [3, later(10)])
     def test_binomial_does_not_grow_with_the_steps(self, states):
         few, many = temporary(states, 200), temporary(states, 100_000)
         # The plan is a few integers a step; the states are c and those in work.

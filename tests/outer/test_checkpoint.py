@@ -62,6 +62,7 @@ def result_of(child):
     return json.loads(lines[-1].removeprefix("result "))
 
 
+@pytest.mark.second_tier
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
     expected = result_of(start_child(tmp_path / "whole"))
     rng = np.random.default_rng(0)

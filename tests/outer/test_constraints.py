@@ -28,7 +28,7 @@ matrices = st.sampled_from([1, 3]).flatmap(
         lambda v: np.array(v).reshape(n, n)
     )
 )
-relaxed = settings(deadline=None, max_examples=40, derandomize=True, database=None)
+relaxed = settings(max_examples=4 * settings().max_examples)
 
 # A set, and the same as bounds on x and rows a with a_low <= a x <= a_high, for the solver.
 SETS = {
@@ -207,7 +207,7 @@ SHIFTS = {  # a set, and its description
 }
 
 
-MANY = [("simplex", 1000), ("low cap", 1000)]
+MANY = [pytest.param(name, 1000, marks=pytest.mark.second_tier) for name in ("simplex", "low cap")]
 
 
 @pytest.mark.parametrize(("name", "n"), [(name, n) for name in SHIFTS for n in (1, 7, 40)] + MANY)

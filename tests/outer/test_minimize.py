@@ -18,8 +18,9 @@ from ..problems import regression
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("engine", [ft.Reverse(), ft.Forward()], ids=str)
-@pytest.mark.parametrize("constraint", [ft.NonNegative(), ft.Log()], ids=str)
+@pytest.mark.parametrize(
+    ("engine", "constraint"), [(ft.Reverse(), ft.NonNegative()), (ft.Forward(), ft.Log())], ids=str
+)
 def test_the_optimal_ridge_coefficient(engine, constraint):
     problem, closed_form = ridge(200)
     grid = np.geomspace(1e-3, 10, 4001)

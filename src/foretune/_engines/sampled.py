@@ -118,7 +118,7 @@ class Sampled(AbstractEngine):
         key = jax.random.fold_in(jax.random.key(self.seed), mixed)
         V = jax.random.rademacher(key, (n, m), flat.dtype)
         errors, slopes, s_T = directional(system, hparams, unstack(jax.vmap(unravel)(V)))
-        return errors, slopes.astype(flat.dtype)[:, :, None] * V, s_T
+        return errors, slopes.astype(flat.dtype)[:, :, None] * V[None], s_T
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -145,7 +145,7 @@ class Run:
                 "later in the run.",
                 stacklevel=3,
             )
-        return _better(self.best, hparams, jnp.asarray(now), record["step"])
+        return _better(self.best, hparams, jnp.asarray(now, float), record["step"])
 
     def reasons(self, rules: list[Any], interrupt: "Interrupt") -> list[str]:
         """Return the reasons to stop, if any."""

@@ -129,10 +129,11 @@ class L2Ball(AbstractConstraint):
     def project(self, x: PyTree) -> PyTree:
         """Return x, scaled down if it is too long."""
         unit, square = scaled_square(x)
-        outside = unit * jnp.sqrt(square) > self.radius
+        (radius,) = like(unit, self.radius)
+        outside = unit * jnp.sqrt(square) > radius
         # A root of 1 inside the ball: at 0 Optax's has no value (radius 0).
         length = unit * jnp.sqrt(jnp.where(outside, square, 1.0))
-        scale = jnp.where(outside, self.radius / length, 1.0)
+        scale = jnp.where(outside, radius / length, 1.0)
         return jax.tree.map(lambda leaf: (leaf.astype(scale.dtype) * scale).astype(leaf.dtype), x)
 
 
