@@ -149,10 +149,11 @@ class Run:
 
     def reasons(self, rules: list[Any], interrupt: "Interrupt") -> list[str]:
         """Return the reasons to stop, if any."""
-        reasons = [reason for rule in rules if (reason := rule(self))]
+        # An interrupt comes first: whoever asked for the run asks whether it was one.
+        reasons = ["interrupted"] if interrupt.asked else []
+        reasons += [reason for rule in rules if (reason := rule(self))]
         if self.steps is not None and self.step >= self.steps:
             reasons.append(f"{self.steps} steps done")
-        reasons += ["interrupted"] if interrupt.asked else []
         if jax.process_count() > 1:  # all end at the same step, else some would wait for ever
             stops = multihost_utils.process_allgather(np.array(bool(reasons)))
             reasons = reasons or ["another process stopped"] * bool(stops.any())

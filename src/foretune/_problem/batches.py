@@ -164,9 +164,11 @@ class FullBatch(Batches):
         check_count(steps, f"FullBatch's steps={steps}")
         check_data(data, "FullBatch's data")
         self.data, self.steps = as_arrays(data), steps
-        for path, leaf in named_leaves(self.data, "FullBatch's data").items():
-            if eqx.is_array(leaf) and leaf.size == 0:
-                raise ValueError(f"{path} is {describe(leaf)}: it holds no number.")
+        leaves = named_leaves(self.data, "FullBatch's data")
+        arrays = {path: leaf for path, leaf in leaves.items() if eqx.is_array(leaf)}
+        if arrays and not any(leaf.size for leaf in arrays.values()):
+            path, leaf = next(iter(arrays.items()))
+            raise ValueError(f"{path} is {describe(leaf)}: it holds no number, and no other does.")
 
     @property
     def xs(self) -> None:

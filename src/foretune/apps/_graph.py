@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, PyTree
 from .._outer.callbacks import Callback
 from .._outer.checkpoint import Checkpoint
 from .._outer.constraints import AbstractConstraint
+from .._outer.files import write_whole
 from .._outer.minimize import minimize
 from .._outer.sets import SymmetricNonNegative
 from .._outer.variables import Log
@@ -294,7 +295,8 @@ class Keep(Callback):
         if self.file is not None:
             kept: Any = {f"h_{name}": np.asarray(leaf) for name, leaf in self.hparams.items()}
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(self.file, values=self.values, steps=self.steps, **kept)
+            arrays = {"values": self.values, "steps": self.steps, **kept}
+            write_whole(self.file, lambda file: np.savez(file, **arrays))
 
 
 def descend(
