@@ -125,13 +125,6 @@ def x64():
         yield
 
 
-@pytest.fixture
-def optimized():
-    """Programs as users get them, for tests that look at their memory or run them for long."""
-    with setting(jax_disable_most_optimizations=False):
-        yield
-
-
 @pytest.fixture(autouse=True)
 def no_silent_promotion(request):
     """In the core neither types nor ranks of arrays are promoted, but for `promotes("reason")`."""
