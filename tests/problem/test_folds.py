@@ -14,7 +14,7 @@ from foretune._problem.system import rows_of
 from ..problems import assert_trees_close
 
 FOLDS, ROWS, STEPS = 3, 12, 7
-ENGINES = (ft.Reverse(), ft.Forward(), ft.Forward(chunk=1))
+ENGINES = (ft.Reverse(), ft.Forward())
 
 
 def loss(params, hparams, batch):
@@ -81,7 +81,7 @@ def test_the_mean_of_its_folds(kind):
     data = Data()
     value, grad, states = mean_of(lambda k: data.problem(k, kind), hyper())
     problem = ft.CrossValidated(lambda k: data.problem(k, kind), folds=FOLDS)
-    for engine in ENGINES:
+    for engine in (*ENGINES, ft.Forward(chunk=1)):
         found = engine(problem, hyper())
         np.testing.assert_allclose(found.value, value, rtol=1e-12)
         assert_trees_close(found.grad, grad, 1e-11)
@@ -95,7 +95,7 @@ def test_the_mean_of_its_folds(kind):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("trajectory", [False, True])
+@pytest.mark.parametrize("trajectory", [True, pytest.param(False, marks=pytest.mark.second_tier)])
 def test_each_hyperparameter_follows_its_own_mean_error(trajectory):
     data = Data()
     errors = {"lr": training_error, "decay": error}
