@@ -19,6 +19,8 @@ from foretune._engines.check import finite_difference
 from ..conftest import setting
 from .optimizers import ALIASES, NOT_DIFFERENTIABLE, OTHERS, Row
 
+pytestmark = pytest.mark.promotes("optimizers of Optax multiply floats by counts")
+
 T = 5
 ENGINES = {"forward": ft.Forward(), "forward by columns": ft.Forward(chunk=2)}
 
