@@ -14,6 +14,8 @@ import foretune as ft
 from ..problems import assert_trees_close, squared_error, squares
 from .test_realtime import EXACT, data, joined, start, tuner
 
+pytestmark = pytest.mark.promotes("Adam and relative_adam multiply floats by counts")
+
 
 class TestRelativeAdam:
     def test_a_vanishing_gradient_does_not_explode(self):

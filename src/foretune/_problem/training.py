@@ -48,8 +48,7 @@ class Training(Dynamics, eqx.Module):
             (scalar, model_state)`. With a `key`, it is also called with `key=`.
         optimizer: an Optax transformation, or a function of the hyperparameters that returns
             one. In the second form every constant and schedule of the optimizer is
-            differentiable. Optimizers that ask for `value`, `grad`, `value_fn` or `grad_fn`
-            get them.
+            differentiable. Optimizers that ask for `value`, `grad` or `value_fn` get them.
         has_state: whether the loss takes and returns a model state (batch statistics and the
             like). The initial parameters are then the pair `(params, model_state)`.
         key: a random key. Step t calls the loss with `key=jax.random.fold_in(key, t)`, so that a
@@ -144,7 +143,6 @@ class Training(Dynamics, eqx.Module):
             "value": value,
             "grad": grads,
             "value_fn": lambda weights: objective(weights)[0],
-            "grad_fn": lambda weights, _: jax.grad(objective, has_aux=True)(weights)[0],
         }
         extra = _taken(optimizer.update, extra)
         with jax.numpy_dtype_promotion("standard"):  # Adam multiplies floats by a count

@@ -28,17 +28,17 @@ def check_shapes(structure: Structure, shapes: tuple[tuple[Any, Any], ...]) -> N
     """Raise where the parts of a problem do not fit each other, or the hyperparameters."""
     problem, hparams = unflatten(structure, (jax.ShapeDtypeStruct(*shape) for shape in shapes))
     _check_names(problem, hparams)
-    with _noting("init(params, hparams) of the dynamics", params=problem.init, hparams=hparams):
+    with noting("init(params, hparams) of the dynamics", params=problem.init, hparams=hparams):
         s_0 = eqx.filter_eval_shape(lambda p, h: p.start(h), problem, hparams)
     batch = eqx.filter_eval_shape(_first_batch, problem)
     call = "step(state, hparams, batch) of the dynamics"
-    with _noting(call, state=s_0, hparams=hparams, batch=batch):
+    with noting(call, state=s_0, hparams=hparams, batch=batch):
         s_1 = eqx.filter_eval_shape(_first_step, problem, hparams)
     _check_same_state(s_0, s_1)
     for name in objectives_of(problem):
         label = "objective" if name is None else f"objective[{name!r}]"
         call, validation = f"{label}(state, hparams, validation)", problem.validation
-        with _noting(call, state=s_0, hparams=hparams, validation=validation):
+        with noting(call, state=s_0, hparams=hparams, validation=validation):
             value = eqx.filter_eval_shape(
                 lambda p, s, h, name=name: objectives_of(p)[name](s, h, p.validation),
                 problem,
@@ -50,7 +50,7 @@ def check_shapes(structure: Structure, shapes: tuple[tuple[Any, Any], ...]) -> N
 
 
 @contextlib.contextmanager
-def _noting(what: str, **arguments: PyTree):
+def noting(what: str, **arguments: PyTree):
     """Say with an error from the user's code what was called, and on what."""
     try:
         yield

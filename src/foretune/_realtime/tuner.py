@@ -49,6 +49,7 @@ from .._problem.problem import Problem, validated
 from .._problem.sharding import place_state
 from .._problem.system import make_system
 from .._problem.training import Training, TrainState
+from .._problem.validation import noting
 from .stream import (
     Misfit,
     Shapes,
@@ -209,8 +210,9 @@ class RealTime:
             _check_start((), hparams)
             hparams = feasible(hparams, constraints)
         problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
-        system = make_system(problem, hparams, whole=True)
-        s_0, Z = pushforward(system.initial, (hparams,), (directions_of(hparams)[0],))
+        with noting("init(params, hparams) of the dynamics", hparams=hparams):
+            system = make_system(problem, hparams, whole=True)
+            s_0, Z = pushforward(system.initial, (hparams,), (directions_of(hparams)[0],))
         nothing = jnp.full((), -jnp.inf)
         opt_state = Outer(settings.optimizer, constraints).init(hparams)
         window = jnp.zeros((), jnp.int32)
