@@ -52,6 +52,7 @@ def error(state, hparams, batch):
     return total(state["float"], jnp.square) + 0.1 * total(hparams, jnp.square) * state["count"]
 
 
+@pytest.mark.second_tier
 @given(
     params=trees, hparams=trees, T=st.integers(1, 12), B=st.integers(1, 5), m=st.integers(1, 9),
     from_start=st.booleans(), trajectory=st.booleans(), indexed=st.booleans(),
@@ -93,6 +94,7 @@ def test_any_dynamics(params, hparams, T, B, m, from_start, trajectory, indexed)
     np.testing.assert_allclose(slope, (high - low) / (2 * h), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.second_tier
 @given(
     T=st.integers(1, 15), n=st.integers(1, 12), d=st.integers(1, 4), B=st.integers(1, 6),
     optimizer=st.sampled_from(["sgd", "adam", "rmsprop"]),

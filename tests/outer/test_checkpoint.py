@@ -232,6 +232,7 @@ def test_what_foretune_did_not_write_is_left_alone(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.second_tier
 def test_a_flipped_byte_in_the_metadata_is_damage(tmp_path):
     expected = run(tmp_path / "whole", steps=4)
     run(tmp_path / "sound", steps=3)
@@ -364,6 +365,7 @@ def tune(callbacks, at=lambda point, window: None, **options):
     )  # fmt: skip
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("point", "kept"),
     [
@@ -460,6 +462,7 @@ class Constants(NamedTuple):
     decay: jax.Array
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("hparams", "recorded"),
     [

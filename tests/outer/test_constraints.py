@@ -108,6 +108,7 @@ ALL = {name: constraint for name, (constraint, _) in SETS.items()} | {
 }
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.usefixtures("x64")
 @relaxed
@@ -124,6 +125,7 @@ def test_projections_are_idempotent_and_do_not_expand(name, x, shift):
         assert np.all(np.isfinite(compiled_gradient(constraint)(x)))
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", ALL)
 def test_projections_can_be_mapped(name):
     rows = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
@@ -160,6 +162,7 @@ def test_symmetric_sets(C, total):
     np.testing.assert_allclose(free, np.maximum((C + C.T) / 2, 0), atol=1e-12)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("total", [10.0, 1000.0, 3e5])
 def test_a_million_entries_in_float32(total):
     rng = np.random.default_rng(0)

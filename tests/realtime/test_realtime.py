@@ -462,6 +462,7 @@ def corrupted(count, size, at=9, every=10):
     return list(zip(x, y, strict=True))
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(("size", "at"), [(100.0, 9), (1e25, 5), (1e6, 0)])
 def test_outliers_are_passed_over(size, at):
     _, validation = data()
@@ -613,6 +614,7 @@ def test_a_run_reuses_the_memory_of_its_states():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(last))
 
 
+@pytest.mark.second_tier
 def test_inside_jit_and_vmap():
     windows, validation = data()
     params, hparams = start()
