@@ -95,6 +95,7 @@ def test_any_dynamics(params, hparams, T, B, m, from_start, trajectory, indexed)
 
 
 @pytest.mark.second_tier
+@pytest.mark.promotes("Adam multiplies floats by counts")
 @given(
     T=st.integers(1, 15), n=st.integers(1, 12), d=st.integers(1, 4), B=st.integers(1, 6),
     optimizer=st.sampled_from(["sgd", "adam", "rmsprop"]),
