@@ -13,8 +13,9 @@ demo: $(VENV)/.demo
 	@echo "finding the wrong labels among handwritten digits (about a minute on two CPU cores)"
 	$(BIN)/python -u -m experiments cleaning --data digits --out runs/demo
 
-# The core: within minutes. `make test-all` adds estimators, command line, documentation, experiments.
-test: lint types
+# The core: within minutes. `make test-all` adds types, estimators, command line, documentation and
+# experiments.
+test: lint
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal --tier 1
 
 test-all: lint types

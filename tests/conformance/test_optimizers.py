@@ -186,6 +186,7 @@ def test_forward_equals_reverse_equals_differences(name, variant):
 
 @pytest.mark.parametrize("name", NOT_DIFFERENTIABLE)
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_reasons_for_exclusion_still_hold(name):
     """An engine that cannot differentiate an optimizer says so; one that can is right."""
     row, right, _ = NOT_DIFFERENTIABLE[name]

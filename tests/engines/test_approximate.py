@@ -15,6 +15,7 @@ from ..problems import assert_trees_close, penalised, regression
 class TestTruncated:
     @pytest.mark.parametrize("steps", [1, 3, 11, 12, 50])
     @pytest.mark.parametrize("store", ["states", "segments", 2])
+    @pytest.mark.second_tier
     def test_what_is_left_out_is_the_influence_through_the_state_before(self, steps, store):
         """grad f - g_k = alpha_{T-k} ds_{T-k}/dlambda, by forward mode up to there."""
         T = 12
@@ -54,6 +55,7 @@ class TestTruncated:
         expected = ft.Reverse()(rest, hparams).grad
         assert_trees_close(ft.Truncated(4)(problem, hparams).grad, expected, 1e-12)
 
+    @pytest.mark.second_tier
     def test_in_minimize_and_bad_options(self):
         problem, hparams = regression(steps=20, dtype=np.float64)
         result = ft.minimize(
@@ -176,6 +178,7 @@ class TestImplicit:
         found = ft.Implicit(tolerance=1e-10)(problem, hparams).grad["decay"]
         np.testing.assert_allclose(found, self.exact(whole, hparams["decay"]), rtol=1e-6)
 
+    @pytest.mark.second_tier
     def test_several_objectives_and_many_hyperparameters(self):
         def loss(params, hparams, batch):
             residual = batch[0] @ params["w"] + params["b"] - batch[1]
@@ -241,6 +244,7 @@ class TestImplicit:
         with pytest.raises(ValueError, match="negative curvature"):
             ft.Implicit()(self.saddle(), {"a": jnp.array(0.5)})
 
+    @pytest.mark.second_tier
     def test_a_breakdown_is_told_from_an_error_that_is_not_finite(self):
         def loss(params, hparams, batch):  # a saddle at which both directions matter
             return hparams["a"] * params[0] ** 2 - 0.5 * params[1] ** 2

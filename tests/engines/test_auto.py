@@ -66,6 +66,7 @@ def test_it_chooses_inside_jit_where_nothing_was_chosen_before():
     assert_trees_close(found, ft.Reverse()(problem, hparams).grad, 1e-5)
 
 
+@pytest.mark.second_tier
 def test_budgets_are_respected_and_smaller_ones_take_longer(timeless):
     problem, hparams, state = network(400)
     hparams = hparams | {"shift": jnp.full(32, 0.5)}  # too many for forward mode to be cheap
@@ -229,6 +230,7 @@ def test_units():
 
 
 @pytest.mark.usefixtures("timeless")
+@pytest.mark.second_tier
 def test_in_minimize_and_with_folds():
     problem, hparams = regression(steps=10)
     result = ft.minimize(problem, hparams, engine=ft.Auto(), optimizer=optax.adam(0.01), steps=3)
@@ -271,6 +273,7 @@ def test_a_step_that_one_mode_cannot_differentiate():
         assert np.isfinite(ft.Auto("1GiB")(problem, hparams).grad["factor"])
 
 
+@pytest.mark.second_tier
 def test_it_measures_in_the_precision_that_holds_where_it_is_called():
     with jax.enable_x64(True):
         problem, hparams = regression(dtype=np.float64)

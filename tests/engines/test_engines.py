@@ -57,6 +57,7 @@ def test_memory_of_forward_mode_does_not_grow_with_steps(engine):
     assert many == few
 
 
+@pytest.mark.second_tier
 def test_memory_of_forward_mode_is_bounded_by_the_chunk():
     whole, chunked = (
         temporary_bytes(engine, *network(20, m=40))
@@ -232,6 +233,7 @@ def test_objective_functions_given_twice_share_one_adjoint():
     assert flops[0] == flops[1]
 
 
+@pytest.mark.second_tier
 def test_unrolled_loops_give_the_same():
     problem, hparams = network(steps=7)
     plain, unrolled = (ft.Reverse(unroll=k)(problem, hparams) for k in (1, 3))

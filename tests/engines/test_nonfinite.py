@@ -134,6 +134,7 @@ def test_a_fault_of_the_adjoint_alone():
     ],
     ids=["adopt", "dadapt", "adopt, sampled", "radam"],
 )
+@pytest.mark.second_tier
 def test_where_the_other_mode_is_finite_it_is_the_remedy(optimizer, engine, remedy):
     problem, hparams = regression(optimizer=optimizer)
     with pytest.raises(ft.NonFiniteError) as error:

@@ -36,6 +36,7 @@ def test_all_schedules_give_the_same(store, steps):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("store", ["states", "segments", 4])
+@pytest.mark.second_tier
 def test_over_a_thousand_steps(store):
     problem, hparams = regression(steps=1000, dtype=np.float64)
     found, expected = ft.Reverse(store=store)(problem, hparams), by_everything(problem, hparams)
@@ -75,6 +76,7 @@ def noisy(trajectory):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("trajectory", [False, later(True)])
+@pytest.mark.second_tier
 def test_keys_counters_starts_and_several_objectives(store, trajectory):
     problem, hparams = noisy(trajectory)
     found = ft.Reverse(store=store)(problem, hparams)
@@ -86,6 +88,7 @@ def test_keys_counters_starts_and_several_objectives(store, trajectory):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("store", ["everything", "segments", 3])
+@pytest.mark.second_tier
 def test_folds(store):
     def fold(k):
         return regression(steps=9, dtype=np.float64)[0].replace(

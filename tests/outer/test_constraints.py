@@ -281,6 +281,7 @@ CHANGES = [
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("change", CHANGES, ids=repr)
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_a_change_of_variable_comes_back_from_its_ends(change, dtype):
     if isinstance(change, ft.Logit):
         lower, upper = jnp.array([change.lower, change.upper]).astype(dtype)
@@ -458,6 +459,7 @@ def test_constraints_are_a_prefix_of_any_container(name):
 
 @pytest.mark.parametrize("kind", [Tuple, Module])
 @pytest.mark.parametrize("form", ["same", "dict", "left out"])
+@pytest.mark.second_tier
 def test_the_drivers_take_hyperparameters_with_fields(kind, form):
     hparams = kind(jnp.array(0.1), jnp.array([0.5, 0.5]))
     constraints = kind(LOG, SIMPLEX) if form == "same" else {"lr": LOG, "penalty": SIMPLEX}

@@ -34,6 +34,7 @@ def cross_entropy(logits, labels):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_equinox_model_as_it_is():
     """The model holds activation functions and a static width: only its arrays are trained."""
     data = classes()
@@ -95,9 +96,8 @@ def flax_problem(running_statistics):
     return graph, problem, {"lr": jnp.array(0.1), "decay": jnp.array(0.01)}
 
 
-@pytest.mark.parametrize(
-    "running_statistics", [True, pytest.param(False, marks=pytest.mark.second_tier)]
-)
+@pytest.mark.second_tier
+@pytest.mark.parametrize("running_statistics", [True, False])
 def test_flax_nnx_with_batch_norm_and_dropout(running_statistics):
     """Batch statistics and the dropout's random state travel in `model_state`."""
     graph, problem, hparams = flax_problem(running_statistics)

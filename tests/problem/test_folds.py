@@ -95,7 +95,8 @@ def test_the_mean_of_its_folds(kind):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("trajectory", [True, pytest.param(False, marks=pytest.mark.second_tier)])
+@pytest.mark.second_tier
+@pytest.mark.parametrize("trajectory", [True, False])
 def test_each_hyperparameter_follows_its_own_mean_error(trajectory):
     data = Data()
     errors = {"lr": training_error, "decay": error}
@@ -117,6 +118,7 @@ def test_each_hyperparameter_follows_its_own_mean_error(trajectory):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_starts_and_random_keys_may_differ_and_starts_may_depend_on_lambda():
     data = Data()
 
@@ -185,6 +187,7 @@ def test_what_the_folds_share_is_held_once():
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_minimize_takes_it_with_all_its_options(tmp_path):
     data = Data()
     problem = ft.CrossValidated(lambda k: data.problem(k, "minibatches"), folds=FOLDS)

@@ -142,6 +142,7 @@ def ridge_folds(rows=20):
 
 
 @pytest.mark.parametrize("solver", ["cg", "neumann"])
+@pytest.mark.second_tier
 def test_implicit_takes_folds(solver):
     folds, hparams = ridge_folds(), {"decay": jnp.array(0.5)}
     exact = ft.Reverse()(folds, hparams).grad["decay"]

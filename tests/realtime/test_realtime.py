@@ -256,6 +256,7 @@ def test_several_objectives():
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5])
+@pytest.mark.second_tier
 def test_rates_per_layer_and_blocks_of_a_schedule_in_chunks(chunk, x64):
     windows, validation = data(dtype=np.float64)
     params, _ = start(np.float64)
@@ -530,6 +531,7 @@ def test_backing_off_stops_short_of_0(constraint):
         assert state.hparams["rate"] >= np.finfo(np.float32).tiny
 
 
+@pytest.mark.second_tier
 def test_discount_reset_cap_and_clip():
     windows, validation = data()
     params, hparams = start()
@@ -566,6 +568,7 @@ def test_discount_reset_cap_and_clip():
     assert 0 < max(changes.values()) < 1e-5
 
 
+@pytest.mark.second_tier
 def test_bfloat16_tangents_leave_the_training_as_it_is():
     windows, validation = data(d=16, n=32)
     params, hparams = start(d=16)
@@ -783,6 +786,7 @@ def test_windows_whose_leaves_differ_in_length_are_refused():
         realtime.update(state, (window[0][:3], window[1][:2]), validation)
 
 
+@pytest.mark.second_tier
 def test_hyperparameters_of_two_precisions(x64):
     windows, validation = data()
     params, hparams = start()

@@ -240,6 +240,7 @@ class TestRun:
         assert result.history == whole.history
         assert_trees_close(result.state.train, whole.state.train, 0)
 
+    @pytest.mark.second_tier
     def test_models_with_functions_and_random_keys_resume(self, tmp_path):
         import equinox as eqx
 

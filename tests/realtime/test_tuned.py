@@ -174,6 +174,7 @@ class TestTuned:
         assert float(state.hparams["learning_rate"]) < 1.0
         assert np.all(np.isfinite(state.params["w"]))
 
+    @pytest.mark.second_tier
     def test_an_equinox_model_with_adamw(self):
         import equinox as eqx
 
