@@ -124,7 +124,7 @@ def compilations():
     seen = []
 
     def listen(event, duration, fun_name="", **_):
-        if "backend_compile" in event and fun_name in ("jit(_compute)", "jit(_response)"):
+        if "backend_compile" in event and fun_name in ("jit(compute)", "jit(_response)"):
             seen.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(listen)

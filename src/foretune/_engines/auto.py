@@ -239,9 +239,9 @@ def _halved(n: int) -> list[int]:
 
 def compiled(group: list[Candidate], structure: Structure, arrays: list[Any]) -> dict[str, Any]:
     """Return the candidates' whole programs."""
-    from .base import _compute
+    from .base import compute
 
-    lowered = {c.name: _compute.lower(c.engine, structure, True, arrays) for c in group}
+    lowered = {c.name: compute.lower(c.engine, structure, True, arrays) for c in group}
     return {name: program.result() for name, program in compile_all(lowered).items()}
 
 

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .._problem.arguments import Output, Structure, unflatten
+from .._problem.arguments import Compiled, Output, Structure, unflatten
 from .._problem.checks import describe
 from .._problem.problem import Problem, validated
 from .._problem.system import System, make_system
@@ -81,7 +81,7 @@ class AbstractEngine(eqx.Module):
         traced = any(isinstance(array, Tracer) for array in arrays)
         flagged = self.check_finite is not False and not traced
         try:
-            value, grad, state, report, finite = _compute(self, structure, flagged, arrays)
+            value, grad, state, report, finite = compute(self, structure, flagged, arrays)
         except (ValueError, RuntimeError) as error:
             _advise(error)
             raise
@@ -99,7 +99,7 @@ class AbstractEngine(eqx.Module):
     def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:
         """Return the program that a call runs, for its memory and cost analysis."""
         arrays, structure = validated(problem, hparams)
-        return _compute.lower(self, structure, False, arrays)
+        return compute.lower(self, structure, False, arrays)
 
 
 def check_options(engine: Any) -> None:
@@ -126,8 +126,8 @@ def _advise(error: Exception) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _compute(
+@functools.partial(Compiled, static=3)
+def compute(
     engine: AbstractEngine, structure: Structure, flagged: bool, arrays: list[Array]
 ) -> tuple[PyTree, PyTree, Output, Any, Bool[Array, ""] | None]:
     """Return value, gradient and s_T, and where `flagged` whether the first two are finite."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
-from .._problem.arguments import unflatten
+from .._problem.arguments import filtered, unflatten
 from .._problem.checks import check_count, named_leaves
 from .._problem.problem import Problem, validated
 from .._problem.system import make_system, owners, rows_of
@@ -205,7 +205,7 @@ def _directions(hparams: PyTree, index: int, key: Any, count: int) -> list[PyTre
     return directions
 
 
-@eqx.filter_jit
+@filtered
 def _along(problem: Problem, hparams: PyTree, V: PyTree) -> Float[Array, "K c"]:
     return directional(make_system(problem, hparams), hparams, V)[1]
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
+from .._problem.arguments import filtered
 from .._problem.checks import describe, named_leaves
 from .._problem.problem import Problem
 from .._problem.system import make_system
@@ -233,7 +234,7 @@ class March(NamedTuple):
     z_peak: Any  # max |z| the step before
 
 
-@eqx.filter_jit
+@filtered
 def _march(problem: Problem, hparams: PyTree, direction: PyTree | None) -> March:
     """Train beside one tangent, where there is one, until it is not finite, then without it."""
     system = make_system(problem, hparams)
@@ -274,7 +275,7 @@ def _peak(tree: PyTree) -> Array:
     return jnp.max(jnp.array(peaks), initial=0.0)
 
 
-@eqx.filter_jit
+@filtered
 def _march_back(problem: Problem, hparams: PyTree) -> tuple[Any, PyTree, PyTree]:
     """Return t, alpha_t and the gradient so far at the last t where they are not finite, else at 0.
 

@@ -26,7 +26,7 @@ from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
-from .._problem.arguments import Output, Structure, unflatten
+from .._problem.arguments import Compiled, Output, Structure, unflatten
 from .._problem.checks import check_count
 from .._problem.problem import Problem, validated
 from .._problem.system import System, make_system
@@ -121,7 +121,7 @@ class Sampled(AbstractEngine):
         return errors, slopes.astype(flat.dtype)[:, :, None] * V[None], s_T
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(Compiled, static=2)
 def _estimate(
     engine: Sampled, structure: Structure, arrays: list[Array]
 ) -> tuple[PyTree, PyTree, Output, PyTree]:

@@ -21,7 +21,9 @@ from jaxtyping import Array, Key, PyTree
 from .._engines.base import AbstractEngine, Hypergradient
 from .._engines.nonfinite import NonFiniteError
 from .._engines.reverse import Reverse
+from .._problem.arguments import filtered
 from .._problem.checks import check_count, check_hparams, check_leading_axis, describe
+from .._problem.equality import reused
 from .._problem.folds import CrossValidated
 from .._problem.problem import Problem, validated
 from .constraints import check_constraints
@@ -131,7 +133,7 @@ def minimize(
     _check_batches(batches, key)
     check_count(evaluate_every, f"minimize(evaluate_every={evaluate_every})")
     engine = Reverse() if engine is None else engine
-    optimizer = DEFAULT_OPTIMIZER if optimizer is None else optimizer
+    optimizer = DEFAULT_OPTIMIZER if optimizer is None else reused(optimizer)
     if batched and warm_start:
         raise ValueError("minimize takes either batched=True or warm_start=True, not both.")
     hparams = check_hparams(hparams)
@@ -200,12 +202,12 @@ def minimize(
     return Result(run.hparams, run.value, run.state, run.history, run.best, stopped)
 
 
-@eqx.filter_jit
+@filtered
 def _outer_init(outer: Outer, hparams: PyTree, batched: bool) -> PyTree:
     return (jax.vmap(outer.init) if batched else outer.init)(hparams)
 
 
-@eqx.filter_jit
+@filtered
 def _outer_update(
     outer: Outer, hparams: PyTree, opt_state: PyTree, value: Any, grad: PyTree, batched: bool
 ) -> tuple[PyTree, PyTree]:
@@ -241,7 +243,7 @@ def _hypergradient(engine, problem, hparams, batched) -> Hypergradient:
     return result
 
 
-@eqx.filter_jit
+@filtered
 def _batched_hypergradient(engine, problem, hparams):
     return eqx.filter_vmap(lambda h: engine(problem, h))(hparams)
 

@@ -25,6 +25,7 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, PyTree
 
+from .._problem.arguments import filtered
 from .._problem.checks import check_signature, describe, named_leaves
 from .callbacks import Callback
 from .constraints import apply_constraints, check_starts
@@ -196,7 +197,7 @@ class Outer(eqx.Module):
         return apply_constraints(self.constraints, "project", moved), opt_state
 
 
-@eqx.filter_jit
+@filtered
 def _project(constraints: PyTree, hparams: PyTree, batched: bool) -> PyTree:
     project = functools.partial(apply_constraints, constraints, "project")
     return (jax.vmap(project) if batched else project)(hparams)
@@ -257,7 +258,7 @@ def _explaining_traces() -> Iterator[None]:
         ) from error
 
 
-@eqx.filter_jit
+@filtered
 def _metrics(evaluate, state, hparams, batched: bool) -> dict[str, Any]:
     return (eqx.filter_vmap(evaluate) if batched else evaluate)(state, hparams)
 

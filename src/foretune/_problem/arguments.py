@@ -2,8 +2,13 @@
 
 `equinox.filter_jit` makes the same split. Here it is made once per call and shared by the checks
 and the program, because overhead counts: a small hypergradient takes milliseconds on a GPU.
+
+JAX keeps the program of every function that it has compiled for as long as the process runs, some
+megabytes each. `Compiled` and `filtered` keep those that were used last.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -11,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
+
+PROGRAMS = 32  # kept of each function
 
 
 class Structure(NamedTuple):
@@ -53,3 +60,42 @@ class Output(eqx.Module):
     def tree(self) -> PyTree:
         """Return the pytree."""
         return unflatten(self.structure, self.arrays)
+
+
+class Compiled:
+    """A function as a compiled program, its first arguments constants that can be hashed.
+
+    As `jax.jit(function, static_argnums=range(static), **options)`, which never lets a program go.
+    """
+
+    def __init__(self, function: Callable[..., Any], static: int, **options: Any):
+        self._static = static
+
+        @functools.lru_cache(maxsize=PROGRAMS)
+        def program(*constants: Any) -> Any:
+            return jax.jit(functools.partial(function, *constants), **options)
+
+        self._program = program
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the program."""
+        return self._program(*arguments[: self._static])(*arguments[self._static :])
+
+    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+        """Return the program, not yet compiled."""
+        return self._program(*arguments[: self._static]).lower(*arguments[self._static :])
+
+
+def filtered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function compiled, whatever its arguments and results hold besides arrays.
+
+    As `equinox.filter_jit(function)`, which never lets a program go.
+    """
+    program = Compiled(lambda structure, arrays: Output(function(*unflatten(structure, arrays))), 1)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        arrays, structure = flatten(arguments)
+        return program(structure, arrays).tree()
+
+    return call

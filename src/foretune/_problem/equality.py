@@ -1,9 +1,12 @@
 """Whether two functions do the same: the same code, closed over the same values.
 
 `optax.sgd(0.1)` made twice is two sets of functions, as is a `lambda` evaluated twice. They are taken
-for the same when their code is, and all that they close over.
+for the same when their code is, and all that they close over. That compares two of them at one moment.
+A program that was compiled earlier is another matter: a list in a closure or a global variable may
+have changed since. `reused` therefore takes only optimizers of constants for the same.
 """
 
+import collections
 import dataclasses
 import functools
 import types
@@ -12,6 +15,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 
 
@@ -82,3 +86,50 @@ def _cells(function: types.FunctionType) -> list[Any]:
         except ValueError:  # not filled yet
             cells.append(None)
     return cells
+
+
+_OPTIMIZERS: collections.deque[Any] = collections.deque(maxlen=32)
+_CONSTANTS = (type(None), bool, int, float, str)
+_LIBRARIES = ("optax", "foretune", "jax")
+
+
+def reused(optimizer: Any) -> Any:
+    """Return an earlier optimizer that does the same for ever, or this one.
+
+    What was compiled for the earlier one then serves again: `optax.adam(0.1)` may be written where it
+    is used.
+
+    >>> import optax
+    >>> reused(optax.adam(0.1)) is reused(optax.adam(0.1))
+    True
+    >>> reused(optax.adam(0.1)) is reused(optax.adam(0.2))
+    False
+    """
+    if isinstance(optimizer, optax.GradientTransformation):
+        for earlier in _OPTIMIZERS:
+            if _constantly_same(earlier, optimizer):
+                return earlier
+        _OPTIMIZERS.append(optimizer)
+    return optimizer
+
+
+def _constantly_same(a: Any, b: Any) -> bool:
+    """Return whether two objects are made of the same functions of libraries and the same constants."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_constantly_same, a, b))
+    if isinstance(a, types.FunctionType):
+        return (
+            a.__code__ is b.__code__
+            and str(a.__module__).split(".")[0] in _LIBRARIES
+            and _constantly_same(a.__defaults__, b.__defaults__)
+            and _constantly_same(tuple(_items(a.__kwdefaults__)), tuple(_items(b.__kwdefaults__)))
+            and _constantly_same(tuple(_cells(a)), tuple(_cells(b)))
+        )
+    if isinstance(a, functools.partial):
+        parts = ((p.func, p.args, tuple(_items(p.keywords))) for p in (a, b))
+        return _constantly_same(*parts)
+    if isinstance(a, _CONSTANTS):
+        return repr(a) == repr(b)  # 0.0 is not -0.0, and NaN is NaN
+    return a is b and isinstance(a, type | types.BuiltinFunctionType | types.ModuleType | np.dtype)

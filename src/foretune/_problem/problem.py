@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PyTree
 
-from .arguments import Output, Structure, flatten, unflatten
+from .arguments import Compiled, Output, Structure, flatten, unflatten
 from .batches import as_batches, warn_of_rows
 from .checks import (
     as_arrays,
@@ -139,7 +139,7 @@ def validated(problem: Any, hparams: PyTree) -> tuple[list[Array], Structure]:
     return arrays, structure
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(Compiled, static=1)
 def _response(structure: Structure, arrays: list[Array]) -> tuple[PyTree, Output]:
     problem, hparams = unflatten(structure, arrays)
     system = make_system(problem, hparams)

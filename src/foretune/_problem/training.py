@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
 from .checks import check_signature, describe, describe_tree
 from .dynamics import Dynamics
+from .equality import reused
 
 BRANCHES = (
     "foretune: the optimizer's function compares a hyperparameter with a number in Python, as Optax's "
@@ -69,7 +70,8 @@ class Training(Dynamics, eqx.Module):
     """
 
     loss: Any  # a function
-    optimizer: Any  # an Optax transformation, or a function that returns one
+    # an Optax transformation, or a function that returns one
+    optimizer: Any = eqx.field(converter=reused)
     has_state: bool = eqx.field(static=True, default=False, kw_only=True)
     key: Key[Array, ""] | UInt32[Array, "..."] | None = eqx.field(default=None, kw_only=True)
 

@@ -35,7 +35,7 @@ from .._engines.products import pushforward
 from .._outer.constraints import check_constraints
 from .._outer.relative_adam import relative_adam
 from .._outer.run import Outer, Result, check_optimizer, feasible, on_host
-from .._problem.arguments import Structure, copied, flatten, unflatten
+from .._problem.arguments import Compiled, Structure, copied, flatten, unflatten
 from .._problem.batches import FullBatch
 from .._problem.checks import (
     as_arrays,
@@ -45,6 +45,7 @@ from .._problem.checks import (
     describe,
     named_leaves,
 )
+from .._problem.equality import reused
 from .._problem.problem import Problem, validated
 from .._problem.sharding import place_state
 from .._problem.system import make_system
@@ -166,7 +167,7 @@ class RealTime:
         self.settings = TunerSettings(
             problem.dynamics,
             problem.objective,
-            optimizer,
+            reused(optimizer),
             dict(constraints) if isinstance(constraints, Mapping) else constraints,
             discount,
             rollback,
@@ -408,8 +409,8 @@ def _program(
     return flatten(new)[0], log, fault
 
 
-_donating = jax.jit(_program, static_argnums=(0, 1, 2), donate_argnums=3)
-_keeping = jax.jit(_program, static_argnums=(0, 1, 2))
+_donating = Compiled(_program, 3, donate_argnums=0)
+_keeping = Compiled(_program, 3)
 
 
 def _not_finite(train: PyTree, hparams: PyTree, name: str) -> str | None:
