@@ -124,7 +124,8 @@ def _below(folder):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+    ours = (".lock", "foretune.records")
+    return sorted(path.name for path in folder.iterdir() if path.name not in ours)
 
 
 def contents(folder):
@@ -147,14 +148,18 @@ def test_a_finished_run_can_be_prolonged(tmp_path):
     assert same(longer.best, expected.best)
 
 
-def test_ctrl_c_saves(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves(tmp_path, number):
     class Interrupt(ft.Callback):
         def step(self, run):
             if run.step == 3:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
 
     stopped = run(tmp_path / "stopped", callbacks=[Interrupt()])
     assert stopped.stopped == "interrupted"
+    assert signal.getsignal(number) is before
     resumed, expected = run(tmp_path / "stopped"), run(tmp_path / "whole")
     assert resumed.history == expected.history
 
@@ -248,6 +253,70 @@ def test_a_flipped_byte_in_the_metadata_is_damage(tmp_path):
             resumed = run(folder, steps=4)
         assert resumed.history == expected.history
         assert same(resumed.hparams, expected.hparams)
+
+
+def flip(path, line):
+    """Change a digit in a line of a file."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    at = lines[line].index(b'"value": ') + 12
+    lines[line] = lines[line][:at] + bytes([lines[line][at] ^ 1]) + lines[line][at + 1 :]
+    path.write_bytes(b"".join(lines))
+
+
+def test_records_that_are_damaged_are_made_again_where_a_checkpoint_is_before_them(tmp_path):
+    expected = run(tmp_path / "whole", steps=6)
+    run(tmp_path / "damaged", steps=4)
+    flip(tmp_path / "damaged" / "foretune.records", 2)
+    with pytest.warns(UserWarning, match=r"step 4 .* lacks records: 1 of 4 in foretune.records"):
+        resumed = run(tmp_path / "damaged", steps=6)
+    assert resumed.history == expected.history
+    assert same(resumed.hparams, expected.hparams)
+    assert "foretune_4.damaged" in names(tmp_path / "damaged")
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_records_that_are_lost_are_named_and_cost_nothing_else(tmp_path, damage):
+    expected = run(tmp_path / "whole", steps=6)
+    run(tmp_path / "damaged", steps=4)
+    records = tmp_path / "damaged" / "foretune.records"
+    if damage == "flip":
+        flip(records, 0)
+    else:
+        records.write_bytes(records.read_bytes()[:1]) if damage == "cut" else records.unlink()
+    with pytest.warns(UserWarning, match="records"):
+        resumed = run(tmp_path / "damaged", steps=5)
+    lost = [0] if damage == "flip" else [0, 1, 2]
+    kept = [record for record in expected.history if record["step"] not in lost]
+    assert resumed.history == kept[:-1]
+    assert "foretune.records.damaged" in names(tmp_path / "damaged") or damage == "remove"
+    again = run(tmp_path / "damaged", steps=6)  # without a warning
+    assert again.history == kept
+    assert same(again.hparams, expected.hparams)
+
+
+def test_records_are_written_once(tmp_path):
+    sizes = []
+
+    class Watch(ft.Callback):
+        def step(self, run):
+            sizes.append((tmp_path / "foretune.records").stat().st_size)
+            (meta,) = tmp_path.glob(f"foretune_{run.step}/meta/metadata")
+            sizes.append(meta.stat().st_size)
+
+    run(tmp_path, steps=12, callbacks=[Watch()])
+    records, metas = sizes[4::2], sizes[5::2]
+    assert max(np.diff(records)) < 2 * min(np.diff(records))  # a record each time
+    assert max(metas) < min(metas) + 40  # none of which is in a checkpoint
+
+
+def test_what_a_callback_adds_to_a_record_is_kept(tmp_path):
+    class Add(ft.Callback):
+        def step(self, run):
+            run.record["more"] = run.step
+
+    run(tmp_path, steps=3, callbacks=[Add()])
+    resumed = run(tmp_path, steps=4, callbacks=[Add()])
+    assert [record["more"] for record in resumed.history] == [0, 1, 2, 3, 4]
 
 
 def test_arrays_of_another_step_are_damage(tmp_path):

@@ -1,12 +1,12 @@
-"""Checkpoints of a run, on Orbax: save as it goes, go on from the last complete one.
+"""Checkpoints of a run, on Orbax: save as it proceeds, continue from the last complete one.
 
-A checkpoint holds everything that decides how the run goes on, its history, a description of what it
-belongs to, and digests of all of it. One that cannot be read, or whose digests are wrong, is set aside
-with a warning for the one before it; one that belongs to another run is refused. A disk that fails
-is neither: its error passes on, and everything stays where it is.
+A checkpoint holds everything that decides how the run continues, its last record, a description of
+what it belongs to, and digests of all of it. One that cannot be read, or whose digests are wrong, is
+set aside with a warning for the one before it; one that belongs to another run is refused. A disk that
+fails is neither: its error passes on, and everything stays where it is.
 
-The folder `foretune_12` is the checkpoint of step 12. What has another name is not foretune's: it is
-neither read nor removed.
+The folder `foretune_12` is the checkpoint of step 12, the file `foretune.records` has the records
+before. What has another name is not foretune's: it is neither read nor removed.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from jax.experimental import multihost_utils
 from .._problem.checks import check_count, describe, named_leaves
 from .callbacks import Callback, _writable_folder
 from .files import FolderLock
+from .records import Records
 from .run import DIGEST, digest_of, numbers
 
 PREFIX = "foretune"  # of the names of checkpoints: the mark by which they are known
@@ -39,15 +41,16 @@ class Checkpoint(Callback):
         every: the steps between two of them. One is saved at the end, too.
         keep: how many are kept.
 
-    Each is a folder `foretune_<step>`; other files and folders in the directory are left alone. One
-    that is damaged is renamed, not removed, and the run resumes from the one before it.
+    Each is a folder `foretune_<step>`, and `foretune.records` has the history; other files and folders
+    in the directory are left alone. A checkpoint that is damaged is renamed, not removed, and the run
+    resumes from the one before it.
 
-    A resumed run repeats the evaluation it was in, and goes on as if it had never stopped: its
+    A resumed run repeats the evaluation it was in, and continues as if it had never stopped: its
     results are the same to the bit on the same machine. The directory of a run with other shapes,
     another start, other constraints, other constants of the tuner or another kind of optimizer is
     refused with a `ValueError`; the optimizer's constants, the functions and the data are yours to
-    keep. Arrays are saved whole, so a
-    run may go on with another number of devices or processes (then to rounding, not to the bit).
+    keep. Arrays are saved whole, so a run may continue with another number of devices or processes
+    (then to rounding, not to the bit).
 
     >>> import foretune as ft
     >>> checkpoint = ft.Checkpoint("runs/clean", every=10)
@@ -64,6 +67,7 @@ class Checkpoint(Callback):
             )
         self.directory, self.every, self.keep = Path(directory).absolute(), every, keep
         self._lock = FolderLock(self.directory)
+        self._records = Records(self.directory / f"{PREFIX}.records")
         self._manager: Any = None
         self._saved: int | None = None
         self._belongs_to: dict[str, str] = {}
@@ -87,9 +91,11 @@ class Checkpoint(Callback):
         self._manager = manager
 
     def _resume(self, manager: Any, run: Any) -> int | None:
-        """Resume from the newest checkpoint that is sound, and return its step."""
-        damaged = []
-        steps = sorted(manager.all_steps(), reverse=True)
+        """Resume from the newest checkpoint that is sound, and return its step.
+
+        Better from one before records that are damaged, which then are made again, where there is one.
+        """
+        steps, sound = sorted(manager.all_steps(), reverse=True), None
         for step in steps:
             try:
                 arrays, history = self._read(manager, step, run)
@@ -99,35 +105,54 @@ class Checkpoint(Callback):
                 if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                     raise
                 _read_through(self._folder(step))  # raises where the disk is to blame
-                damaged.append(step)
                 warnings.warn(
                     f"the checkpoint of step {step} in {self.directory} cannot be used "
                     f"({type(error).__name__}: {error!s:.200}) and is passed over.",
                     stacklevel=2,
                 )
                 continue
-            self._set_aside(damaged)
-            manager.reload()
-            run.resume(step, _with_arrays(run.carry, arrays), history)
-            return step
-        if steps:
+            if None not in history:
+                sound = step, arrays, history
+                break
+            warnings.warn(
+                f"the checkpoint of step {step} in {self.directory} lacks records: "
+                f"{history.count(None)} of {len(history)} in {self._records.path.name} cannot be read.",
+                stacklevel=2,
+            )
+            sound = sound or (step, arrays, history)
+        if steps and sound is None:
             raise RuntimeError(
                 f"none of the checkpoints in {self.directory} can be read; they are left as they "
                 "are. Give another directory, or remove this one to start anew."
             )
-        return None
+        step, arrays, history = sound or (-1, [], [])
+        kept = [record for record in history if record is not None]
+        with _one_process_at_work() as at_work:
+            if at_work:
+                for newer in (newer for newer in steps if newer > step and sound):
+                    _set_aside(self._folder(newer))
+                if None in history:
+                    self._give_up([i for i, record in enumerate(history) if record is None])
+                self._records.begin(kept[: len(kept) - 1])
+        if sound is None:
+            return None
+        manager.reload()
+        run.resume(step, _with_arrays(run.carry, arrays), kept)
+        return step
+
+    def _give_up(self, lost: list[int]) -> None:
+        """Continue without some records, since no checkpoint is from before them."""
+        path = self._records.path
+        where = f"the file is kept as {_set_aside(path).name}" if path.exists() else "it is gone"
+        shown = ", ".join(map(str, lost[:5])) + ", ..." * (len(lost) > 5)
+        warnings.warn(
+            f"records {shown} (counted from 0) of {path} are missing in the history from here on; "
+            f"{where}. Everything else is as it was.",
+            stacklevel=4,
+        )
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"{PREFIX}_{step}"
-
-    def _set_aside(self, steps: list[int]) -> None:
-        """Rename damaged checkpoints to what is not the name of a step."""
-        for step in steps if jax.process_index() == 0 else []:
-            folder = self._folder(step)
-            names = (f"{folder.name}.damaged{k or ''}" for k in itertools.count())
-            folder.rename(next(p for p in map(folder.with_name, names) if not p.exists()))
-        if steps and jax.process_count() > 1:  # none looks before the first process is done
-            multihost_utils.sync_global_devices("foretune: damaged checkpoints are set aside")
 
     def step(self, run: Any) -> None:
         """Save, every few steps."""
@@ -144,15 +169,19 @@ class Checkpoint(Callback):
     def _save(self, run: Any) -> None:
         import orbax.checkpoint as ocp
 
-        # A step that could not be evaluated is not saved: the run can go on before it, otherwise.
+        # A step that could not be evaluated is not saved: the run can continue before it, otherwise.
         if run.step == self._saved or not run.whole:
             return
         self._saved = run.step  # a save that is interrupted is not tried again
         arrays = numbers(run.carry)
+        # The last record comes with the checkpoint: callbacks after this one may add to it.
+        before = max(run.finished - 1, 0)
+        if jax.process_index() == 0:
+            self._records.append(run.history[self._records.count : before])
         meta = {
             "step": run.step,
-            # The record of this very step is made again when the run resumes.
-            "history": run.history[: run.step],
+            "records": before,
+            "last": run.history[before : run.finished],
             "belongs_to": self._belongs_to,
             "arrays": digest_of(arrays),
         }
@@ -163,7 +192,10 @@ class Checkpoint(Callback):
         self._manager.save(run.step, args=parts, force=True)
 
     def _read(self, manager: Any, step: int, run: Any) -> tuple[list[Any], list[Any]]:
-        """Return the arrays and the history, or raise where they are not what was saved."""
+        """Return the arrays and the history, or raise where they are not what was saved.
+
+        A record that is not what was saved is None.
+        """
         import orbax.checkpoint as ocp
 
         only_meta = ocp.args.Composite(meta=ocp.args.JsonRestore())
@@ -178,7 +210,7 @@ class Checkpoint(Callback):
         arrays = [np.asarray(restored[str(i)]) for i in range(len(like))]
         if digest_of(arrays) != meta["arrays"]:
             raise ValueError("its arrays are not those that were saved")
-        return arrays, meta["history"]
+        return arrays, [*self._records.read(meta["records"]), *meta["last"]]
 
 
 class _AnotherRun(ValueError):
@@ -221,6 +253,23 @@ def _with_arrays(carry: Any, arrays: list[Any]) -> Any:
 def _digest_of_text(content: dict[str, Any]) -> str:
     """Return a digest of what JSON makes of a dict, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a file or folder that is damaged, and return its new name."""
+    names = (f"{path.name}.damaged{k or ''}" for k in itertools.count())
+    return path.rename(next(p for p in map(path.with_name, names) if not p.exists()))
+
+
+@contextlib.contextmanager
+def _one_process_at_work() -> Iterator[bool]:
+    """Let the first process change the folder when all have read it, and the others wait."""
+    several = jax.process_count() > 1
+    if several:
+        multihost_utils.sync_global_devices("foretune: checkpoints are read")
+    yield jax.process_index() == 0
+    if several:
+        multihost_utils.sync_global_devices("foretune: damaged checkpoints are set aside")
 
 
 def _read_through(folder: Path) -> None:

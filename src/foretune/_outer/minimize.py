@@ -110,8 +110,8 @@ def minimize(
         batched: the hyperparameters have a leading axis of independent descents, run as one
             program; records then hold one number for each.
 
-    Ctrl-C ends the run after the current evaluation and returns what there is; a second one
-    interrupts at once. A hypergradient that is not finite raises `NonFiniteError`, whose attribute
+    Ctrl-C, or SIGTERM, ends the run after the current evaluation and returns what there is; a second
+    one interrupts at once. A hypergradient that is not finite raises `NonFiniteError`, whose attribute
     `run` holds the history and the best hyperparameters until then.
 
     >>> import foretune as ft, jax.numpy as jnp, optax

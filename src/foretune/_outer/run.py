@@ -53,7 +53,7 @@ class Result(NamedTuple):
     Attributes:
         hparams: the last hyperparameters.
         value: the last error: at these hyperparameters in `minimize`, in the last window in real time.
-        state: the final inner state there; in real time the tuner's state, to go on from.
+        state: the final inner state there; in real time the tuner's state, to continue from.
         history: one dict per evaluation: `step`, `value`, `gradient_norm` and what `evaluate` adds.
         best: the lowest score of the run, as `best.hparams`, `best.score` and `best.step`.
         stopped: why the run ended.
@@ -79,6 +79,7 @@ class Run:
         # What a checkpoint belongs to. Digests cost time, so only a checkpoint asks for it.
         self.steps, self.fingerprint = steps, fingerprint
         self.history: list[dict[str, Any]] = []
+        self._lost = 0  # of its records: damaged ones of the run that it resumes
         self.resumed = self._nan_reported = False
         self.move(0, carry)
         self.started = time.monotonic()
@@ -96,7 +97,7 @@ class Run:
 
     def resume(self, step: int, carry: Any, history: list[dict[str, Any]]) -> None:
         """Go to where an earlier run was."""
-        self.history, self.resumed = history, True
+        self.history, self.resumed, self._lost = history, True, step - len(history)
         self.move(step, carry)
 
     @property
@@ -127,7 +128,12 @@ class Run:
     @property
     def whole(self) -> bool:
         """Whether the carry can be resumed from: its step has been evaluated."""
-        return len(self.history) > self.step
+        return len(self.history) > self.finished
+
+    @property
+    def finished(self) -> int:
+        """The number of records of finished updates: that of this step may be made again."""
+        return self.step - self._lost
 
     def note(self, record: dict[str, Any]) -> None:
         """Append a record, as `plain` returns it."""
@@ -430,21 +436,27 @@ def _plain(tree: Any, name: str) -> Any:
 
 
 class Interrupt:
-    """Turns the first Ctrl-C into a request; the second acts as usual."""
+    """Turns the first Ctrl-C, or SIGTERM, into a request; the second acts as usual.
+
+    A program that handles SIGTERM by itself continues to.
+    """
 
     def __init__(self):
         self.asked = False
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
-        self._before = None
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._ask)
+            ours = [signal.SIGINT]
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                ours.append(signal.SIGTERM)
+            self._before = {number: signal.signal(number, self._ask) for number in ours}
         return self
 
     def _ask(self, *_):
         self.asked = True
-        signal.signal(signal.SIGINT, self._before)
+        self.__exit__()
 
     def __exit__(self, *_):
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -293,8 +293,9 @@ class RealTime:
             `loss`, `hparams` (those it ran with), `z_norm`, `undone`, `outliers` and what `evaluate`
             adds.
 
-        Where ten windows in a row are undone, a `RuntimeWarning` says so. Ctrl-C ends the run after the
-        current window. `NonFiniteError` has the `run` until then and the `state` before the window.
+        Where ten windows in a row are undone, a `RuntimeWarning` says so. Ctrl-C, or SIGTERM, ends the
+        run after the current window. `NonFiniteError` has the `run` until then and the `state` before
+        the window.
 
         >>> import foretune as ft, itertools, jax.numpy as jnp, numpy as np, optax
         >>> tuner = ft.RealTime(

@@ -1,0 +1,68 @@
+"""The records of a run in a file that is only appended to.
+
+A line holds a checksum of its number and text, then the record as JSON. What a kill has cut off, or a
+disk has damaged, is known by it, and costs the records of these lines alone.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .files import write_whole
+
+
+class Records:
+    """The file; `count` is the number of records that are in it."""
+
+    def __init__(self, path: Path):
+        self.path, self.count = path, 0
+
+    def read(self, count: int) -> list[dict[str, Any] | None]:
+        """Return the first records, with None in the place of one that is damaged or not there."""
+        try:
+            with self.path.open("rb") as file:
+                lines = [file.readline() for _ in range(count)]
+        except FileNotFoundError:
+            lines = [b""] * count
+        return [_record(i, line) for i, line in enumerate(lines)]
+
+    def begin(self, records: list[dict[str, Any]]) -> None:
+        """Let the file hold these records, whatever is in it."""
+        text = b"".join(map(_line, range(len(records)), records))
+        try:
+            unchanged = self.path.read_bytes() == text
+        except FileNotFoundError:
+            unchanged = False
+        if not unchanged:
+            write_whole(self.path, text)
+        self.count = len(records)
+
+    def append(self, records: Iterable[dict[str, Any]]) -> None:
+        """Add records, and wait until they are on the disk."""
+        lines = [_line(i, record) for i, record in enumerate(records, self.count)]
+        try:
+            with self.path.open("ab") as file:
+                file.write(b"".join(lines))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        self.count += len(lines)
+
+
+def _line(number: int, record: dict[str, Any]) -> bytes:
+    text = json.dumps(record)
+    return f"{_checksum(number, text)} {text}\n".encode()
+
+
+def _record(number: int, line: bytes) -> dict[str, Any] | None:
+    checksum, _, text = line.decode("utf-8", "replace").removesuffix("\n").partition(" ")
+    whole = line.endswith(b"\n") and checksum == _checksum(number, text)
+    return json.loads(text) if whole else None
+
+
+def _checksum(number: int, text: str) -> str:
+    return hashlib.sha256(f"{number} {text}".encode()).hexdigest()[:16]
