@@ -194,6 +194,14 @@ def test_the_folder_of_another_run_is_refused(tmp_path, options):
         ),
         ({"init": {"w": np.ones(3, np.float32), "b": np.float32(0)}}, "the initial parameters"),
         ({"trajectory": True}, "trajectory: False there, True here"),
+        (
+            {"batches": ft.FullBatch((np.ones((20, 3), np.float32), np.ones(20, np.float32)), 4)},
+            "the training data: other numbers",
+        ),
+        (
+            {"validation": (np.ones((20, 3), np.float32), np.ones(20, np.float32))},
+            "the validation data: other numbers",
+        ),
     ],
 )
 def test_another_start_or_error_is_refused(tmp_path, change, difference):

@@ -47,10 +47,12 @@ class Checkpoint(Callback):
 
     A resumed run repeats the evaluation it was in, and continues as if it had never stopped: its
     results are the same to the bit on the same machine. The directory of a run with other shapes,
-    another start, other constraints, other constants of the tuner or another kind of optimizer is
-    refused with a `ValueError`; the optimizer's constants, the functions and the data are yours to
-    keep. Arrays are saved whole, so a run may continue with another number of devices or processes
-    (then to rounding, not to the bit).
+    another start, other data, other constraints, other constants of the tuner or another kind of
+    optimizer is refused with a `ValueError`. What cannot be compared is yours to keep as it was: the
+    functions (loss, objective, `evaluate`), the data of a stream or of `batches(step)`, the engine and
+    the outer optimizer's constants (a run that diverged may continue with smaller steps).
+    Arrays are saved whole, so a run may continue with another number of devices or processes (then to
+    rounding, not to the bit).
 
     >>> import foretune as ft
     >>> checkpoint = ft.Checkpoint("runs/clean", every=10)

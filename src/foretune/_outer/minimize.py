@@ -157,6 +157,9 @@ def minimize(
             "trajectory": str(problem.trajectory),
             "initial hyperparameters": digest_of(hparams),
             "initial parameters": digest_of(problem.init),  # of none, where it is a function
+            "training data": digest_of(problem.batches),
+            "validation data": digest_of(problem.validation),
+            "arrays of the dynamics": digest_of(problem.dynamics),
         }
 
     carry = Carry(hparams, _outer_init(outer, hparams, batched), best, inner)
