@@ -22,6 +22,8 @@ from ._outer.checkpoint import Checkpoint as Checkpoint
 from ._outer.constraints import AbstractConstraint as AbstractConstraint
 from ._outer.minimize import minimize as minimize
 from ._outer.relative_adam import relative_adam as relative_adam
+from ._outer.rough import Evolution as Evolution
+from ._outer.rough import Smoothed as Smoothed
 from ._outer.run import Result as Result
 from ._outer.run import Run as Run
 from ._outer.sets import Box as Box

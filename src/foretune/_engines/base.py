@@ -68,6 +68,15 @@ class AbstractEngine(eqx.Module):
         """Do the same where an engine needs more of the problem than its system."""
         return self.solve(system, hparams)
 
+    @property
+    def differentiates(self) -> bool:
+        """Whether it needs a response that has a derivative."""
+        return True
+
+    def within(self, constraints: PyTree) -> "AbstractEngine":
+        """Return the engine for hyperparameters under constraints, where these concern it."""
+        return self
+
     def review(self, report: Any) -> None:
         """Warn or raise, outside of a trace, where the engine's report asks for it."""
 
@@ -77,7 +86,7 @@ class AbstractEngine(eqx.Module):
 
     def __call__(self, problem: Problem, hparams: PyTree) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
-        arrays, structure = validated(problem, hparams)
+        arrays, structure = validated(problem, hparams, smooth=self.differentiates)
         traced = any(isinstance(array, Tracer) for array in arrays)
         flagged = self.check_finite is not False and not traced
         try:
@@ -98,7 +107,7 @@ class AbstractEngine(eqx.Module):
 
     def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:
         """Return the program that a call runs, for its memory and cost analysis."""
-        arrays, structure = validated(problem, hparams)
+        arrays, structure = validated(problem, hparams, smooth=self.differentiates)
         return compute.lower(self, structure, False, arrays)
 
 

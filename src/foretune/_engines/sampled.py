@@ -16,15 +16,16 @@ Time: about that of 1 + 2n training runs. Memory: n + 1 states, whatever T and m
 Reference: Baydin et al., Gradients without Backpropagation, 2022.
 """
 
+import abc
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Key, PyTree
 
 from .._problem.arguments import Compiled, Output, Structure, unflatten
 from .._problem.checks import check_count
@@ -44,7 +45,56 @@ class Estimate(NamedTuple):
     standard_error: PyTree[Float[Array, "..."]]
 
 
-class Sampled(AbstractEngine):
+class Samples(NamedTuple):
+    """What a random engine computes inside the trace: K errors, and their gradients as means."""
+
+    errors: tuple[Float[Array, ""], ...]
+    mean: Float[Array, "K m"]
+    standard_error: Float[Array, "K m"]
+    s_T: PyTree
+    report: Any = None
+
+
+class RandomEngine(AbstractEngine):
+    """An engine whose gradient is a mean over random samples, and comes with its standard error."""
+
+    @abc.abstractmethod
+    def sample(self, problem: Problem, system: System, hparams: PyTree) -> Samples:
+        """Return the errors and their estimated gradients: a pure function, to be traced."""
+
+    def check_samples(self) -> None:
+        """Raise where the samples are too few for a standard error."""
+
+    def solve(self, system: System, hparams: PyTree) -> Solution:
+        """Not used: `solve_problem` is."""
+        raise NotImplementedError
+
+    def solve_problem(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
+        """Return the errors, the means, and s_T."""
+        samples = self.sample(problem, system, hparams)
+        _, unravel = ravel_pytree(hparams)
+        return Solution(
+            samples.errors, jax.vmap(unravel)(samples.mean), samples.s_T, samples.report
+        )
+
+    def estimate(self, problem: Problem, hparams: PyTree) -> Estimate:
+        """Return value, gradient and final state, and the gradient's standard error by entry.
+
+        Needs two samples or more. Inside `jax.jit`, `check_finite` holds as for a call.
+        """
+        self.check_samples()
+        arrays, structure = validated(problem, hparams, smooth=self.differentiates)
+        value, grad, state, error, report = _estimate(self, structure, arrays)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(grad)):
+            result = Estimate(value, self.guard(grad, report), state.tree(), error)
+            return guard_finite(result) if self.check_finite else result
+        self.review(report)
+        if self.check_finite is not False and not is_finite((value, grad)):
+            self(problem, hparams)  # raises, and says where it began
+        return Estimate(value, grad, state.tree(), error)
+
+
+class Sampled(RandomEngine):
     """An unbiased estimate of the hypergradient from random directions, in forward mode.
 
     Use it for many hyperparameters of a training so long or so large that reverse mode does not fit
@@ -85,51 +135,38 @@ class Sampled(AbstractEngine):
         """`Reverse`."""
         return REVERSE
 
-    def solve(self, system: System, hparams: PyTree) -> Solution:
-        """Return the errors, the mean over the directions, and s_T."""
-        errors, samples, s_T = self.samples(system, hparams)
-        _, unravel = ravel_pytree(hparams)
-        return Solution(errors, jax.vmap(unravel)(samples.mean(axis=1)), s_T)
-
-    def estimate(self, problem: Problem, hparams: PyTree) -> Estimate:
-        """Return value, gradient and final state, and the gradient's standard error by entry.
-
-        Needs two directions or more. Inside `jax.jit`, `check_finite` holds as for a call.
-        """
+    def check_samples(self) -> None:
+        """Raise for one direction."""
         if self.directions < 2:
             raise ValueError(
                 "Sampled(directions=1).estimate: a standard error needs two directions or more."
             )
-        arrays, structure = validated(problem, hparams)
-        value, grad, state, error = _estimate(self, structure, arrays)
-        result = Estimate(value, grad, state.tree(), error)
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(grad)):
-            return guard_finite(result) if self.check_finite else result
-        if self.check_finite is not False and not is_finite((value, grad)):
-            self(problem, hparams)  # raises, and says where it began
-        return result
 
-    def samples(self, system: System, hparams: PyTree) -> tuple:
-        """Return the errors, (grad E . v) v for each error and direction, and s_T."""
+    def sample(self, problem: Problem, system: System, hparams: PyTree) -> Samples:
+        """Return the errors and the means over the directions of (grad E . v) v."""
         flat, unravel = ravel_pytree(hparams)
         n, m = self.directions, flat.size
-        bits = lax.bitcast_convert_type(flat.astype(jnp.float32), jnp.uint32)
-        mixed = jnp.sum(bits * (2 * jnp.arange(m, dtype=jnp.uint32) + 1))
-        key = jax.random.fold_in(jax.random.key(self.seed), mixed)
-        V = jax.random.rademacher(key, (n, m), flat.dtype)
+        V = jax.random.rademacher(mixed_key(jax.random.key(self.seed), flat), (n, m), flat.dtype)
         errors, slopes, s_T = directional(system, hparams, unstack(jax.vmap(unravel)(V)))
-        return errors, slopes.astype(flat.dtype)[:, :, None] * V[None], s_T
+        samples = slopes.astype(flat.dtype)[:, :, None] * V[None]
+        error = jnp.std(samples, axis=1, ddof=1) / jnp.sqrt(n) if n > 1 else samples[:, 0]
+        return Samples(errors, jnp.mean(samples, axis=1), error, s_T)
+
+
+def mixed_key(key: Key[Array, ""], flat: Float[Array, " m"]) -> Key[Array, ""]:
+    """Return a key that depends on the numbers: each step of a descent draws others."""
+    bits = lax.bitcast_convert_type(flat.astype(jnp.float32), jnp.uint32)
+    odd = 2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1
+    return jax.random.fold_in(key, jnp.sum(bits * odd))
 
 
 @functools.partial(Compiled, static=2)
 def _estimate(
-    engine: Sampled, structure: Structure, arrays: list[Array]
-) -> tuple[PyTree, PyTree, Output, PyTree]:
+    engine: RandomEngine, structure: Structure, arrays: list[Array]
+) -> tuple[PyTree, PyTree, Output, PyTree, Any]:
     problem, hparams = unflatten(structure, arrays)
     system = make_system(problem, hparams)
-    errors, samples, s_T = engine.samples(system, hparams)
+    errors, mean, error, s_T, report = engine.sample(problem, system, hparams)
     _, unravel = ravel_pytree(hparams)
-    mean, spread = jnp.mean(samples, axis=1), jnp.std(samples, axis=1, ddof=1)
-    rows = (mean, spread / jnp.sqrt(engine.directions))
-    grad, error = (system.gradient(jax.vmap(unravel)(r)) for r in rows)
-    return system.value(errors), grad, Output(system.restore(s_T)), error
+    grad, error = (system.gradient(jax.vmap(unravel)(rows)) for rows in (mean, error))
+    return system.value(errors), grad, Output(system.restore(s_T)), error, report

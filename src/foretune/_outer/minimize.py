@@ -139,11 +139,12 @@ def minimize(
     hparams = check_hparams(hparams)
     members = check_leading_axis(hparams, "hparams", "the descents") if batched else None
     single = jax.tree.map(lambda leaf: leaf[0], hparams) if batched else hparams
-    validated(problem, single)
+    validated(problem, single, smooth=engine.differentiates)
     if evaluate is not None:
         state = eqx.filter_eval_shape(problem.start, single)
         check_evaluate(evaluate, state, single, RECORD)
     constraints = check_constraints(constraints, single)
+    engine = engine.within(constraints)
     hparams = feasible(hparams, constraints, batched)
     outer = Outer(optimizer, constraints)
     inner = problem.start(hparams) if warm_start else None

@@ -127,7 +127,9 @@ class Problem(eqx.Module):
         return callable(self.init) and not holds_arrays
 
 
-def validated(problem: Any, hparams: PyTree) -> tuple[list[Array], Structure]:
+def validated(
+    problem: Any, hparams: PyTree, *, smooth: bool = True
+) -> tuple[list[Array], Structure]:
     """Return `(problem, hparams)`, flattened, after every check that needs no arithmetic."""
     if not isinstance(problem, Problem):
         raise TypeError(
@@ -135,7 +137,7 @@ def validated(problem: Any, hparams: PyTree) -> tuple[list[Array], Structure]:
             "as `engine(problem, hparams)`."
         )
     arrays, structure = flatten((problem, check_hparams(hparams)))
-    check_shapes(structure, tuple((array.shape, array.dtype) for array in arrays))
+    check_shapes(structure, tuple((array.shape, array.dtype) for array in arrays), smooth)
     return arrays, structure
 
 

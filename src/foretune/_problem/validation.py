@@ -24,8 +24,13 @@ def _is_abstract(leaf: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def check_shapes(structure: Structure, shapes: tuple[tuple[Any, Any], ...]) -> None:
-    """Raise where the parts of a problem do not fit each other, or the hyperparameters."""
+def check_shapes(
+    structure: Structure, shapes: tuple[tuple[Any, Any], ...], smooth: bool = True
+) -> None:
+    """Raise where the parts of a problem do not fit each other, or the hyperparameters.
+
+    Where the response need not be `smooth`, it may depend on the hyperparameters without a derivative.
+    """
     problem, hparams = unflatten(structure, (jax.ShapeDtypeStruct(*shape) for shape in shapes))
     _check_names(problem, hparams)
     with noting("init(params, hparams) of the dynamics", params=problem.init, hparams=hparams):
@@ -46,7 +51,7 @@ def check_shapes(structure: Structure, shapes: tuple[tuple[Any, Any], ...]) -> N
                 hparams,
             )
         _check_scalar(value, label)
-    _check_dependence(problem, hparams)
+    _check_dependence(problem, hparams, smooth)
 
 
 @contextlib.contextmanager
@@ -136,7 +141,7 @@ def _check_scalar(value: Any, name: str) -> None:
         )
 
 
-def _check_dependence(problem: Any, hparams: PyTree) -> None:
+def _check_dependence(problem: Any, hparams: PyTree, smooth: bool) -> None:
     """Raise for a hyperparameter that cannot influence its error: its gradient would be 0."""
     arrays, static = eqx.partition(problem, jax.tree.map(_is_abstract, problem))
 
@@ -149,11 +154,14 @@ def _check_dependence(problem: Any, hparams: PyTree) -> None:
 
     # A dependence that has a derivative is one of the errors' tangents on the direction. A
     # custom_vjp function has no tangent: there, dependence of the errors themselves must do.
-    try:
-        jaxpr = jax.make_jaxpr(tangents)(arrays, hparams, hparams).jaxpr
-    except TypeError as error:
-        if "custom_vjp" not in str(error):
-            raise
+    jaxpr = None
+    if smooth:
+        try:
+            jaxpr = jax.make_jaxpr(tangents)(arrays, hparams, hparams).jaxpr
+        except TypeError as error:
+            if "custom_vjp" not in str(error):
+                raise
+    if jaxpr is None:
         jaxpr = jax.make_jaxpr(errors)(arrays, hparams).jaxpr
 
     rows = rows_of(problem)
