@@ -185,13 +185,18 @@ class Outer(eqx.Module):
 
     def update(self, hparams: PyTree, opt_state: PyTree, value: PyTree, grad: PyTree) -> tuple:
         """Return the next hyperparameters and optimizer state."""
+        updates, opt_state = self.direction(hparams, opt_state, value, grad)
+        return self.moved(hparams, updates), opt_state
+
+    def direction(self, hparams: PyTree, opt_state: PyTree, value: PyTree, grad: PyTree) -> tuple:
+        """Return the optimizer's update of the search variable, and its state."""
         from_search = functools.partial(apply_constraints, self.constraints, "from_search")
         u = apply_constraints(self.constraints, "to_search", hparams)
         _, pull = jax.vjp(from_search, u)  # du = grad f(lambda) dlambda/du
         (direction,) = pull(grad)
         optimizer = optax.with_extra_args_support(self.optimizer)
         with jax.numpy_dtype_promotion("standard"):  # Adam multiplies floats by a count
-            updates, opt_state = optimizer.update(
+            return optimizer.update(
                 direction,
                 opt_state,
                 u,
@@ -199,8 +204,12 @@ class Outer(eqx.Module):
                 grad=direction,
                 reach=functools.partial(apply_constraints, self.constraints, "reach"),
             )
-        moved = from_search(optax.apply_updates(u, updates))
-        return apply_constraints(self.constraints, "project", moved), opt_state
+
+    def moved(self, hparams: PyTree, updates: PyTree) -> PyTree:
+        """Return the hyperparameters after an update of their search variable."""
+        u = apply_constraints(self.constraints, "to_search", hparams)
+        there = apply_constraints(self.constraints, "from_search", optax.apply_updates(u, updates))
+        return apply_constraints(self.constraints, "project", there)
 
 
 @filtered

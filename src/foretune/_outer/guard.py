@@ -1,0 +1,69 @@
+"""Steps that are taken back: a descent that ends no higher than it began.
+
+An optimizer that is too fast for the response, or a gradient that misleads, raises the error instead of
+lowering it. A step is held when the error after it is finite and no higher than the highest of the last
+five that were held (their highest, since good optimizers may rise for a while); with minibatches that
+are new at each step, no higher than that by more than these five differ. Otherwise it is taken back:
+the next one begins where it began, in the same direction, a quarter as long,
+
+    u_{k+1} = u_a + q d_a,    q <- q / 4  when taken back,  q <- min(2 q, 1)  when held,
+
+with u_a the last variable that was held, d_a the optimizer's update there. Without minibatches that
+change, the highest of the last five never rises, so that no step that is held is above the start.
+Reference: Grippo, Lampariello and Lucidi, A Nonmonotone Line Search Technique, 1986.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+REMEMBERED = 5  # errors that a new one is compared with
+SHORTER, LONGER = 0.25, 2.0
+ROUNDING = 1e-5  # of the error: not a rise
+
+
+class Held(NamedTuple):
+    """The last evaluation that was held, and how the descent continues from it."""
+
+    hparams: PyTree
+    direction: PyTree  # d_a, in the search variable
+    values: Float[Array, " 5"]  # the last errors that were held, the newest first; NaN before them
+    share: Float[Array, ""]  # q
+
+
+def nothing_held(hparams: PyTree, search: PyTree) -> Held:
+    """Return the state before the first evaluation."""
+    direction = jax.tree.map(jnp.zeros_like, search)
+    return Held(
+        jax.tree.map(jnp.copy, hparams), direction, jnp.full(REMEMBERED, jnp.nan), jnp.ones(())
+    )
+
+
+def is_held(held: Held, value: PyTree, grad: PyTree, noisy: bool) -> Bool[Array, ""]:
+    """Return whether the step to an evaluation is held.
+
+    Of several errors, each for its own hyperparameters, none may be what all of them lower: there only
+    what is not finite is taken back.
+    """
+    finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((value, grad))]))
+    if len(jax.tree.leaves(value)) > 1:
+        return finite
+    error = jax.tree.leaves(value)[0].astype(held.values.dtype)
+    count = jnp.sum(~jnp.isnan(held.values))
+    highest, lowest = jnp.nanmax(held.values), jnp.nanmin(held.values)
+    slack = ROUNDING * jnp.abs(highest)
+    if noisy:  # of two values nothing is known of the noise
+        slack += jnp.where(count < 3, jnp.abs(highest), highest - lowest)
+    return finite & ((count == 0) | (error <= highest + slack))
+
+
+def next_held(holds: Any, held: Held, hparams: PyTree, direction: PyTree, value: PyTree) -> Held:
+    """Return where the descent continues from: here, if it `holds`, or from before, and shorter."""
+    values = (
+        jnp.roll(held.values, 1).at[0].set(sum(jax.tree.leaves(value)).astype(held.values.dtype))
+    )
+    here = Held(hparams, direction, values, jnp.minimum(LONGER * held.share, 1.0))
+    before = held._replace(share=SHORTER * held.share)
+    return jax.tree.map(lambda a, b: jnp.where(holds, a, b), here, before)
