@@ -102,8 +102,19 @@ class AbstractEngine(eqx.Module):
         return _compute.lower(self, structure, False, arrays)
 
 
+def check_engine(engine: Any) -> None:
+    """Raise unless it is an engine or None."""
+    if engine is not None and not isinstance(engine, AbstractEngine):
+        raise TypeError(f"engine must be an engine, `foretune.Reverse()` say; got {engine!r:.100}.")
+
+
 def check_options(engine: Any) -> None:
     """Raise where a problem was given to the class instead of to an engine."""
+    check_finite = vars(engine).get("check_finite")
+    if not isinstance(check_finite, bool | None):
+        raise TypeError(
+            f"{type(engine).__name__}(check_finite={check_finite!r:.60}): give None, True or False."
+        )
     for name, option in vars(engine).items():
         if not isinstance(option, int | float | str | Mesh | None):
             engine_name = type(engine).__name__

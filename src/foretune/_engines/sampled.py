@@ -17,6 +17,7 @@ Reference: Baydin et al., Gradients without Backpropagation, 2022.
 """
 
 import functools
+import numbers
 from typing import NamedTuple
 
 import jax
@@ -79,6 +80,8 @@ class Sampled(AbstractEngine):
         self.directions, self.seed, self.check_finite = directions, seed, check_finite
         check_options(self)
         check_count(self.directions, f"Sampled(directions={self.directions})")
+        if not isinstance(seed, numbers.Integral):
+            raise TypeError(f"Sampled(seed={seed!r:.60}): give a whole number.")
 
     @property
     def other_mode(self) -> str:
