@@ -44,6 +44,12 @@ def pytest_addoption(parser):
         default="all",
         help="1: the core alone, its programs hardly optimized; all (default): every test",
     )
+    parser.addoption(
+        "--trials",
+        choices=["sample", "all"],
+        default="sample",
+        help="sample (default): some rows of the tables in tests/trials; all: every row",
+    )
 
 
 def pytest_configure(config):

@@ -3,8 +3,8 @@
 A row is (name, call, class, words ...): the call ends in an error of that class whose message holds
 the words. For a class of warnings, the call warns so and returns.
 
-`python -m tests.trials.bad_inputs INDEX ...` makes the calls as a user would, without the run-time
-type checks of the tests, and writes what came of each as a line of JSON.
+`python -m tests.trials.bad_inputs` makes the calls as a user would, without the run-time type checks of
+the tests: it reads the numbers of rows, one to a line, and writes what came of each as a line of JSON.
 """
 
 import importlib
@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-AREAS = ("hparams", "problem", "engines", "outer", "sets", "beside", "realtime", "apps", "files", "commands")
+AREAS = (
+    *("hparams", "problem", "engines", "outer", "sets", "beside", "realtime"),
+    *("apps", "files", "commands"),
+)
 
 
 class Row(NamedTuple):
@@ -68,6 +71,7 @@ def outcome(row: Row) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    rows = table()
-    for index in map(int, sys.argv[1:]):
-        print(json.dumps({"index": index} | outcome(rows[index])), flush=True)
+    rows, answers = table(), sys.stdout
+    sys.stdout = sys.stderr  # where the calls may print
+    for line in sys.stdin:
+        print(json.dumps(outcome(rows[int(line)])), file=answers, flush=True)

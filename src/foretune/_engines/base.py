@@ -110,17 +110,16 @@ def check_engine(engine: Any) -> None:
 
 def check_options(engine: Any) -> None:
     """Raise where a problem was given to the class instead of to an engine."""
-    check_finite = vars(engine).get("check_finite")
-    if not isinstance(check_finite, bool | None):
-        raise TypeError(
-            f"{type(engine).__name__}(check_finite={check_finite!r:.60}): give None, True or False."
-        )
     for name, option in vars(engine).items():
         if not isinstance(option, int | float | str | Mesh | None):
             engine_name = type(engine).__name__
             raise TypeError(
                 f"{engine_name}({name}={describe(option)}): the problem goes to the engine, not to "
                 f"its class: `{engine_name}()(problem, hparams)`."
+            )
+        if name == "check_finite" and not isinstance(option, bool | None):
+            raise TypeError(
+                f"{type(engine).__name__}(check_finite={option!r}): give None, True or False."
             )
 
 

@@ -226,12 +226,14 @@ def _check_container(tree: Any, path: str) -> None:
     other containers, as `equinox.filter` makes them of a model, it is meant.
     """
     if isinstance(tree, dict):
-        kinds = sorted({type(key).__name__ for key in tree})
-        if len(kinds) > 1:
+        try:
+            sorted(tree)
+        except TypeError:
+            kinds = ", ".join(sorted({type(key).__name__ for key in tree}))
             raise TypeError(
-                f"the names in {path} are of several types ({', '.join(kinds)}), which have no order: "
-                "give strings."
-            )
+                f"the names in {path} are of the types {kinds}, which JAX cannot put in order: give "
+                "strings."
+            ) from None
         parts = [(f"[{key!r}]", part) for key, part in tree.items()]
     elif isinstance(tree, list | tuple):
         names = [f".{name}" for name in getattr(tree, "_fields", ())]  # of a NamedTuple
