@@ -48,7 +48,7 @@ def pytest_addoption(parser):
         "--trials",
         choices=["sample", "all"],
         default="sample",
-        help="sample (default): some rows of the tables in tests/trials; all: every row",
+        help="tests/trials (kills, damaged files, full disks): a sample (default), or all of them",
     )
 
 

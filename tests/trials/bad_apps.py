@@ -1,3 +1,5 @@
+# ruff: noqa: E501
+# fmt: off
 """The estimators of `foretune.apps`, given the wrong things."""
 
 import functools

@@ -1,3 +1,5 @@
+# ruff: noqa: E501
+# fmt: off
 """Callbacks, checkpoints, stopping rules and Optuna's trials, given the wrong things."""
 
 import json

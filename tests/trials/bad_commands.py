@@ -1,3 +1,5 @@
+# ruff: noqa: E501
+# fmt: off
 """The command line, and `python -m experiments`, given the wrong things."""
 
 import numpy as np

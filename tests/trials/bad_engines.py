@@ -1,3 +1,5 @@
+# ruff: noqa: E501
+# fmt: off
 """Engines and the gradient check with wrong options, or given the wrong things."""
 
 import jax

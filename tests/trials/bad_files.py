@@ -1,3 +1,5 @@
+# ruff: noqa: E501
+# fmt: off
 """Files that are not there, damaged, or not what they are said to be."""
 
 import gzip
@@ -158,7 +160,7 @@ ROWS = [
     ("npz: labels of two axes", lambda: table(npz(x=X, y=X), "train.npz"), ValueError, "expected (n, ...) and (n,)"),
     ("npz: rows of text", lambda: table(npz(x=np.full((6, 2), "a"), y=Y), "train.npz"), ValueError, "expected numbers"),
     ("npz: complex rows", lambda: table(npz(x=X * 1j, y=Y), "train.npz"), ValueError, "complex128", "expected numbers"),
-    ("npz: NaN in a row", lambda: table(npz(x=np.where(X == X[2, 1], NAN, X), y=Y), "train.npz"), ValueError, "row 2", "column 1"),
+    ("npz: NaN in a row", lambda: table(npz(x=np.where(X[2, 1] == X, NAN, X), y=Y), "train.npz"), ValueError, "row 2", "column 1"),
     ("npz: a label of NaN", lambda: table(npz(x=X, y=np.where(Y == 2, NAN, Y)), "train.npz"), ValueError, "no label", "row 2"),
     ("npz: no row at all", lambda: table(npz(x=X[:0], y=Y[:0]), "train.npz"), ValueError, "has no rows"),
     ("npz: images of another shape", lambda: table(WHOLE, "train.npz", image_shape=(3, 3)), ValueError, "4 columns", "3x3"),

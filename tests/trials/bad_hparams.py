@@ -1,3 +1,5 @@
+# ruff: noqa: E501
+# fmt: off
 """Hyperparameters that are none."""
 
 import types

@@ -1,3 +1,5 @@
+# ruff: noqa: E501
+# fmt: off
 """`minimize` with wrong arguments, and runs that cannot continue."""
 
 import jax

@@ -1,3 +1,5 @@
+# ruff: noqa: E501
+# fmt: off
 """Problems whose parts are wrong, or do not fit each other."""
 
 import functools

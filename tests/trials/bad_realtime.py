@@ -1,3 +1,5 @@
+# ruff: noqa: E501
+# fmt: off
 """Real-time tuning with wrong options, states, windows and streams."""
 
 import itertools
@@ -9,7 +11,21 @@ import optax
 
 import foretune as ft
 
-from .given import INF, NAN, VALIDATION, WINDOW, begun, error, holed, ran, single, tuned, tuned_step, tuner, updated
+from .given import (
+    INF,
+    NAN,
+    VALIDATION,
+    WINDOW,
+    begun,
+    error,
+    holed,
+    ran,
+    single,
+    tuned,
+    tuned_step,
+    tuner,
+    updated,
+)
 
 ROWS_OF_DATA = np.ones(4, np.float32)
 TWO = {"lr": 0.1, "momentum": 0.5}

@@ -1,3 +1,5 @@
+# ruff: noqa: E501
+# fmt: off
 """Constraints that are no sets, or do not fit."""
 
 import jax.numpy as jnp

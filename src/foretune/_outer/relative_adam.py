@@ -100,7 +100,7 @@ def relative_adam(
 
 
 def _fits(number: Any, condition: Callable[[Any], bool]) -> bool:
-    """Whether a constant is a number as it should be; what is traced, or a schedule, is not looked at."""
+    """Whether a constant is a number as it should be; arrays and schedules are not looked at."""
     if isinstance(number, jax.Array) or callable(number):
         return True
     return isinstance(number, numbers.Real) and condition(number)

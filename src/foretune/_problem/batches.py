@@ -104,11 +104,11 @@ class Minibatches(Batches):
             )
         if not isinstance(self.indices, Tracer):
             low, high = int(raw.min()), int(raw.max())
-            held = jnp.iinfo(self.indices.dtype)
-            if low < held.min or high > held.max:
+            dtype = self.indices.dtype
+            if low < jnp.iinfo(dtype).min or high > jnp.iinfo(dtype).max:
                 raise ValueError(
-                    f"Minibatches' indices run from {low} to {high}, more than {self.indices.dtype} holds: "
-                    "they would wrap. Give smaller ones, or switch JAX to 64 bits."
+                    f"Minibatches' indices run from {low} to {high}, more than {dtype} holds: they "
+                    "would wrap. Give smaller ones, or switch JAX to 64 bits."
                 )
             if n is not None and (low < 0 or high >= n):
                 raise ValueError(

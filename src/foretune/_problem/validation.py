@@ -18,7 +18,6 @@ from .arguments import Structure, unflatten
 from .checks import describe, describe_tree, named_leaves
 from .system import make_system, objectives_of, owners, rows_of
 
-
 UNTRACEABLE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,

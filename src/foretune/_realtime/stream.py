@@ -128,7 +128,9 @@ def check_stream(stream: Any, name: str, *, minibatches: bool = False) -> None:
             + "\n".join(f"  {path}: {leaf}" for path, leaf in shapes_of(stream, "batch").items())
             + "\nGive `itertools.repeat(batch)` for the same batch each time, or a list of batches."
         )
-    if isinstance(stream, str | bytes) or not (isinstance(stream, Iterable) or (minibatches and isinstance(stream, Minibatches))):
+    if isinstance(stream, str | bytes) or not (
+        isinstance(stream, Iterable) or (minibatches and isinstance(stream, Minibatches))
+    ):
         raise TypeError(f"{name} must be an iterable of batches, got {describe(stream)}.")
 
 
