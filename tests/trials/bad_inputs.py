@@ -46,7 +46,7 @@ def outcome(row: Row) -> dict[str, Any]:
     programs = []
 
     def listen(event, duration, fun_name="", **_):
-        if "backend_compile" in event and "_compute" in fun_name:
+        if "backend_compile" in event and "compute" in fun_name:
             programs.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(listen)

@@ -258,7 +258,7 @@ def _of_members(engine: Any, problem: Problem, run: Run) -> Hypergradient:
             RuntimeWarning,
             stacklevel=3,
         )
-        run._nan_reported = True  # the score's NaN is no news
+    run._nan_reported = True  # the score's NaN is no news
     value, grad = _select(alive, result[:2], jax.tree.map(lambda x: x * jnp.nan, result[:2]))
     return result._replace(value=value, grad=grad)
 

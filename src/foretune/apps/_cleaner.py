@@ -1,6 +1,5 @@
 """`LabelCleaner`: which training labels are wrong, and what model do I get without them?"""
 
-import numbers
 import warnings
 from typing import Any
 
@@ -302,9 +301,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         check_callbacks(self.callbacks)
         if self.budget is None:
             return None
-        if isinstance(self.budget, bool) or not isinstance(self.budget, numbers.Real):
+        if isinstance(self.budget, bool) or not isinstance(self.budget, int | float | np.number):
             raise ValueError(f"budget={self.budget!r}: give a number of examples, or a fraction.")
-        whole = isinstance(self.budget, numbers.Integral)
+        whole = isinstance(self.budget, int | np.integer)
         budget = float(self.budget) * (1 if whole or self.budget > 1 else n)
         if not 0 < budget <= n:
             raise ValueError(

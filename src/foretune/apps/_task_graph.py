@@ -1,6 +1,5 @@
 """`TaskGraphClassifier`: which classes are related, and a linear model that makes use of it."""
 
-import numbers
 import warnings
 from typing import Any
 
@@ -257,7 +256,7 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
             raise ValueError(
                 f"graph={self.graph!r}: give one of {', '.join(_graph.KINDS)}, or a matrix."
             )
-        number = isinstance(self.total, numbers.Real) and 0 < self.total < np.inf
+        number = isinstance(self.total, int | float | np.number) and 0 < self.total < np.inf
         if self.total is not None and not number:
             raise ValueError(f"total={self.total!r}: give a number above 0, or None.")
         if self.total is not None and not (named and self.graph == "full"):
