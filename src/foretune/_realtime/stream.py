@@ -149,9 +149,10 @@ def padded(program: Structure, window: Any) -> tuple[Any, np.ndarray]:
             + describe_tree(xs, "window")
             + "\nLeave it out. Where steps need no data, give `FullBatch(None, steps=...)`."
         )
-    check_some_number(xs if not isinstance(window, Minibatches) else window.data, "window")
     leaves, structure = flatten(xs)
     key = program, structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+    if key not in _CAPACITY:
+        check_some_number(xs, "window")
     capacity = max(_CAPACITY.get(key, 0), steps)
     remember(_CAPACITY, key, capacity)
     if capacity > steps:
