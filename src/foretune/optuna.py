@@ -122,6 +122,8 @@ class Pruning(Callback):
     def __init__(self, trial: Any, metric: str = "value", every: int = 1):
         _check_trial(trial, "Pruning")
         check_count(every, f"Pruning(every={every!r})")
+        if not isinstance(metric, str):
+            raise TypeError(f"Pruning(metric={metric!r:.60}): give the name of a record's entry.")
         self.trial, self.metric, self.every = trial, metric, every
         self._reported = False
 

@@ -128,6 +128,7 @@ def test_fresh_batches_and_warm_start():
     second = ft.minimize(problem, hparams, batches=batches, **options)
     assert first.history == second.history
     assert len({number for _, number in seen[:4]}) == 4
+    del options["key"]
     warm = ft.minimize(problem, hparams, warm_start=True, **options)
     values = [row["value"] for row in warm.history]
     assert int(warm.state.step) == 16
@@ -404,12 +405,55 @@ def test_an_evaluate_that_cannot_be_compiled(metric):
         )
 
 
-def test_non_finite_hypergradients_are_explained():
-    problem, hparams = regression(steps=200)
-    starts = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), hparams)
-    starts["lr"] = jnp.array([0.1, 50.0])
-    with pytest.raises(ft.NonFiniteError, match="in the training itself"):
+def three_descents():
+    """Return a problem and three starts, the second of which diverges."""
+    problem, hparams = regression(steps=5)
+    starts = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), hparams)
+    return problem, starts | {"lr": jnp.array([0.1, 1e30, 0.2])}
+
+
+def test_a_descent_that_diverges_ends_alone():
+    problem, starts = three_descents()
+    options = {"steps": 4, "batched": True, "optimizer": optax.adam(0.01)}
+    with pytest.warns(RuntimeWarning, match=r"descent 1 of 3 .*at step 0: [\s\S]*diverges") as said:
+        result = ft.minimize(problem, starts, **options)
+    assert len(said) == 1
+    others = ft.minimize(problem, jax.tree.map(lambda leaf: leaf[::2], starts), **options)
+    np.testing.assert_allclose(result.hparams["lr"][::2], others.hparams["lr"], rtol=1e-6)
+    np.testing.assert_allclose(result.best.score[::2], others.best.score, rtol=1e-6)
+    assert float(result.hparams["lr"][1]) == np.float32(1e30)
+    assert np.isinf(result.best.score[1])
+    for name in ("value", "gradient_norm"):
+        assert [np.isnan(row[name]).tolist() for row in result.history] == [
+            [False, True, False]
+        ] * 5
+
+
+def test_a_resumed_run_knows_the_descents_that_have_ended(tmp_path):
+    problem, starts = three_descents()
+    options = {"batched": True, "optimizer": optax.adam(0.01)}
+    with pytest.warns(RuntimeWarning, match="descent 1 of 3"):
+        whole = ft.minimize(problem, starts, steps=4, **options)
+    with pytest.warns(RuntimeWarning, match="descent 1 of 3"):
+        ft.minimize(problem, starts, steps=2, callbacks=[ft.Checkpoint(tmp_path)], **options)
+    resumed = ft.minimize(problem, starts, steps=4, callbacks=[ft.Checkpoint(tmp_path)], **options)
+    np.testing.assert_equal(resumed.history, whole.history)
+    np.testing.assert_equal(jax.device_get(resumed.hparams), jax.device_get(whole.hparams))
+
+
+def test_where_all_descents_have_ended_it_is_an_error():
+    problem, starts = three_descents()
+    starts["lr"] = starts["lr"].at[::2].set(1e30)
+    with pytest.raises(ft.NonFiniteError, match=r"all 3 descents(?s:.*)training itself") as error:
         ft.minimize(problem, starts, steps=2, batched=True)
+    assert error.value.run.step == 0
+
+
+def test_an_ended_descent_does_not_hold_up_a_stopping_rule():
+    problem, starts = three_descents()
+    with pytest.warns(RuntimeWarning, match="descent 1 of 3"):
+        result = ft.minimize(problem, starts, steps=3, batched=True, stop=ft.SmallGradient(1e9))
+    assert "hypergradient norm" in result.stopped
 
 
 def test_nothing_is_lost_when_a_run_diverges():

@@ -111,6 +111,12 @@ class AbstractEngine(eqx.Module):
         return compute.lower(self, structure, False, arrays)
 
 
+def check_engine(engine: Any) -> None:
+    """Raise unless it is an engine or None."""
+    if engine is not None and not isinstance(engine, AbstractEngine):
+        raise TypeError(f"engine must be an engine, `foretune.Reverse()` say; got {engine!r:.100}.")
+
+
 def check_options(engine: Any) -> None:
     """Raise where a problem was given to the class instead of to an engine."""
     for name, option in vars(engine).items():
@@ -119,6 +125,10 @@ def check_options(engine: Any) -> None:
             raise TypeError(
                 f"{engine_name}({name}={describe(option)}): the problem goes to the engine, not to "
                 f"its class: `{engine_name}()(problem, hparams)`."
+            )
+        if name == "check_finite" and not isinstance(option, bool | None):
+            raise TypeError(
+                f"{type(engine).__name__}(check_finite={option!r}): give None, True or False."
             )
 
 

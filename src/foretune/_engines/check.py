@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
 from .._problem.arguments import filtered, unflatten
-from .._problem.checks import check_count, named_leaves
+from .._problem.checks import check_count, check_key, named_leaves
 from .._problem.problem import Problem, validated
 from .._problem.system import make_system, owners, rows_of
 from .products import directional
@@ -112,6 +112,10 @@ def check_hypergradient(
     {'agree'}
     """
     check_count(directions, f"directions={directions}")
+    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
+        raise ValueError(f"tolerance={tolerance!r:.60}: it must be a number above 0, or None.")
+    if key is not None:
+        check_key(key, "the key of check_hypergradient")
     arrays, structure = validated(problem, hparams)
     problem, hparams = unflatten(structure, arrays)
     eps = _precision(problem, hparams)

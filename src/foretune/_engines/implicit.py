@@ -117,6 +117,9 @@ class Implicit(AbstractEngine):
         if self.solver not in SOLVERS:
             raise ValueError(f"Implicit(solver={self.solver!r}): give one of {', '.join(SOLVERS)}.")
         check_count(self.iterations, f"Implicit(iterations={self.iterations})")
+        for name, size in {"tolerance": tolerance, "stationarity": stationarity}.items():
+            if not (isinstance(size, int | float) and size > 0):
+                raise ValueError(f"Implicit({name}={size!r:.60}): it must be a number above 0.")
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Not enough is known from the system alone: see `solve_problem`."""

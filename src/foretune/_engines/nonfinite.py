@@ -46,9 +46,7 @@ UNSTABLE = (
     "(lower the learning rate, or take fewer steps)."
 )
 
-IN_OBJECTIVE = (
-    f"The states and their derivatives are finite: it begins in the objective. {ZERO_ROOT}"
-)
+IN_OBJECTIVE = "The states and their derivatives are finite: it begins in the objective. {guess}"
 GROWN = (
     "From this state with Z = 0 the window is finite: the derivative Z had grown over the windows "
     "before. Give `RealTime` a smaller `discount`, a `z_cap` or a `reset`."
@@ -132,7 +130,7 @@ def _origin(
     other: str | None = None,
     otherwise: str = IN_OBJECTIVE,
 ) -> str:
-    T = problem.steps
+    T, guess = problem.steps, _holes(problem) or ZERO_ROOT
     if found := _first(jax.device_get(hparams), "hparams"):
         return f"{found[0]} itself is not finite."
     march = jax.device_get(_in_its_mode(_march, problem, hparams, direction))
@@ -141,15 +139,23 @@ def _origin(
         other, finite = None, "The training is finite"
         march = jax.device_get(_march(problem, hparams, None))
     if found := _first(march.state, "state"):
-        name, leaf, _ = found
+        name, leaf, where = found
+        if march.t == 0:
+            return (
+                "The initial parameters, or what the dynamics makes of them, hold NaN or infinity: "
+                f"{name} ({describe(leaf)}) in {where.sum()} of {where.size} entries."
+            )
         peak = float(march.peak)
-        cause = DIVERGES.format(peak=peak) if peak > HUGE else ZERO_ROOT
+        cause = DIVERGES.format(peak=peak) if peak > HUGE else guess
         return (
             f"First at step {march.t} of {T}, in the training itself: {name} ({describe(leaf)}) is not "
             f"finite. {cause}"
         )
     if not march.finite_errors:
-        return "The training is finite to its end: the objective itself is not, at the last state."
+        return (
+            "The training is finite to its end: the objective itself is not, at the last state. "
+            + _holes(problem)
+        ).strip()
     if found := _first(march.z, "state"):
         name, leaf, where = found
         peak = float(march.z_peak)
@@ -158,7 +164,7 @@ def _origin(
         elif other == REVERSE and _search(problem, hparams) == FINITE:
             cause = IN_ONE_MODE.format(failed="forward", other="reverse", remedy=REVERSE)
         else:
-            cause = _remedy(march.z_state, where)
+            cause = _remedy(march.z_state, where, guess)
         return (
             f"First at step {march.z_t} of {T}: the derivative of {name} ({describe(leaf)}) is not "
             f"finite in {where.sum()} of {where.size} entries, while the state is. {cause}"
@@ -167,13 +173,31 @@ def _origin(
     if found:
         name, leaf, where = found
         if t == T:
-            place, cause = "in the gradient of the objective", ZERO_ROOT
+            place, cause = "in the gradient of the objective", guess
         else:
-            place, cause = f"at step {t + 1} of {T}, going back", _remedy(march.state, where)
+            place, cause = f"at step {t + 1} of {T}, going back", _remedy(march.state, where, guess)
             if other == FORWARD:
                 cause = IN_ONE_MODE.format(failed="reverse", other="forward", remedy=FORWARD)
         return f"{finite}; the adjoint of {name} ({describe(leaf)}) is not, first {place}. {cause}"
-    return otherwise
+    return otherwise.format(guess=guess)
+
+
+def _holes(problem: Problem) -> str:
+    """Return what the problem itself holds that is not finite, with path and count, or ""."""
+    parts = {
+        "data": named_leaves(problem.batches, "batches"),
+        "validation data": named_leaves(problem.validation, "validation"),
+    }
+    found = ""
+    for what, leaves in parts.items():
+        for path, leaf in leaves.items():
+            wrong = int(jnp.sum(~jnp.isfinite(leaf))) if eqx.is_inexact_array(leaf) else 0
+            if wrong:
+                found += (
+                    f"The {what} hold NaN or infinity: {path} ({describe(leaf)}) in {wrong} of "
+                    f"{leaf.size} entries. "
+                )
+    return found.strip()
 
 
 def _in_its_mode(march: Callable[..., Any], *arguments: Any) -> Any:
@@ -208,7 +232,7 @@ def _first(tree: PyTree, name: str) -> tuple[str, np.ndarray, np.ndarray] | None
     return None
 
 
-def _remedy(state: PyTree, where: np.ndarray) -> str:
+def _remedy(state: PyTree, where: np.ndarray, guess: str) -> str:
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     moments = [
         f"state{jax.tree_util.keystr(path)}"
@@ -218,7 +242,7 @@ def _remedy(state: PyTree, where: np.ndarray) -> str:
         and np.shape(leaf) == where.shape
         and np.any(where & (leaf == 0))
     ]
-    return ZERO_MOMENT.format(leaves=" and ".join(moments)) if moments else ZERO_ROOT
+    return ZERO_MOMENT.format(leaves=" and ".join(moments)) if moments else guess
 
 
 class March(NamedTuple):

@@ -18,6 +18,7 @@ Reference: Baydin et al., Gradients without Backpropagation, 2022.
 
 import abc
 import functools
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -129,6 +130,8 @@ class Sampled(RandomEngine):
         self.directions, self.seed, self.check_finite = directions, seed, check_finite
         check_options(self)
         check_count(self.directions, f"Sampled(directions={self.directions})")
+        if not isinstance(seed, numbers.Integral):
+            raise TypeError(f"Sampled(seed={seed!r:.60}): give a whole number.")
 
     @property
     def other_mode(self) -> str:

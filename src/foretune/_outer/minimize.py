@@ -7,6 +7,7 @@ variable). Step k costs one hypergradient; the loop itself adds two small progra
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -18,14 +19,21 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Key, PyTree
 
-from .._engines.base import AbstractEngine, Hypergradient
+from .._engines.base import Hypergradient, check_engine
 from .._engines.nonfinite import NonFiniteError
 from .._engines.reverse import Reverse
 from .._problem.arguments import filtered
-from .._problem.checks import check_count, check_hparams, check_leading_axis, describe
+from .._problem.checks import (
+    check_count,
+    check_flag,
+    check_hparams,
+    check_key,
+    check_leading_axis,
+)
 from .._problem.equality import reused
 from .._problem.folds import CrossValidated
 from .._problem.problem import Problem, validated
+from .._problem.validation import noting
 from .constraints import check_constraints
 from .run import (
     Best,
@@ -108,11 +116,12 @@ def minimize(
         warm_start: start each training from the final inner state of the one before. The step
             counter goes on, and a start that depends on the hyperparameters is used only once.
         batched: the hyperparameters have a leading axis of independent descents, run as one
-            program; records then hold one number for each.
+            program; records then hold one number for each. A descent that is not finite is named in a
+            `RuntimeWarning` and stays where it is, its records NaN, while the others continue.
 
     Ctrl-C, or SIGTERM, ends the run after the current evaluation and returns what there is; a second
-    one interrupts at once. A hypergradient that is not finite raises `NonFiniteError`, whose attribute
-    `run` holds the history and the best hyperparameters until then.
+    one interrupts at once. A hypergradient that is not finite (of `batched` descents, all of them) raises
+    `NonFiniteError`, whose attribute `run` holds the history and the best hyperparameters until then.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -124,25 +133,28 @@ def minimize(
     >>> round(float(result.hparams["decay"]), 2)  # w = 1 / (1 + decay)
     0.25
     """
+    hparams = check_hparams(hparams)
     check_outside_programs("minimize", problem, hparams)
     check_count(steps, f"minimize(steps={steps!r})")
-    _check_engine(engine)
+    check_engine(engine)
     check_optimizer(optimizer)
     check_callbacks(callbacks)
     rules = check_functions(stop, evaluate, score)
     _check_batches(batches, key)
     check_count(evaluate_every, f"minimize(evaluate_every={evaluate_every})")
+    check_flag(warm_start, f"minimize(warm_start={warm_start!r:.60})")
+    check_flag(batched, f"minimize(batched={batched!r:.60})")
     engine = Reverse() if engine is None else engine
     optimizer = DEFAULT_OPTIMIZER if optimizer is None else reused(optimizer)
     if batched and warm_start:
         raise ValueError("minimize takes either batched=True or warm_start=True, not both.")
-    hparams = check_hparams(hparams)
     members = check_leading_axis(hparams, "hparams", "the descents") if batched else None
     single = jax.tree.map(lambda leaf: leaf[0], hparams) if batched else hparams
     validated(problem, single, smooth=engine.differentiates)
     if evaluate is not None:
         state = eqx.filter_eval_shape(problem.start, single)
-        check_evaluate(evaluate, state, single, RECORD)
+        with noting("evaluate(state, hparams)", state=state, hparams=single):
+            check_evaluate(evaluate, state, single, RECORD)
     constraints = check_constraints(constraints, single)
     engine = engine.within(constraints)
     hparams = feasible(hparams, constraints, batched)
@@ -176,7 +188,7 @@ def minimize(
             if warm_start:
                 now = now.continued(run.carry.inner)
             try:
-                hyper = _hypergradient(engine, now, run.hparams, batched)
+                hyper = engine(now, run.hparams) if not batched else _of_members(engine, now, run)
             except NonFiniteError as error:
                 error.add_note(
                     f"foretune: this was step {run.step} of minimize; what there is until then "
@@ -215,41 +227,70 @@ def _outer_init(outer: Outer, hparams: PyTree, batched: bool) -> PyTree:
 def _outer_update(
     outer: Outer, hparams: PyTree, opt_state: PyTree, value: Any, grad: PyTree, batched: bool
 ) -> tuple[PyTree, PyTree]:
-    update = jax.vmap(outer.update) if batched else outer.update
-    return update(hparams, opt_state, value, grad)
-
-
-def _check_engine(engine: Any) -> None:
-    if engine is not None and not isinstance(engine, AbstractEngine):
-        raise TypeError(f"engine must be an engine, `foretune.Reverse()` say; got {engine!r:.100}.")
+    if not batched:
+        return outer.update(hparams, opt_state, value, grad)
+    updated = jax.vmap(outer.update)(hparams, opt_state, value, grad)
+    return _select(_rows_finite(grad), updated, (hparams, opt_state))
 
 
 def _check_batches(batches: Any, key: Any) -> None:
     if batches is not None:
         check_function(batches, "batches(step)" if key is None else "batches(step, key)")
     if key is not None:
-        try:
-            jax.eval_shape(jax.random.fold_in, key, 0)
-        except Exception as error:
-            raise TypeError(
-                f"key must be one random key, `jax.random.key(0)` say; got {describe(key)}."
-            ) from error
+        check_key(key, "minimize's key")
+        if batches is None:
+            raise ValueError(
+                "minimize(key=...) is for `batches(step, key)`, and there is no `batches`. A key of "
+                "the loss goes to `Training(..., key=...)`."
+            )
 
 
-def _hypergradient(engine, problem, hparams, batched) -> Hypergradient:
-    if not batched:
-        return engine(problem, hparams)
-    result = _batched_hypergradient(engine, problem, hparams)
+def _of_members(engine: Any, problem: Problem, run: Run) -> Hypergradient:
+    """Return the hypergradients of all descents, NaN for one that is not finite or was not before."""
+    result = _batched_hypergradient(engine, problem, run.hparams)
     finite = jax.device_get(_rows_finite((result.value, result.grad)))
-    if not finite.all():  # run the first bad one alone, which explains itself
-        first = int(np.argmin(finite))
-        engine(problem, jax.tree.map(lambda leaf: leaf[first], hparams))
-    return result
+    # A resumed run sees those that had ended in its records, as an uninterrupted one does.
+    ended = np.isnan(run.history[-1]["gradient_norm"]) if run.history else np.zeros_like(finite)
+    alive = finite & ~ended
+    if alive.all():
+        return result
+    for i in np.flatnonzero(~finite & ~ended):
+        reason = _reason(engine, problem, jax.tree.map(lambda leaf, i=i: leaf[i], run.hparams))
+        if not alive.any():
+            raise NonFiniteError(f"all {len(alive)} descents have ended; descent {i}: {reason}")
+        warnings.warn(
+            f"descent {i} of {len(alive)} (counted from 0) ends at step {run.step}: {reason} Its "
+            "hyperparameters stay as they are and its records hold NaN; the others continue.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    run._nan_reported = True  # the score's NaN is no news
+    value, grad = _select(alive, result[:2], jax.tree.map(lambda x: x * jnp.nan, result[:2]))
+    return result._replace(value=value, grad=grad)
+
+
+def _reason(engine: Any, problem: Problem, hparams: PyTree) -> str:
+    """Return why a descent is not finite: run alone, it explains itself."""
+    try:
+        engine(problem, hparams)
+    except NonFiniteError as error:
+        return str(error)
+    return "not finite: its value or hypergradient."
 
 
 @filtered
 def _batched_hypergradient(engine, problem, hparams):
     return eqx.filter_vmap(lambda h: engine(problem, h))(hparams)
+
+
+@jax.jit
+def _select(rows: Array, yes: PyTree, no: PyTree) -> PyTree:
+    """Return the entries of `yes` along the leading axis where `rows` is true, else those of `no`."""
+
+    def leaf(a, b):
+        return jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(leaf, yes, no)
 
 
 @jax.jit

@@ -15,6 +15,8 @@ slope. Under a `Box`, steps shrink towards the upper bound (a momentum of 0.9 mo
 0.09).
 """
 
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -56,6 +58,12 @@ def relative_adam(
     >>> print(f"{step:.3f}")  # 10 % of 0.5 + 0.1 * 1.0 / 2.0
     -0.055
     """
+    for name, share in {"step_size": step_size, "unit": unit}.items():
+        if not _fits(share, lambda x: 0 < x < math.inf):
+            raise ValueError(f"relative_adam({name}={share!r:.60}): a number above 0.")
+    for name, decay in {"b1": b1, "b2": b2}.items():
+        if not _fits(decay, lambda x: 0 <= x < 1):
+            raise ValueError(f"relative_adam({name}={decay!r:.60}): a number in [0, 1).")
     adam = optax.scale_by_adam(b1, b2, eps=1e-30)
 
     def init(params: PyTree) -> RelativeState:
@@ -89,3 +97,10 @@ def relative_adam(
         return steps, RelativeState(o, moments)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _fits(number: Any, condition: Callable[[Any], bool]) -> bool:
+    """Whether a constant is a number as it should be; arrays and schedules are not looked at."""
+    if isinstance(number, jax.Array) or callable(number):
+        return True
+    return isinstance(number, numbers.Real) and condition(number)

@@ -39,7 +39,7 @@ class SmallGradient:
 
     def __call__(self, run: Any) -> str | None:
         """Return the reason, or None."""
-        norm = float(np.max(run.record["gradient_norm"]))
+        norm = float(np.nanmax(run.record["gradient_norm"]))  # NaN: a descent that has ended
         return f"hypergradient norm {norm:.2g} < {self.norm:g}" if norm < self.norm else None
 
 

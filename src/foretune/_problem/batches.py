@@ -11,8 +11,18 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
-from .checks import as_arrays, check_count, check_data, check_leading_axis, describe, named_leaves
+from .checks import (
+    as_arrays,
+    check_count,
+    check_data,
+    check_key,
+    check_leading_axis,
+    check_signature,
+    check_some_number,
+    describe,
+)
 
+MOST_INDICES = 2**31  # drawn at once: 8 GiB
 ROWS = 20  # steps of a row each, from which on they are suspected to be a whole data set
 
 
@@ -73,10 +83,13 @@ class Minibatches(Batches):
                 f"Minibatches' gather must be a function (data, indices) -> batch, got "
                 f"{describe(gather)}."
             )
+        if gather is not None:
+            check_signature(gather, "gather(data, indices)")
         check_data(data, "Minibatches' data")
-        self.data, self.gather = as_arrays(data), gather
+        self.data, self.gather = as_arrays(data, "Minibatches' data"), gather
+        check_some_number(self.data, "Minibatches' data")
         raw = indices  # 64-bit and unsigned ones may wrap on their way to the device
-        self.indices = as_arrays(indices)
+        self.indices = as_arrays(indices, "Minibatches' indices")
         n = check_leading_axis(self.data, "Minibatches' data") if gather is None else None
         if not (eqx.is_array(self.indices) and jnp.issubdtype(self.indices.dtype, jnp.integer)):
             raise TypeError(
@@ -89,9 +102,15 @@ class Minibatches(Batches):
             raise ValueError(
                 f"Minibatches' batches are empty: the indices have shape {self.indices.shape}."
             )
-        if n is not None and not isinstance(self.indices, Tracer):
+        if not isinstance(self.indices, Tracer):
             low, high = int(raw.min()), int(raw.max())
-            if low < 0 or high >= n:
+            dtype = self.indices.dtype
+            if low < jnp.iinfo(dtype).min or high > jnp.iinfo(dtype).max:
+                raise ValueError(
+                    f"Minibatches' indices run from {low} to {high}, more than {dtype} holds: they "
+                    "would wrap. Give smaller ones, or switch JAX to 64 bits."
+                )
+            if n is not None and (low < 0 or high >= n):
                 raise ValueError(
                     f"Minibatches' indices run from {low} to {high}, but the data has {n} examples "
                     f"(0 to {n - 1}). JAX would clamp them silently."
@@ -118,10 +137,17 @@ class Minibatches(Batches):
         >>> ft.Minibatches.shuffled(data, batch_size=20, steps=12, key=key).indices.shape
         (12, 20)
         """
-        n = check_leading_axis(as_arrays(data), "Minibatches' data")
-        check_count(steps, f"steps={steps}")
-        if not 1 <= batch_size <= n:
+        n = check_leading_axis(as_arrays(data, "Minibatches' data"), "Minibatches' data")
+        check_count(steps, f"steps={steps!r}")
+        check_count(batch_size, f"batch_size={batch_size!r}")
+        if batch_size > n:
             raise ValueError(f"batch_size={batch_size} must lie between 1 and the {n} examples.")
+        if steps * batch_size >= MOST_INDICES:
+            raise ValueError(
+                f"steps={steps} of batch_size={batch_size} are {steps * batch_size:.2g} indices, more "
+                "than fit into memory. Draw them in parts, as the steps need them."
+            )
+        check_key(key, "the key of Minibatches.shuffled")
         per_epoch = n // batch_size
         keys = jax.random.split(key, -(-steps // per_epoch))
         order = jax.vmap(lambda k: jax.random.permutation(k, n))(keys)
@@ -163,12 +189,8 @@ class FullBatch(Batches):
     def __init__(self, data: PyTree, steps: int):
         check_count(steps, f"FullBatch's steps={steps}")
         check_data(data, "FullBatch's data")
-        self.data, self.steps = as_arrays(data), steps
-        leaves = named_leaves(self.data, "FullBatch's data")
-        arrays = {path: leaf for path, leaf in leaves.items() if eqx.is_array(leaf)}
-        if arrays and not any(leaf.size for leaf in arrays.values()):
-            path, leaf = next(iter(arrays.items()))
-            raise ValueError(f"{path} is {describe(leaf)}: it holds no number, and no other does.")
+        self.data, self.steps = as_arrays(data, "FullBatch's data"), steps
+        check_some_number(self.data, "FullBatch's data")
 
     @property
     def xs(self) -> None:
@@ -191,7 +213,7 @@ class Stacked(Batches):
 
     def __init__(self, xs: PyTree):
         check_data(xs, "batches")
-        self.xs = as_arrays(xs)
+        self.xs = as_arrays(xs, "batches")
         steps = check_leading_axis(self.xs, "batches", "T, one entry per step")
         check_count(steps, f"the leading axis of the batches, T = {steps}")
 

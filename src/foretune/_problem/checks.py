@@ -12,22 +12,33 @@ from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float, PyTree
 
 
-def as_arrays(tree: PyTree) -> PyTree:
+def as_arrays(tree: PyTree, name: str = "the data") -> PyTree:
     """Put NumPy arrays on the device, once; drop weak types, which would compile a second time."""
 
     def convert(leaf):
         if isinstance(leaf, np.ndarray | np.generic):
-            if leaf.dtype == object or leaf.dtype.kind in "USmM":
-                raise TypeError(
-                    f"an array of {describe(leaf)} holds no numbers: encode it first, for instance "
-                    "with `np.unique(labels, return_inverse=True)`."
-                )
+            if _holds_no_numbers(leaf):
+                check_numbers(tree, name)
             return jnp.asarray(leaf)
         if getattr(leaf, "weak_type", False):
             return jax.lax.convert_element_type(leaf, leaf.dtype)
         return leaf
 
     return jax.tree.map(convert, tree)
+
+
+def check_numbers(tree: PyTree, name: str) -> None:
+    """Raise for a NumPy array of text, dates or objects."""
+    for path, leaf in named_leaves(tree, name).items():
+        if isinstance(leaf, np.ndarray | np.generic) and _holds_no_numbers(leaf):
+            raise TypeError(
+                f"{path} is {describe(leaf)}, which holds no numbers: encode it first, for instance "
+                "with `np.unique(labels, return_inverse=True)`."
+            )
+
+
+def _holds_no_numbers(leaf: np.ndarray | np.generic) -> bool:
+    return leaf.dtype == object or leaf.dtype.kind in "USmM"
 
 
 def describe(leaf: Any) -> str:
@@ -139,6 +150,30 @@ def check_count(count: Any, given: str) -> None:
         raise ValueError(f"{given}: it must be a whole number, 1 or more.")
 
 
+def check_some_number(tree: PyTree, name: str) -> None:
+    """Raise where there are arrays, and none of them holds a number."""
+    arrays = {path: leaf for path, leaf in named_leaves(tree, name).items() if eqx.is_array(leaf)}
+    if arrays and not any(leaf.size for leaf in arrays.values()):
+        path, leaf = next(iter(arrays.items()))
+        raise ValueError(f"{path} is {describe(leaf)}: it holds no number, and no other does.")
+
+
+def check_flag(flag: Any, given: str) -> None:
+    """Raise unless `flag` is True or False."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{given} is {describe(flag)}: give True or False.")
+
+
+def check_key(key: Any, given: str) -> None:
+    """Raise unless `key` is one random key."""
+    try:
+        jax.eval_shape(jax.random.fold_in, key, 0)
+    except Exception as error:
+        raise TypeError(
+            f"{given} must be one random key, `jax.random.key(0)` say; got {describe(key)}."
+        ) from error
+
+
 def check_mesh(mesh: Any, given: str, axis: str | None = None) -> None:
     """Raise unless `mesh` is a mesh that leaves placement to the compiler, with the axis `axis`."""
     if not isinstance(mesh, Mesh):
@@ -158,9 +193,10 @@ def check_mesh(mesh: Any, given: str, axis: str | None = None) -> None:
 
 def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
     """Return the hyperparameters as arrays, or raise for a leaf that is not a float (array)."""
+    _check_container(hparams, "hparams")
     hparams = jax.tree.map(
         lambda leaf: jnp.asarray(leaf, float) if isinstance(leaf, float) else leaf,
-        as_arrays(hparams),
+        as_arrays(hparams, "hparams"),
     )
     if all(map(_is_hyperparameter, leaves := jax.tree.leaves(hparams))) and leaves:
         return hparams
@@ -181,6 +217,36 @@ def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
         if leaf.size == 0:
             raise ValueError(f"{path} is {describe(leaf)}: it holds no number.")
     return hparams
+
+
+def _check_container(tree: Any, path: str) -> None:
+    """Raise for a None in dicts, lists and tuples, and for names that cannot be put in order.
+
+    To JAX a None is no leaf: it would be no hyperparameter, and reach the loss or the optimizer. In
+    other containers, as `equinox.filter` makes them of a model, it is meant.
+    """
+    if isinstance(tree, dict):
+        try:
+            sorted(tree)
+        except TypeError:
+            kinds = ", ".join(sorted({type(key).__name__ for key in tree}))
+            raise TypeError(
+                f"the names in {path} are of the types {kinds}, which JAX cannot put in order: give "
+                "strings."
+            ) from None
+        parts = [(f"[{key!r}]", part) for key, part in tree.items()]
+    elif isinstance(tree, list | tuple):
+        names = [f".{name}" for name in getattr(tree, "_fields", ())]  # of a NamedTuple
+        names = names or [f"[{i}]" for i in range(len(tree))]
+        parts = list(zip(names, tree, strict=True))
+    else:
+        return
+    for name, part in parts:
+        if part is None:
+            raise ValueError(
+                f"{path}{name} is None, which is no hyperparameter: give a number, or leave it out."
+            )
+        _check_container(part, path + name)
 
 
 def _is_hyperparameter(leaf: Any) -> bool:

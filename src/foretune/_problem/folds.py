@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .batches import Batches, FullBatch, Minibatches, Whole, as_batches
-from .checks import as_arrays, check_count, describe, named_leaves
+from .checks import as_arrays, check_count, check_signature, describe, named_leaves
 from .dynamics import Continued, Wrapper
 from .equality import same
 from .problem import Problem
@@ -71,6 +71,7 @@ class CrossValidated(Problem):
                 "CrossValidated takes a function from the fold's number to its problem; got "
                 f"{describe(problem_of_fold)}."
             )
+        check_signature(problem_of_fold, "problem_of_fold(k)")
         problems: list[Any] = [problem_of_fold(k) for k in range(folds)]
         for k, problem in enumerate(problems):
             if not isinstance(problem, Problem):

@@ -74,12 +74,12 @@ class Problem(eqx.Module):
         if not isinstance(trajectory, bool):
             raise TypeError(f"Problem(trajectory={trajectory!r:.60}): give True or False.")
         self.objective = dict(objective) if isinstance(objective, Mapping) else objective
-        self.init = as_arrays(init)
+        self.init = as_arrays(init, "init")
         if self._starts_from_function():
             check_signature(init, "init(hparams)")
         self.batches = as_batches(batches)
         check_data(validation, "validation")
-        self.validation = as_arrays(validation)
+        self.validation = as_arrays(validation, "validation")
         warn_of_rows(self.batches, self.validation)
         self.trajectory = trajectory
 

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
-from .checks import check_signature, describe, describe_tree
+from .checks import check_flag, check_key, check_signature, describe, describe_tree
 from .dynamics import Dynamics
 from .equality import reused
 
@@ -81,14 +81,13 @@ class Training(Dynamics, eqx.Module):
                 f"Training's loss is {describe(self.loss)}; give a function "
                 "loss(params, hparams, batch) -> scalar."
             )
+        check_flag(self.has_state, "Training's has_state")
         form = "loss(params, hparams, batch{}{})".format(
             ", model_state" if self.has_state else "", ", key=..." if self.key is not None else ""
         )
         check_signature(self.loss, form, ("key",) if self.key is not None else ())
-        if self.key is not None and not eqx.is_array(self.key):
-            raise TypeError(
-                f"Training's key is {describe(self.key)}; give a random key, `jax.random.key(0)`."
-            )
+        if self.key is not None:
+            check_key(self.key, "Training's key")
         _check_not_multisteps(self.optimizer)
         from_optax = str(getattr(self.optimizer, "__module__", "")).split(".")[0] == "optax"
         if from_optax and not isinstance(self.optimizer, optax.GradientTransformation):
@@ -96,6 +95,14 @@ class Training(Dynamics, eqx.Module):
                 "Training's optimizer is one of Optax's functions. Call it, `optax.sgd(0.1)`, or "
                 'give a function of the hyperparameters, `lambda h: optax.sgd(h["lr"])`.'
             )
+        if not isinstance(self.optimizer, optax.GradientTransformation):
+            if not callable(self.optimizer):
+                raise TypeError(
+                    f"Training's optimizer is {describe(self.optimizer)}; give an Optax "
+                    "transformation, `optax.sgd(0.1)`, or a function of the hyperparameters that "
+                    'returns one, `lambda h: optax.sgd(h["lr"])`.'
+                )
+            check_signature(self.optimizer, "optimizer(hparams)")
 
     def init(self, params: PyTree, hparams: PyTree) -> TrainState:
         """Return s_0; with `has_state`, `params` is the pair `(params, model_state)`."""

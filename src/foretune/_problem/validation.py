@@ -18,6 +18,17 @@ from .arguments import Structure, unflatten
 from .checks import describe, describe_tree, named_leaves
 from .system import make_system, objectives_of, owners, rows_of
 
+UNTRACEABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+TRACED = (
+    "foretune: {what} is compiled, and cannot use NumPy, `float(...)`, `.item()` or an `if` on what it "
+    "computes. Write it with jax.numpy (`jnp.where` for a choice)."
+)
+
 
 def _is_abstract(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
@@ -62,6 +73,8 @@ def noting(what: str, **arguments: PyTree):
     except Exception as error:
         shown = "\n".join(describe_tree(tree, name) for name, tree in arguments.items())
         context = f"foretune: this happened in {what}, with\n{shown}"
+        if isinstance(error, UNTRACEABLE):
+            error.add_note(TRACED.format(what=what.partition("(")[0]))
         if type(error) in (TypeError, ValueError, IndexError, AttributeError):
             raise type(error)(f"{error}\n{context}") from error
         if type(error) is KeyError:

@@ -14,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._engines.base import check_engine
 from .._engines.forward import Forward
 from .._engines.nonfinite import NonFiniteError
 from .._outer.callbacks import Callback
 from .._problem.arguments import copied
 from .._problem.batches import FullBatch, Minibatches
-from .._problem.checks import check_count
+from .._problem.checks import check_count, describe
+from .tuner import RealTime
+from .window import RealTimeState
 
 
 class BiasReport(NamedTuple):
@@ -58,6 +61,8 @@ def hypergradient_bias(
     >>> ft.hypergradient_bias(tuner, before, [window], jnp.ones(2), log).cosine
     1.0
     """
+    _check_arguments(tuner, before, windows, log)
+    check_engine(engine)
     problem = tuner.problem(before, _joined(windows), validation)
     _, exact, _ = (engine or Forward())(problem, log["hparams"])
     realtime = jax.tree.map(jnp.asarray, log["hypergradient"])
@@ -87,6 +92,7 @@ class Bias(Callback):
         check_count(windows, f"Bias(windows={windows})")
         if windows > every:
             raise ValueError(f"Bias(every={every}, windows={windows}): no more windows than that.")
+        check_engine(engine)
         self.every, self.windows, self.engine = every, windows, engine
         self.reports: dict[int, BiasReport] = {}
         self._before: Any = None
@@ -117,6 +123,28 @@ class Bias(Callback):
     def _keep(self, run: Any) -> None:
         if (run.step + self.windows) % self.every == 0:
             self._before, self._kept = copied(run.carry.state), []
+
+
+def _check_arguments(tuner: Any, before: Any, windows: Any, log: Any) -> None:
+    if not isinstance(tuner, RealTime):
+        raise TypeError(
+            f"hypergradient_bias takes a `foretune.RealTime` as its tuner, got {describe(tuner)}."
+        )
+    if not isinstance(before, RealTimeState):
+        raise TypeError(
+            "hypergradient_bias takes as `before` the `RealTimeState` that `init` or `update` "
+            f"returned, got {describe(before)}."
+        )
+    if not isinstance(windows, list | tuple) or not windows:
+        raise TypeError(
+            "hypergradient_bias takes a list of windows, one or more of them; got "
+            f"{describe(windows) if not isinstance(windows, list | tuple) else 'none'}."
+        )
+    if not isinstance(log, dict) or not {"hparams", "hypergradient"} <= set(log):
+        raise TypeError(
+            "hypergradient_bias takes the log that the last `update` returned, with its 'hparams' and "
+            f"'hypergradient'; got {describe(log)}."
+        )
 
 
 def _joined(windows: list[Any]) -> Any:

@@ -38,11 +38,15 @@ from .._problem.arguments import Structure, flatten
 from .._problem.batches import FullBatch, Minibatches
 from .._problem.checks import (
     check_count,
+    check_flag,
     check_leading_axis,
+    check_numbers,
+    check_some_number,
     describe,
     describe_tree,
     named_leaves,
 )
+from .._problem.validation import noting
 
 REMEMBERED = 256  # entries of a memory, before it is begun again
 _CAPACITY: dict[Any, int] = {}  # the longest window seen, by the program it is for
@@ -73,6 +77,8 @@ def _windows(stream: Any, n: int) -> Iterator[Any]:
         if expected is None:
             check_data(batch, "batch")
         batch = jax.tree.map(_copied, batch)
+        if expected is None:
+            check_numbers(batch, f"minibatch {count}")
         shape = shapes_of(batch, "batch")
         if expected is not None and shape != expected:
             raise ValueError(_changed(count, expected, shape))
@@ -122,7 +128,9 @@ def check_stream(stream: Any, name: str, *, minibatches: bool = False) -> None:
             + "\n".join(f"  {path}: {leaf}" for path, leaf in shapes_of(stream, "batch").items())
             + "\nGive `itertools.repeat(batch)` for the same batch each time, or a list of batches."
         )
-    if not (isinstance(stream, Iterable) or (minibatches and isinstance(stream, Minibatches))):
+    if isinstance(stream, str | bytes) or not (
+        isinstance(stream, Iterable) or (minibatches and isinstance(stream, Minibatches))
+    ):
         raise TypeError(f"{name} must be an iterable of batches, got {describe(stream)}.")
 
 
@@ -143,6 +151,8 @@ def padded(program: Structure, window: Any) -> tuple[Any, np.ndarray]:
         )
     leaves, structure = flatten(xs)
     key = program, structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+    if key not in _CAPACITY:
+        check_some_number(xs, "window")
     capacity = max(_CAPACITY.get(key, 0), steps)
     remember(_CAPACITY, key, capacity)
     if capacity > steps:
@@ -292,6 +302,7 @@ def run_stream(
         check_count(steps, f"run(steps={steps!r})")
     check_count(window, f"run(window={window!r})")
     check_count(evaluate_every, f"run(evaluate_every={evaluate_every!r})")
+    check_flag(skip, "run(skip=...)")
     check_callbacks(callbacks)
     rules = check_functions(stop, evaluate, score)
     check_outside_programs("RealTime.run", params, hparams)
@@ -299,7 +310,8 @@ def run_stream(
     pieces = windows(train_stream, window)
     state = tuner.init(params, hparams)
     if evaluate is not None:
-        check_evaluate(evaluate, state.train, state.hparams, _RECORD)
+        with noting("evaluate(state, hparams)", state=state.train, hparams=state.hparams):
+            check_evaluate(evaluate, state.train, state.hparams, _RECORD)
 
     def fingerprint():  # asked for before the first window, while `state` is the initial one
         static = [f.name for f in dataclasses.fields(tuner.settings) if f.metadata.get("static")]

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._outer.sets import Box, NonNegative
 from .._problem.arguments import copied, flatten
-from .._problem.checks import check_count, check_signature, describe
+from .._problem.checks import check_count, check_numbers, check_signature, describe
 from .._problem.problem import validated
 from .._problem.system import make_system
 from .._problem.training import Training
@@ -190,6 +190,7 @@ def tuned(
         if key not in checked:
             for name, data in given.items():
                 check_data(data, name)
+                check_numbers(jax.tree.map(readable, data), name)
             check(state, batch, validation)
             remember(checked, key, None)
         after, value, dropped = program(state, batch, validation)

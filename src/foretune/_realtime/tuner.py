@@ -336,7 +336,7 @@ class RealTime:
                 "`update` takes the state that `init` or the last `update` returned, got "
                 f"{describe(state)}."
             )
-        window, validation = as_arrays((window, validation))
+        window, validation = as_arrays(window, "window"), as_arrays(validation, "validation")
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, window, validation))):
             everything = tuple(named_leaves(state.hparams, "hparams"))
             with self._shapes.explaining(state=state, window=window, validation=validation):

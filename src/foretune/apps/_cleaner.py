@@ -12,9 +12,11 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from .._engines.base import check_engine
 from .._outer.callbacks import Progress
+from .._outer.run import check_callbacks
 from . import _noise, _weights
-from ._labels import FLOATS, listed, plain_labels, second_set
+from ._labels import FLOATS, check_whole, listed, plain_labels, second_set
 from ._models import make_features, make_model
 
 STEPS = {"noise": 30, "weights": 300}
@@ -292,14 +294,16 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         if self.method not in STEPS:
             raise ValueError(f"method={self.method!r}: give 'noise' or 'weights'.")
         for name in ("steps", "hyper_steps"):
-            value = getattr(self, name)
-            if value is not None and (int(value) != value or value < 1):
-                raise ValueError(f"{name}={value!r}: give a whole number above 0, or None.")
-        if int(self.folds) != self.folds or self.folds < 2:
-            raise ValueError(f"folds={self.folds!r}: give a whole number of 2 or more.")
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
+        check_whole("folds", self.folds, 2)
+        check_engine(self.engine)
+        check_callbacks(self.callbacks)
         if self.budget is None:
             return None
-        whole = isinstance(self.budget, (int, np.integer)) and not isinstance(self.budget, bool)
+        if isinstance(self.budget, bool) or not isinstance(self.budget, int | float | np.number):
+            raise ValueError(f"budget={self.budget!r}: give a number of examples, or a fraction.")
+        whole = isinstance(self.budget, int | np.integer)
         budget = float(self.budget) * (1 if whole or self.budget > 1 else n)
         if not 0 < budget <= n:
             raise ValueError(

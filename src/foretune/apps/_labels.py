@@ -1,5 +1,6 @@
 """Labelled rows as the estimators take them: labels of any type, and a second set beside the first."""
 
+import numbers
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,12 @@ def second_set(estimator: Any, X: Any, y: Any, name: str) -> tuple[Any, np.ndarr
     absent = [label for label in estimator.classes_ if not np.any(names == label)]
     position = np.array([int(np.flatnonzero(estimator.classes_ == label)[0]) for label in names])
     return rows, position[index], absent
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise unless an option is a whole number from `least` on."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise ValueError(f"{name}={value!r}: give a whole number, {least} or more.")
 
 
 def listed(names: Any) -> str:

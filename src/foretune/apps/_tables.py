@@ -109,7 +109,8 @@ def _read_npz(path: Path, label: str | None) -> Table:
     if rows.dtype.kind not in "biuf":
         raise DataError(f"{path}: rows have dtype {rows.dtype}, expected numbers.")
     shape = rows.shape[1:] if rows.ndim > 2 else None
-    return Table(rows.reshape(len(rows), -1), _labels(labels, path), shape, str(path))
+    columns = int(np.prod(rows.shape[1:]))  # not -1, which there is none for without rows
+    return Table(rows.reshape(len(rows), columns), _labels(labels, path), shape, str(path))
 
 
 def _read_frame(path: Path, label: str | None, drop: tuple[str, ...]) -> Table:

@@ -11,9 +11,10 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from .._engines.base import check_engine
 from .._outer.callbacks import Progress
 from . import _graph
-from ._labels import FLOATS, listed, plain_labels, second_set
+from ._labels import FLOATS, check_whole, listed, plain_labels, second_set
 
 FEWEST = {False: 2, True: 3}
 """Rows of each class that folds need, without and with early stopping."""
@@ -255,7 +256,8 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
             raise ValueError(
                 f"graph={self.graph!r}: give one of {', '.join(_graph.KINDS)}, or a matrix."
             )
-        if self.total is not None and not (np.isreal(self.total) and self.total > 0):
+        number = isinstance(self.total, int | float | np.number) and 0 < self.total < np.inf
+        if self.total is not None and not number:
             raise ValueError(f"total={self.total!r}: give a number above 0, or None.")
         if self.total is not None and not (named and self.graph == "full"):
             raise ValueError(
@@ -263,9 +265,8 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
                 f"is {self.graph if named else 'a matrix'!r}."
             )
         for name, least in (("folds", 2), ("steps", 1), ("hyper_steps", 1)):
-            value = getattr(self, name)
-            if int(value) != value or value < least:
-                raise ValueError(f"{name}={value!r}: give a whole number, {least} or more.")
+            check_whole(name, getattr(self, name), least)
+        check_engine(self.engine)
 
 
 class Back:

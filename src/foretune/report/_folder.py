@@ -101,7 +101,10 @@ class RunFolder:
     @property
     def result(self) -> dict[str, Any] | None:
         """The result of a finished run, or None."""
-        return self.read("result.json")
+        result = self.read("result.json")
+        if not isinstance(result, dict | None):
+            raise self._damaged("result.json", f"it is a {type(result).__name__}")
+        return result
 
     def records(self) -> list[dict[str, Any]]:
         """Return the measurements, without lines that cannot be read: an interrupt cuts one off."""

@@ -1,0 +1,108 @@
+# ruff: noqa: E501
+# fmt: off
+"""`minimize` with wrong arguments, and runs that cannot continue."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import foretune as ft
+
+from .given import INF, KEY, NAN, data, holed, hparams, minimized, problem
+
+X, Y = data()
+STARTS = {"lr": jnp.array([0.1, 0.2]), "decay": jnp.array([0.1, 0.1])}
+
+
+def accuracy(state, hparams):
+    return {"accuracy": jnp.mean(state.params["w"])}
+
+
+def batched(starts, **options):
+    return minimized(starts, batched=True, **options)
+
+
+ROWS = [
+    ("no steps", lambda: minimized(steps=0), ValueError, "steps=0"),
+    ("a negative number of steps", lambda: minimized(steps=-3), ValueError, "steps=-3"),
+    ("half a step", lambda: minimized(steps=1.5), ValueError, "steps=1.5"),
+    ("steps as text", lambda: minimized(steps="5"), ValueError, "steps='5'"),
+    ("steps None", lambda: minimized(steps=None), ValueError, "steps=None"),
+    ("steps True", lambda: minimized(steps=True), ValueError, "steps=True"),
+    ("steps NaN", lambda: minimized(steps=NAN), ValueError, "steps=nan"),
+    ("no problem", lambda: ft.minimize(None, hparams(), steps=1), TypeError, "must be a `foretune.Problem`"),
+    ("the arguments swapped", lambda: ft.minimize(hparams(), problem(), steps=1), TypeError, "hparams.", "function"),
+    ("inside jit", lambda: jax.jit(lambda h: minimized(h).hparams)(hparams()), TypeError, "outside of jax.jit"),
+    ("inside vmap", lambda: jax.vmap(lambda lr: minimized(hparams(lr=lr)).hparams)(jnp.ones(2)), TypeError, "outside of jax.jit"),
+    ("the engine is text", lambda: minimized(engine="reverse"), TypeError, "engine must be an engine"),
+    ("the engine is a function", lambda: minimized(engine=lambda p, h: None), TypeError, "engine must be an engine"),
+    ("the optimizer is text", lambda: minimized(optimizer="adam"), TypeError, "optimizer must be"),
+    ("the optimizer is not called", lambda: minimized(optimizer=optax.adam), TypeError, "optimizer must be"),
+    ("the optimizer is a rate", lambda: minimized(optimizer=0.1), TypeError, "optimizer must be"),
+    ("the optimizer is a function of hparams", lambda: minimized(optimizer=lambda h: optax.adam(0.1)), TypeError, "optimizer must be"),
+    ("callbacks is one callback", lambda: minimized(callbacks=ft.Progress()), TypeError, "callbacks must be a list"),
+    ("callbacks holds a class", lambda: minimized(callbacks=[ft.Progress]), TypeError, "callbacks must be a list"),
+    ("callbacks holds a function", lambda: minimized(callbacks=[print]), TypeError, "callbacks must be a list"),
+    ("callbacks is None", lambda: minimized(callbacks=None), TypeError, "callbacks must be a list"),
+    ("callbacks is text", lambda: minimized(callbacks="progress"), TypeError, "callbacks must be a list"),
+    ("stop is text", lambda: minimized(stop="never"), TypeError, "stop must be"),
+    ("stop is a number", lambda: minimized(stop=10), TypeError, "stop must be"),
+    ("stop is a class", lambda: minimized(stop=ft.NoImprovement), TypeError, "the class NoImprovement"),
+    ("stop holds a class", lambda: minimized(stop=[ft.NoImprovement]), TypeError, "the class NoImprovement"),
+    ("stop holds a number", lambda: minimized(stop=[10]), TypeError, "stop must be a function"),
+    ("stop takes nothing", lambda: minimized(stop=lambda: None), TypeError, "`stop(run)`"),
+    ("stop is a dict", lambda: minimized(stop={"patience": 3}), TypeError, "stop must be"),
+    ("score is text", lambda: minimized(score="value"), TypeError, "score must be a function"),
+    ("score takes two", lambda: minimized(score=lambda a, b: 0.0), TypeError, "`score(record)`"),
+    ("score does not find a name", lambda: minimized(score=lambda r: r["accuracy"]), KeyError, "'accuracy'", "the record has the names"),
+    ("score returns nothing", lambda: minimized(score=lambda r: None), TypeError, "one real number", "None"),
+    ("score returns text", lambda: minimized(score=lambda r: "good"), TypeError, "one real number"),
+    ("score returns a complex number", lambda: minimized(score=lambda r: 1j), TypeError, "one real number"),
+    ("score returns a vector", lambda: minimized(score=lambda r: np.zeros(2)), TypeError, "one real number"),
+    ("score returns NaN", lambda: minimized(score=lambda r: NAN), Warning, "is NaN", "never counts as the best"),
+    ("evaluate is text", lambda: minimized(evaluate="accuracy"), TypeError, "evaluate must be a function"),
+    ("evaluate takes one", lambda: minimized(evaluate=lambda s: {}), TypeError, "`evaluate(state, hparams)`"),
+    ("evaluate returns a number", lambda: minimized(evaluate=lambda s, h: 1.0), ValueError, "a dict of scalars"),
+    ("evaluate returns nothing", lambda: minimized(evaluate=lambda s, h: None), ValueError, "a dict of scalars"),
+    ("evaluate returns numbers by number", lambda: minimized(evaluate=lambda s, h: {0: 1.0}), ValueError, "names (strings)"),
+    ("evaluate takes a name of a record", lambda: minimized(evaluate=lambda s, h: {"value": 1.0}), ValueError, "other than", "'value'"),
+    ("evaluate uses float", lambda: minimized(evaluate=lambda s, h: {"a": float(s.params["b"])}), TypeError, "evaluate(state, hparams) is compiled"),
+    ("evaluate uses NumPy", lambda: minimized(evaluate=lambda s, h: {"a": np.sum(np.asarray(s.params["w"]))}), TypeError, "is compiled"),
+    ("evaluate does not find a name", lambda: minimized(evaluate=lambda s, h: {"a": s.params["v"]}), ValueError, "evaluate(state, hparams)", "'v'"),
+    ("evaluate does not find an attribute", lambda: minimized(evaluate=lambda s, h: {"a": s.weights}), AttributeError, "evaluate(state, hparams)"),
+    ("evaluate_every 0", lambda: minimized(evaluate=accuracy, evaluate_every=0), ValueError, "evaluate_every=0"),
+    ("evaluate_every 1.5", lambda: minimized(evaluate=accuracy, evaluate_every=1.5), ValueError, "evaluate_every=1.5"),
+    ("batches is no function", lambda: minimized(batches=ft.FullBatch((X, Y), 3)), TypeError, "batches must be a function"),
+    ("batches takes nothing", lambda: minimized(batches=lambda: None), TypeError, "`batches(step)`"),
+    ("batches takes no key", lambda: minimized(batches=lambda step: None, key=KEY), TypeError, "`batches(step, key)`"),
+    ("batches wants a key", lambda: minimized(batches=lambda step, key: None), TypeError, "`batches(step)`"),
+    ("batches returns nothing", lambda: minimized(batches=lambda step: None), ValueError, "batches", "None"),
+    ("batches of another shape", lambda: minimized(batches=lambda step: ft.FullBatch((X[:, :2], Y), 3)), TypeError, "step(state", "float32[6,2]"),
+    ("batches with NaN", lambda: minimized(batches=lambda step: ft.FullBatch((holed(X) if step else X, Y), 3)), ft.NonFiniteError, "The data hold NaN", "step 1 of minimize"),
+    ("a key without batches", lambda: minimized(key=KEY), ValueError, "key", "batches"),
+    ("the key is a seed", lambda: minimized(batches=lambda s, k: ft.FullBatch((X, Y), 3), key=0), TypeError, "one random key"),
+    ("the key is two", lambda: minimized(batches=lambda s, k: ft.FullBatch((X, Y), 3), key=jax.random.split(KEY)), TypeError, "one random key"),
+    ("the key is text", lambda: minimized(batches=lambda s, k: ft.FullBatch((X, Y), 3), key="a"), TypeError, "one random key"),
+    ("warm_start is text", lambda: minimized(warm_start="yes"), TypeError, "warm_start='yes'"),
+    ("warm_start is a state", lambda: minimized(warm_start=jnp.zeros(3)), TypeError, "warm_start"),
+    ("batched is text", lambda: minimized(batched="yes"), TypeError, "batched='yes'"),
+    ("batched is a number", lambda: minimized(STARTS, batched=2), TypeError, "batched=2"),
+    ("batched and warm", lambda: batched(STARTS, warm_start=True), ValueError, "not both"),
+    ("batched without an axis", lambda: batched(hparams()), ValueError, "leading axis", "the descents"),
+    ("batched with axes that differ", lambda: batched({"lr": jnp.ones(2), "decay": jnp.ones(3)}), ValueError, "differ", "the descents"),
+    ("batched with no descent", lambda: batched({"lr": jnp.ones(0), "decay": jnp.ones(0)}), ValueError, "holds no number"),
+    ("batched with a score too many", lambda: batched(STARTS, score=lambda r: np.zeros(3)), TypeError, "each of the 2 descents"),
+    ("one descent at NaN", lambda: batched(STARTS | {"lr": jnp.array([0.1, NAN])}), RuntimeWarning, "descent 1", "step 0", "hparams['lr']"),
+    ("one descent that diverges", lambda: batched(STARTS | {"lr": jnp.array([0.1, 1e30])}), RuntimeWarning, "descent 1", "step 0"),
+    ("all descents at NaN", lambda: batched(STARTS | {"lr": jnp.full(2, NAN)}), ft.NonFiniteError, "all 2 descents", "hparams['lr']"),
+    ("NaN in all descents' data", lambda: batched(STARTS, given=problem(batches=ft.FullBatch((holed(X), Y), 3))), ft.NonFiniteError, "all 2 descents", "The data hold NaN"),
+    ("a start at NaN", lambda: minimized(hparams(lr=NAN)), ft.NonFiniteError, "hparams['lr'] itself is not finite", "step 0 of minimize"),
+    ("a start at infinity", lambda: minimized(hparams(lr=INF)), ft.NonFiniteError, "hparams['lr'] itself"),
+    ("a start at NaN inside a set", lambda: minimized(hparams(lr=NAN), constraints={"lr": ft.Box(0.0, 1.0)}), ft.NonFiniteError, "hparams['lr'] itself"),
+    ("an outer step that diverges", lambda: minimized(optimizer=optax.sgd(1e30), steps=3), ft.NonFiniteError, "of minimize", "attribute `run`"),
+    ("an outer optimizer at NaN", lambda: minimized(optimizer=optax.sgd(NAN)), ft.NonFiniteError, "itself is not finite", "step 1 of minimize"),
+    ("NaN in the data", lambda: minimized(given=problem(batches=ft.FullBatch((holed(X), Y), 3))), ft.NonFiniteError, "The data hold NaN"),
+    ("NaN in the validation data", lambda: minimized(given=problem(validation=(holed(X), Y))), ft.NonFiniteError, "The validation data hold NaN"),
+    ("an argument that is none", lambda: minimized(iterations=3), TypeError, "iterations"),
+]

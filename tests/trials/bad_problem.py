@@ -1,0 +1,238 @@
+# ruff: noqa: E501
+# fmt: off
+"""Problems whose parts are wrong, or do not fit each other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import foretune as ft
+
+from ..problems import penalised, squared_error
+from .given import INF, KEY, NAN, data, holed, problem, single, solve
+
+X, Y = data()
+W = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
+BIG = 2**32
+
+
+def trained(loss=penalised, optimizer=None, **changes):
+    optimizer = optimizer or (lambda h: optax.sgd(h["lr"]))
+    options = {name: changes.pop(name) for name in ("has_state", "key") if name in changes}
+    return solve(dynamics=ft.Training(loss, optimizer, **options), **changes)
+
+
+def batches(indices, rows=3, **options):
+    return ft.Minibatches(np.zeros(rows, np.float32), indices, **options)
+
+
+class Steps:
+    """A dynamics whose step returns what it is told to."""
+
+    def __init__(self, start, change):
+        self.start, self.change = start, change
+
+    def init(self, params, hparams):
+        return self.start
+
+    def step(self, state, hparams, batch):
+        return self.change(state, hparams["a"])
+
+
+def stepped(start, change):
+    made = ft.Problem(
+        Steps(start, change), lambda s, h, b: jnp.sum(s["w"]), None, ft.FullBatch(None, 2)
+    )
+    return ft.Reverse()(made, {"a": 1.0})
+
+
+def folds(changed=lambda k: {}, folds=2):
+    return ft.CrossValidated(lambda k: problem(**changed(k)), folds)
+
+
+class NoStep:
+    def init(self, params, hparams):
+        return params
+
+
+SHUFFLED = functools.partial(ft.Minibatches.shuffled, np.zeros(3), key=KEY)
+ROWS = [
+    # The parts
+    ("the objective is a number", lambda: problem(objective=3.0), TypeError, "objective", "3.0"),
+    ("the objective is None", lambda: problem(objective=None), TypeError, "objective", "None"),
+    ("no objectives", lambda: problem(objective={}), TypeError, "non-empty dict"),
+    ("a number among objectives", lambda: problem(objective={"lr": 1}), TypeError, "['lr']"),
+    ("an objective of two", lambda: problem(objective=lambda s, h: 0.0), TypeError, "(s, h)"),
+    ("an objective of none", lambda: problem(objective=lambda: 0.0), TypeError, "objective(state"),
+    ("an objective too few", lambda: solve(objective={"lr": squared_error}), ValueError, "'decay'] has no"),
+    ("an objective too many", lambda: solve(objective=dict.fromkeys(("lr", "decay", "x"), squared_error)), ValueError, "objective['x'] names no"),
+    ("objectives by number", lambda: solve(objective={0: squared_error}), ValueError, "objective[0]"),
+    ("objectives and a list", lambda: solve([0.1], objective={"lr": squared_error}), TypeError, "needs a dict"),
+    ("a vector from the objective", lambda: solve(objective=lambda s, h, b: s.params["w"]), ValueError, "float32[3]", "Reduce"),
+    ("nothing from the objective", lambda: solve(objective=lambda s, h, b: None), ValueError, "`return`"),
+    ("a dict from the objective", lambda: solve(objective=lambda s, h, b: {"a": 1.0}), ValueError, "one scalar"),
+    ("a Python number from the objective", lambda: solve(objective=lambda s, h, b: 1.0), ValueError, "objective"),
+    ("a count from the objective", lambda: solve(objective=lambda s, h, b: jnp.sum(s.params["w"] > 0)), TypeError, "count"),
+    ("an accuracy", lambda: solve(objective=lambda s, h, b: jnp.mean((s.params["w"] > 0).astype(float))), ValueError, "accuracy"),
+    ("a complex objective", lambda: solve(objective=lambda s, h, b: jnp.sum(s.params["w"]) * 1j), TypeError, "complex64[]"),
+    ("`float` in the objective", lambda: solve(objective=lambda s, h, b: float(s.params["b"])), Exception, "objective is compiled", "objective(state, hparams, validation)"),
+    ("NumPy in the objective", lambda: solve(objective=lambda s, h, b: np.sum(np.asarray(s.params["w"]))), Exception, "objective is compiled", "objective(state, hparams, validation)"),
+    ("an `if` in the objective", lambda: solve(objective=lambda s, h, b: s.params["b"] if s.params["b"] > 0 else 0.0), Exception, "objective is compiled", "objective(state, hparams, validation)"),
+    ("a name the objective does not find", lambda: solve(objective=lambda s, h, b: s.params["v"]), ValueError, "there is no 'v'", "objective"),
+    ("an attribute the objective does not find", lambda: solve(objective=lambda s, h, b: s.weights), AttributeError, "objective(state", "state.params['w']"),
+    ("trajectory is text", lambda: problem(trajectory="yes"), TypeError, "trajectory='yes'"),
+    ("trajectory is a number", lambda: problem(trajectory=1), TypeError, "trajectory=1"),
+    ("the dynamics is a function", lambda: problem(dynamics=penalised), TypeError, "no method `init"),
+    ("the dynamics is a class", lambda: problem(dynamics=Steps), TypeError, "give an instance"),
+    ("the dynamics is None", lambda: problem(dynamics=None), TypeError, "the dynamics is None"),
+    ("the dynamics has no step", lambda: problem(dynamics=NoStep()), TypeError, "no method `step"),
+    ("the dynamics is an optimizer", lambda: problem(dynamics=optax.sgd(0.1)), TypeError, "dynamics.init(params, hparams)"),
+    ("the start is a function of two", lambda: problem(init=lambda a, b: 0.0), TypeError, "`init(hparams)`"),
+    ("the start is a function of none", lambda: problem(init=lambda: 0.0), TypeError, "`init(hparams)`"),
+    ("replace a part that is none", lambda: problem().replace(bathces=1), TypeError, "bathces"),
+    ("no steps of the response", lambda: problem(batches=ft.FullBatch((X, Y), 0)), ValueError, "steps=0"),
+    # Training
+    ("a loss of two", lambda: ft.Training(lambda p, h: 0.0, optax.sgd(0.1)), TypeError, "(p, h)"),
+    ("a loss with a state, not said", lambda: ft.Training(lambda p, h, b, s: 0.0, optax.sgd(0.1)), TypeError, "(p, h, b, s)"),
+    ("a loss without its key", lambda: ft.Training(penalised, optax.sgd(0.1), key=KEY), TypeError, "key="),
+    ("the loss is a number", lambda: ft.Training(0.1, optax.sgd(0.1)), TypeError, "the float 0.1"),
+    ("the optimizer is not called", lambda: ft.Training(penalised, optax.sgd), TypeError, "Call it"),
+    ("the optimizer is a number", lambda: ft.Training(penalised, 0.1), TypeError, "optimizer", "0.1"),
+    ("the optimizer is None", lambda: ft.Training(penalised, None), TypeError, "optimizer", "None"),
+    ("the optimizer is text", lambda: ft.Training(penalised, "sgd"), TypeError, "optimizer", "'sgd'"),
+    ("the optimizer takes nothing", lambda: ft.Training(penalised, lambda: optax.sgd(0.1)), TypeError, "optimizer(hparams)"),
+    ("the optimizer returns a number", lambda: trained(optimizer=lambda h: h["lr"]), TypeError, "must be an Optax"),
+    ("the optimizer returns nothing", lambda: trained(optimizer=lambda h: None), TypeError, "must be an Optax", "None"),
+    ("an optimizer of several steps", lambda: ft.Training(penalised, optax.MultiSteps(optax.sgd(0.1), 2)), TypeError, "MultiSteps"),
+    ("a comparison in a schedule", lambda: trained(optimizer=lambda h: optax.sgd(optax.exponential_decay(0.1, 3, h["lr"]))), Exception, "schedule"),
+    ("a name the optimizer does not find", lambda: trained(optimizer=lambda h: optax.sgd(h["rate"])), ValueError, "there is no 'rate'", "hparams['lr']"),
+    ("the key is a seed", lambda: ft.Training(lambda p, h, b, key: 0.0, optax.sgd(0.1), key=0), TypeError, "key", "jax.random.key"),
+    ("the key is floats", lambda: ft.Training(lambda p, h, b, key: 0.0, optax.sgd(0.1), key=jnp.zeros(2)), TypeError, "key", "jax.random.key"),
+    ("has_state is text", lambda: ft.Training(penalised, optax.sgd(0.1), has_state="no"), TypeError, "has_state"),
+    ("a vector from the loss", lambda: trained(lambda p, h, b: p["w"] * h["lr"]), TypeError, "scalar", "[3]"),
+    ("nothing from the loss", lambda: trained(lambda p, h, b: None), TypeError, "loss: None"),
+    ("a Python number from the loss", lambda: trained(lambda p, h, b: 1.0), TypeError, "loss"),
+    ("an integer from the loss", lambda: trained(lambda p, h, b: jnp.sum(p["w"] > 0)), TypeError, "int32[]"),
+    ("a pair from the loss", lambda: trained(lambda p, h, b: (penalised(p, h, b), 1)), TypeError, "has_state=True"),
+    ("no pair of start and model state", lambda: trained(lambda p, h, b, s: (0.0, s), has_state=True), ValueError, "the pair (params, model_state)"),
+    ("the model state does not return", lambda: trained(lambda p, h, b, s: penalised(p, h, b), has_state=True, init=(W, np.zeros(2))), TypeError, "the pair (value, model_state)"),
+    ("nothing to train", lambda: solve(init={"w": np.zeros(3, int)}), ValueError, "nothing to train"),
+    ("no parameters", lambda: solve(init={}), ValueError, "nothing to train"),
+    ("parameters are None", lambda: solve(init=None), ValueError, "nothing to train"),
+    ("parameters are text", lambda: solve(init="zeros"), ValueError, "nothing to train"),
+    ("parameters of text", lambda: solve(init={"w": np.array(["a"])}), TypeError, "no numbers"),
+    ("a parameter of another shape", lambda: solve(init={"w": np.zeros(2, np.float32), "b": W["b"]}), TypeError, "step(state", "float32[2]"),
+    ("a parameter is missing", lambda: solve(init={"w": W["w"]}), ValueError, "there is no 'b'"),
+    ("Python numbers as parameters", lambda: solve(init={"w": [0.0, 0.0, 0.0], "b": 0.0}), ValueError, "nothing to train"),
+    # Other dynamics
+    ("a step changes a shape", lambda: stepped({"w": jnp.zeros(2)}, lambda s, a: {"w": jnp.zeros(3) + a}), ValueError, "float32[2] to float32[3]"),
+    ("a step adds a leaf", lambda: stepped({"w": jnp.zeros(2)}, lambda s, a: {"w": s["w"] + a, "v": a}), ValueError, "in s_1 but not in s_0"),
+    ("a step loses a leaf", lambda: stepped({"w": jnp.zeros(2), "v": jnp.ones(2)}, lambda s, a: {"w": s["w"] + a}), ValueError, "in s_0 but not in s_1"),
+    ("a step changes a type", lambda: stepped({"w": jnp.zeros(2), "n": jnp.array(0)}, lambda s, a: {"w": s["w"] + a, "n": s["n"] + a}), ValueError, "int32[] to float32[]"),
+    ("a state of Python numbers", lambda: stepped({"w": 0.0}, lambda s, a: {"w": s["w"] + a}), ValueError, "as an array"),
+    ("a step returns nothing", lambda: stepped({"w": jnp.zeros(2)}, lambda s, a: None), ValueError, "changes the structure"),
+    ("an initial state of nothing", lambda: stepped(None, lambda s, a: s), Exception, "this happened in"),
+    # Batches
+    ("no batches", lambda: problem(batches=None), ValueError, "FullBatch(None, steps=T)"),
+    ("an empty dict of batches", lambda: problem(batches={}), ValueError, "batches holds no array"),
+    ("a list of batches", lambda: problem(batches=[(X, Y)] * 3), TypeError, "a list of 3 batches"),
+    ("a generator of batches", lambda: problem(batches=(X for _ in range(3))), ValueError, "a generator"),
+    ("text for batches", lambda: problem(batches="train.csv"), ValueError, "'train.csv'"),
+    ("axes that differ", lambda: problem(batches={"x": X, "y": Y[:4]}), ValueError, "differ", "['y']: float32[4]"),
+    ("a scalar among batches", lambda: problem(batches={"x": X, "t": np.float32(1)}), ValueError, "['t'] is float32[]"),
+    ("text among batches", lambda: problem(batches={"x": X, "t": "a"}), ValueError, "the str 'a'"),
+    ("an array of text among batches", lambda: problem(batches={"x": X, "t": np.array(list("abcdef"))}), TypeError, "no numbers", "['t']"),
+    ("batches of no steps", lambda: problem(batches=np.zeros((0, 2))), ValueError, "T = 0"),
+    ("a list of numbers as batches", lambda: problem(batches=[1.0, 2.0]), TypeError, "Python list"),
+    ("rows for steps", lambda: problem(batches=(np.zeros((25, 3), np.float32), np.zeros(25, np.float32)), validation=data(25)), UserWarning, "whole data set"),
+    ("a batch that does not fit the loss", lambda: solve(batches=ft.FullBatch((X[:, :2], Y), 3)), TypeError, "step(state", "float32[6,2]"),
+    ("validation that does not fit", lambda: solve(validation=(X[:, :2], Y)), TypeError, "objective(state", "float32[6,2]"),
+    ("no validation", lambda: solve(validation=None), TypeError, "validation: None"),
+    ("a list as validation", lambda: problem(validation=[1.0, 2.0]), TypeError, "Python list", "validation"),
+    ("text as validation", lambda: solve(validation="valid.csv"), Exception, "objective(state", "valid.csv"),
+    ("validation of text", lambda: problem(validation=np.array(["a"])), TypeError, "no numbers", "validation"),
+    ("half a step", lambda: ft.FullBatch(X, 2.5), ValueError, "steps=2.5"),
+    ("steps as text", lambda: ft.FullBatch(X, "3"), ValueError, "steps=3", "whole number"),
+    ("a negative number of steps", lambda: ft.FullBatch(X, -1), ValueError, "steps=-1"),
+    ("True steps", lambda: ft.FullBatch(X, True), ValueError, "steps=True"),
+    ("no steps given", lambda: ft.FullBatch(X, None), ValueError, "steps=None"),
+    ("a full batch of nothing", lambda: ft.FullBatch(np.zeros((0, 3)), 3), ValueError, "holds no number"),
+    ("a full batch of no columns", lambda: ft.FullBatch({"x": np.zeros((5, 0))}, 3), ValueError, "['x'] is"),
+    ("lists in a full batch", lambda: ft.FullBatch({"x": [[1.0], [2.0]]}, 3), TypeError, "Python list"),
+    ("text in a full batch", lambda: ft.FullBatch(np.array(["a"]), 3), TypeError, "no numbers"),
+    # Minibatches
+    ("indices of floats", lambda: batches(np.zeros((2, 1))), TypeError, "integer array", "float"),
+    ("indices of booleans", lambda: batches(np.zeros((2, 3), bool)), TypeError, "integer array", "bool"),
+    ("indices as a list", lambda: batches([[0, 1]]), TypeError, "integer array", "list"),
+    ("indices of text", lambda: batches(np.array([["0"]])), TypeError, "indices", "no numbers"),
+    ("a scalar index", lambda: batches(np.array(1)), ValueError, "leading axis"),
+    ("no indices", lambda: batches(np.zeros((0, 2), int)), ValueError, "indices, T = 0"),
+    ("indices are None", lambda: batches(None), TypeError, "integer array", "None"),
+    ("empty minibatches", lambda: batches(np.zeros((2, 0), int)), ValueError, "batches are empty"),
+    ("an index too high", lambda: batches(np.array([[0, 3]])), ValueError, "from 0 to 3", "3 examples"),
+    ("a negative index", lambda: batches(np.array([[-1, 2]])), ValueError, "from -1 to 2"),
+    ("a 64-bit index that would wrap to 0", lambda: batches(np.array([[BIG]], np.int64)), ValueError, str(BIG)),
+    ("an unsigned index that would wrap", lambda: batches(np.array([[BIG + 1]], np.uint64)), ValueError, str(BIG + 1)),
+    ("an unsigned -1", lambda: batches(np.array([[-1]]).astype(np.uint32)), ValueError, str(BIG - 1)),
+    ("the largest unsigned index", lambda: batches(np.array([[2**64 - 1]], np.uint64)), ValueError, str(2**64 - 1)),
+    ("an 8-bit index that is negative", lambda: batches(np.array([[200]], np.uint8).astype(np.int8), 300), ValueError, "-56"),
+    ("a 64-bit index with gather", lambda: batches(np.array([[BIG + 1]], np.int64), gather=lambda d, i: d[i]), ValueError, str(BIG + 1)),
+    ("rows that differ in number", lambda: ft.Minibatches((X, Y[:4]), np.zeros((2, 1), int)), ValueError, "differ"),
+    ("no rows", lambda: ft.Minibatches(np.zeros((0, 3)), np.zeros((2, 1), int)), ValueError, "holds no number"),
+    ("no data", lambda: ft.Minibatches(None, np.zeros((2, 1), int)), ValueError, "holds no array"),
+    ("a list as data", lambda: ft.Minibatches([1.0, 2.0], np.zeros((2, 1), int)), TypeError, "Python list"),
+    ("rows without columns", lambda: ft.Minibatches(np.zeros((4, 0)), np.zeros((2, 1), int)), ValueError, "holds no number"),
+    ("gather is no function", lambda: batches(np.zeros((2, 1), int), gather=3), TypeError, "gather"),
+    ("gather takes one", lambda: batches(np.zeros((2, 1), int), gather=lambda d: d), TypeError, "gather(data, indices)"),
+    ("a batch larger than the data", lambda: SHUFFLED(batch_size=4, steps=1), ValueError, "batch_size=4", "3 examples"),
+    ("a batch of none", lambda: SHUFFLED(batch_size=0, steps=1), ValueError, "batch_size=0"),
+    ("half a row in a batch", lambda: SHUFFLED(batch_size=1.5, steps=1), ValueError, "batch_size=1.5"),
+    ("a batch size of text", lambda: SHUFFLED(batch_size="2", steps=1), ValueError, "batch_size"),
+    ("no steps to shuffle for", lambda: SHUFFLED(batch_size=1, steps=0), ValueError, "steps=0"),
+    ("a shuffle by a seed", lambda: SHUFFLED(batch_size=1, steps=1, key=0), TypeError, "key", "jax.random.key"),
+    ("a shuffle without a key", lambda: SHUFFLED(batch_size=1, steps=1, key=None), TypeError, "key", "jax.random.key"),
+    ("a shuffle of an empty table", lambda: ft.Minibatches.shuffled(np.zeros((0, 2)), batch_size=1, steps=1, key=KEY), ValueError, "0 examples"),
+    ("a shuffle of 10^12 steps", lambda: SHUFFLED(batch_size=1, steps=10**12), ValueError, "steps=1000000000000"),
+    # Not finite
+    ("NaN in the data", lambda: solve(batches=ft.FullBatch((holed(X), Y), 3)), ft.NonFiniteError, "The data hold NaN or infinity: batches", "[0]", "1 of 18"),
+    ("infinity in the targets", lambda: solve(batches=ft.FullBatch((X, holed(Y, INF)), 3)), ft.NonFiniteError, "The data hold NaN or infinity: batches", "[1]", "1 of 6"),
+    ("NaN in stacked batches", lambda: solve(batches=(np.stack([X, X, holed(X)]), np.stack([Y] * 3))), ft.NonFiniteError, "The data hold NaN or infinity: batches", "[0]", "1 of 54"),
+    ("NaN in a minibatch's rows", lambda: solve(batches=ft.Minibatches((holed(X), Y), np.zeros((2, 2), int))), ft.NonFiniteError, "The data hold NaN or infinity: batches", "[0]", "1 of 18"),
+    ("NaN in the start", lambda: solve(init=W | {"w": holed(W["w"])}), ft.NonFiniteError, "The initial parameters", "hold NaN or infinity", "['w']", "1 of 3"),
+    ("infinity in the start", lambda: solve(init=W | {"b": np.float32(INF)}), ft.NonFiniteError, "The initial parameters", "hold NaN or infinity", "['b']"),
+    ("NaN in a start made by a function", lambda: solve(init=lambda h: {"w": jnp.full(3, NAN) * h["lr"], "b": h["lr"]}), ft.NonFiniteError, "The initial parameters", "hold NaN or infinity", "['w']", "3 of 3"),
+    ("NaN in the validation data", lambda: solve(validation=(holed(X), Y)), ft.NonFiniteError, "The validation data hold NaN or infinity: validation", "[0]", "1 of 18"),
+    ("NaN in a validation target", lambda: solve(validation=(X, holed(Y))), ft.NonFiniteError, "The validation data hold NaN or infinity: validation", "[1]", "1 of 6"),
+    ("NaN in the data, forward", lambda: solve(engine=ft.Forward(), batches=ft.FullBatch((holed(X), Y), 3)), ft.NonFiniteError, "The data hold NaN or infinity: batches", "[0]"),
+    ("NaN in the data, truncated", lambda: solve(engine=ft.Truncated(2), batches=ft.FullBatch((holed(X), Y), 3)), ft.NonFiniteError, "The data hold NaN or infinity: batches", "[0]"),
+    ("a rate that diverges", lambda: solve({"lr": 1e4, "decay": 0.0}, steps=40), ft.NonFiniteError, "diverges", "smaller learning rate"),
+    # Folds
+    ("no folds", lambda: folds(folds=0), ValueError, "folds=0"),
+    ("half a fold", lambda: folds(folds=1.5), ValueError, "folds=1.5"),
+    ("folds of a problem", lambda: ft.CrossValidated(problem(), 2), TypeError, "a function from the fold's number"),
+    ("folds that return nothing", lambda: ft.CrossValidated(lambda k: None, 2), TypeError, "returned None"),
+    ("a function of none for folds", lambda: ft.CrossValidated(lambda: problem(), 2), TypeError, "problem_of_fold(k)"),
+    ("folds of folds", lambda: ft.CrossValidated(lambda k: folds(), 2), TypeError, "Number the inner problems"),
+    ("folds of other lengths", lambda: folds(lambda k: {"steps": 3 + k}), ValueError, "number of steps"),
+    ("folds of other shapes", lambda: folds(lambda k: {"validation": (X[k:], Y[k:])}), ValueError, "float32[5,3]", "mask"),
+    ("folds with other functions", lambda: folds(lambda k: {"objective": lambda s, h, b: squared_error(s, h, b) * (k + 1)}), ValueError, "closes over"),
+    ("folds of other kinds of batches", lambda: folds(lambda k: {"batches": ft.FullBatch((X, Y), 3) if k else (np.stack([X] * 3), np.stack([Y] * 3))}), ValueError, "differ in kind"),
+    ("folds that differ in trajectory", lambda: folds(lambda k: {"trajectory": bool(k)}), ValueError, "trajectory"),
+    ("folds that differ in objectives", lambda: folds(lambda k: {"objective": {"lr": squared_error, "decay": squared_error} if k else squared_error}), ValueError, "objectives"),
+    ("folds that differ in structure", lambda: folds(lambda k: {"validation": (X, Y) if k else {"x": X}}), ValueError, "differ in structure"),
+    ("batches of one fold", lambda: folds().replace(batches=[ft.FullBatch((X, Y), 3)]), ValueError, "2 folds"),
+    ("validation for all folds", lambda: folds().replace(validation=(X, Y)), ValueError, "a list with one entry"),
+    ("another objective for folds", lambda: folds().replace(objective=squared_error), ValueError, "make a new CrossValidated"),
+    ("NaN in one fold's data", lambda: ft.Reverse()(folds(lambda k: {"batches": ft.FullBatch((holed(X) if k else X, Y), 3)}), {"lr": 0.1, "decay": 0.1}), ft.NonFiniteError, "The data hold NaN or infinity: batches"),
+    # Devices
+    ("a mesh of no device", lambda: ft.mesh(data=0), ValueError, "data=0"),
+    ("a mesh of too many devices", lambda: ft.mesh(data=1000), ValueError, "1000 devices"),
+    ("a mesh of text", lambda: ft.mesh(data="all"), ValueError, "data=all"),
+    ("shard without a mesh", lambda: ft.shard(problem(), None), TypeError, "a mesh is"),
+    ("shard on a number", lambda: ft.shard(problem(), 4), TypeError, "a mesh is"),
+    ("parameters of a batch", lambda: ft.shard(X, ft.mesh(data=1), params=jax.P()), TypeError, "for a problem"),
+    ("a single row for RealTime's loss", lambda: ft.Reverse()(ft.Problem(ft.Training(single, optax.sgd(0.1)), squared_error, {}, ft.FullBatch(X, 2)), {"lr": 0.1}), ValueError, "nothing to train"),
+]
