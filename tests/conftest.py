@@ -44,6 +44,12 @@ def pytest_addoption(parser):
         default="all",
         help="1: the core alone, its programs hardly optimized; all (default): every test",
     )
+    parser.addoption(
+        "--trials",
+        choices=["sample", "all"],
+        default="sample",
+        help="tests/trials (kills, damaged files, full disks): a sample (default), or all of them",
+    )
 
 
 def pytest_configure(config):
