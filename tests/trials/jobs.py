@@ -128,7 +128,7 @@ class HalfWritten:
         return getattr(self._file, name)
 
 
-def minimize(folder, trap, steps=2):
+def minimize(folder, trap, steps=2, keep=1):
     """Offline: checkpoints and a history."""
     import jax
     import optax
@@ -146,12 +146,12 @@ def minimize(folder, trap, steps=2):
     problem, hparams = regression(steps=4, **watched)
     return ft.minimize(
         problem, hparams, steps=steps, optimizer=optax.adam(0.01),
-        constraints={"lr": ft.NonNegative()}, callbacks=callbacks(folder, trap),
+        constraints={"lr": ft.NonNegative()}, callbacks=callbacks(folder, trap, keep),
         score=scored(trap),
     )  # fmt: skip
 
 
-def real_time(folder, trap, steps=3):
+def real_time(folder, trap, steps=3, keep=1):
     """During training: checkpoints and a history."""
     import itertools
 
@@ -176,12 +176,12 @@ def real_time(folder, trap, steps=3):
     hparams = {"lr": jnp.array(0.01), "decay": jnp.array(0.02)}
     return tuner.run(
         stream(0, "training stream"), stream(1, "validation stream"), params=params,
-        hparams=hparams, window=2, steps=steps, callbacks=callbacks(folder, trap),
+        hparams=hparams, window=2, steps=steps, callbacks=callbacks(folder, trap, keep),
         score=scored(trap),
     )  # fmt: skip
 
 
-def callbacks(folder, trap):
+def callbacks(folder, trap, keep):
     import foretune as ft
 
     class Watch(ft.Callback):
@@ -191,7 +191,7 @@ def callbacks(folder, trap):
         def step(self, run):
             trap.event("evaluation", (self.name,))
 
-    checkpoint = ft.Checkpoint(f"{folder}/state", keep=1)
+    checkpoint = ft.Checkpoint(f"{folder}/state", keep=keep)
     return [Watch("first"), checkpoint, ft.History(f"{folder}/metrics.jsonl"), Watch("last")]
 
 
@@ -247,7 +247,10 @@ def write_tables(folder):
         y = np.arange(n) % 2
         x = rng.normal(size=(n, 2)) + 2 * y[:, None]
         given = np.where(np.arange(n) < n // 4, 1 - y, y) if name == "train" else y
-        rows = [f"{a:.3f},{b:.3f},{'no' if label else 'yes'}" for (a, b), label in zip(x, given)]
+        rows = [
+            f"{a:.3f},{b:.3f},{'no' if label else 'yes'}"
+            for (a, b), label in zip(x, given, strict=True)
+        ]
         (data / f"{name}.csv").write_text("\n".join(["a,b,label", *rows]) + "\n")
 
 
