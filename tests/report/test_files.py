@@ -115,6 +115,21 @@ HOLD = """
 """
 
 
+def test_a_lock_holds_on_a_full_disk(tmp_path):
+    """It cannot say whose it is; a limit on the size of files stands for the disk."""
+    pytest.importorskip("fcntl")
+    limit = """
+        import resource, signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    """
+    owner = child(textwrap.dedent(limit) + textwrap.dedent(HOLD), tmp_path)
+    assert owner.stdout.readline() == "locked\n"
+    with pytest.raises(RunError, match=r"in use by another process \(pid unknown\)"):
+        FolderLock(tmp_path).acquire()
+    owner.communicate("")
+
+
 def settings(**more):
     return {"kind": "cleaning", "title": "", "settings": {"a": 1}} | more
 

@@ -18,6 +18,17 @@ def chosen(request):
     return chosen
 
 
+@pytest.fixture
+def enough(request):
+    """Return a function that skips what is not in the sample, unless all are asked for."""
+
+    def enough(in_the_sample):
+        if not in_the_sample and request.config.getoption("trials") == "sample":
+            pytest.skip("not in the sample: --trials all")
+
+    return enough
+
+
 @pytest.fixture(scope="session")
 def server():
     server = Server(PROGRAMS / of_this_machine())

@@ -32,8 +32,8 @@ TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 class Trap:
     """Counts the events of a kind below a folder, and acts at the n-th (0: never).
 
-    The action is a signal to the process itself, or an error: "full" and "unreadable" once,
-    "stays full" from then on.
+    The action is a signal to the process itself, an error ("full" and "unreadable" once, "stays full"
+    from then on), or to wait until whoever opens the pipe of that path to write closes it.
     """
 
     def __init__(self, kind, folder, number=0, action="SIGKILL"):
@@ -60,6 +60,8 @@ class Trap:
             raise OSError(errno.EIO, os.strerror(errno.EIO), *what[1:])
         if self.action.startswith("SIG") and count == self.number:
             os.kill(os.getpid(), getattr(signal, self.action))
+        if os.path.isabs(self.action) and count == self.number:
+            Path(self.action).read_text()
 
     def _audit(self, name, arguments):
         if name == "open":

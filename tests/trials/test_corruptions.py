@@ -1,9 +1,8 @@
-"""A file that is damaged, whichever and however, costs a warning or an error that names it, never a wrong
-result.
+"""A damaged file, whichever and however, costs a warning or an error, never a wrong result.
 
 Each trial damages one file of a copy of a good folder and goes on there. It ends with the results of a
-run that nothing happened to, to the bit, or with an error of this library or of the disk, in which the
-path is named; then every other file is as it was.
+run that nothing happened to, to the bit, or with an error of this library or of the disk that names
+the path; then every other file is as it was.
 """
 
 import collections
@@ -74,8 +73,8 @@ def fault_of(error, folder):
 
 
 def try_all(trials, good, folder, proceed, expected):
-    """Make the trials; return how many ended how, and what is wrong."""
-    outcomes, wrong = collections.Counter(), []
+    """Make the trials, and fail where one ends in another way than those above."""
+    outcomes, wrong, not_yet = collections.Counter(), [], []
     for name, damage in trials:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(good, folder)
@@ -95,10 +94,16 @@ def try_all(trials, good, folder, proceed, expected):
             else:
                 outcomes["same, with a warning" if noted else "same"] += 1
                 fault = None if found == expected else f"silently another result: {found!s:.300}"
-        if fault and not (fault.startswith(NOT_YET) and name == "metrics.jsonl"):
+        if fault and fault.startswith(NOT_YET) and name == "metrics.jsonl":
+            not_yet.append(damage)
+        elif fault:
             wrong.append(f"{name}, {damage}: {fault}")
-    print(f"{sum(outcomes.values())} corruptions: {dict(outcomes)}, {len(wrong)} wrong")
-    return wrong
+    print(
+        f"{len(trials)} corruptions: {dict(outcomes)}, {len(wrong)} wrong, {len(not_yet)} raw errors"
+    )
+    assert not wrong, "\n".join(wrong)
+    if not_yet:
+        pytest.xfail(f"History has yet to name metrics.jsonl where it is no text: {not_yet}")
 
 
 def all_trials(folder):
@@ -118,8 +123,7 @@ def test_checkpoints(tmp_path, chosen, job):
 
     expected = proceed(tmp_path / "whole")
     trials = chosen(all_trials(tmp_path / "good"), 8)
-    wrong = try_all(trials, tmp_path / "good", tmp_path / "run", proceed, expected)
-    assert not wrong, "\n".join(wrong)
+    try_all(trials, tmp_path / "good", tmp_path / "run", proceed, expected)
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +163,7 @@ def test_the_folder_of_an_unfinished_run(tmp_path, cleaned, chosen):
     expected = files_of(folder / "done")
     names = [name for name in files_in(folder / "stopped") if not name.startswith("checkpoints/")]
     trials = chosen(list(itertools.product(names, DAMAGES)), 3)
-    wrong = try_all(trials, folder / "stopped", tmp_path / "run", proceed, expected)
-    assert not wrong, "\n".join(wrong)
+    try_all(trials, folder / "stopped", tmp_path / "run", proceed, expected)
 
 
 def test_the_folder_of_a_finished_run(tmp_path, cleaned, chosen):
@@ -177,8 +180,7 @@ def test_the_folder_of_a_finished_run(tmp_path, cleaned, chosen):
     expected = proceed(folder / "done")
     names = [name for name in files_in(folder / "done") if not name.startswith("checkpoints/")]
     trials = chosen(list(itertools.product(names, DAMAGES)), 8)
-    wrong = try_all(trials, folder / "done", tmp_path / "run", proceed, expected)
-    assert not wrong, "\n".join(wrong)
+    try_all(trials, folder / "done", tmp_path / "run", proceed, expected)
 
 
 def test_a_stage_of_an_experiment(tmp_path, chosen):
@@ -195,5 +197,4 @@ def test_a_stage_of_an_experiment(tmp_path, chosen):
 
     expected = proceed(tmp_path / "good")
     trials = [trial for trial in all_trials(tmp_path / "good") if trial[0].endswith(".npz")]
-    wrong = try_all(chosen(trials, 3), tmp_path / "good", tmp_path / "run", proceed, expected)
-    assert not wrong, "\n".join(wrong)
+    try_all(chosen(trials, 3), tmp_path / "good", tmp_path / "run", proceed, expected)
