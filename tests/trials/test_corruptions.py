@@ -113,6 +113,8 @@ def all_trials(folder):
 QUIET = jobs.Trap(None, "")
 
 
+# What Orbax gave up reading may end after the loop that it waited in, and says so on standard error.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("job", ["minimize", "real_time"])
 def test_checkpoints(tmp_path, chosen, job):
     run = functools.partial(getattr(jobs, job), trap=QUIET)
