@@ -124,7 +124,7 @@ def test_checkpoints(tmp_path, chosen, job):
         return jobs.answer_of(run(folder, steps=4, keep=2)), files_of(folder)
 
     expected = proceed(tmp_path / "whole")
-    trials = chosen(all_trials(tmp_path / "good"), 8)
+    trials = chosen(all_trials(tmp_path / "good"), 6)
     try_all(trials, tmp_path / "good", tmp_path / "run", proceed, expected)
 
 
@@ -164,7 +164,7 @@ def test_the_folder_of_an_unfinished_run(tmp_path, cleaned, chosen):
 
     expected = files_of(folder / "done")
     names = [name for name in files_in(folder / "stopped") if not name.startswith("checkpoints/")]
-    trials = chosen(list(itertools.product(names, DAMAGES)), 3)
+    trials = chosen(list(itertools.product(names, DAMAGES)), 2)
     try_all(trials, folder / "stopped", tmp_path / "run", proceed, expected)
 
 

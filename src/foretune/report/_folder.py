@@ -6,6 +6,8 @@ result.json     tables, figures and gallery, when it is finished
 figures/        *.svg, *.png
 report.html     the page made of these
 checkpoints/    to resume from
+
+A file of JSON ends with a digest of the rest, so that a changed number is not taken for a result.
 """
 
 import contextlib
