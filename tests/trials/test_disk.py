@@ -134,7 +134,7 @@ def test_files_that_may_not_grow(server, enough, chosen, tmp_path, job):
     """Where not Python writes, but the libraries below."""
     enough(job == "minimize")
     folder, expected, _ = whole_run(server, tmp_path, job)
-    limits, wrong = chosen([0, 16, 100, 200, 400, 1000, 3000], 1), {}
+    limits, wrong = chosen([0, 16, 100, 200, 400, 1000, 1500, 3000], 1), {}
     for largest in limits:
         shutil.rmtree(folder, ignore_errors=True)
         if fault := fault_of(server.run(job, folder, largest=largest), folder):
