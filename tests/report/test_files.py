@@ -1,5 +1,6 @@
 """Files are written whole or not at all, and a folder belongs to one process at a time."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from foretune._outer.files import FolderLock
-from foretune.report import RunError, RunFolder, write_whole
+from foretune.report import RunError, RunFolder, write_page, write_whole
+from foretune.report._page import ReportError
 
 
 def child(program, *arguments):
@@ -113,6 +115,21 @@ HOLD = """
 """
 
 
+def test_a_lock_holds_on_a_full_disk(tmp_path):
+    """It cannot say whose it is; a limit on the size of files stands for the disk."""
+    pytest.importorskip("fcntl")
+    limit = """
+        import resource, signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    """
+    owner = child(textwrap.dedent(limit) + textwrap.dedent(HOLD), tmp_path)
+    assert owner.stdout.readline() == "locked\n"
+    with pytest.raises(RunError, match=r"in use by another process \(pid unknown\)"):
+        FolderLock(tmp_path).acquire()
+    owner.communicate("")
+
+
 def settings(**more):
     return {"kind": "cleaning", "title": "", "settings": {"a": 1}} | more
 
@@ -203,3 +220,18 @@ def test_measurements_that_were_cut_off_are_left_out(tmp_path):
     assert folder.records() == [{"step": 0}, {"step": 1}]
     folder.keep_metrics(lambda record: record["step"] == 1)
     assert folder.metrics.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("name", ["config.json", "result.json", "stages/a.json"])
+def test_a_changed_digit_is_damage(tmp_path, name):
+    with contextlib.closing(RunFolder(tmp_path / "run", **settings())) as folder:
+        content = {"headline": "12 of 24", "settings": {"a": 1}, "values": {1: 0.5}}
+        folder.write(name, content)
+        assert folder.read(name) == content | {"values": {"1": 0.5}}
+        path = folder.path / name
+        path.write_text(path.read_text().replace("12 of", "13 of"))
+        with pytest.raises(RunError, match=rf"{name} is damaged \(its content is not what was"):
+            folder.read(name)
+        if "/" not in name:
+            with pytest.raises(ReportError, match=rf"{name} is broken \(its content is not what"):
+                write_page(folder.path)

@@ -124,8 +124,9 @@ class FolderLock:
             ) from None
         except OSError:  # no locks on this disk
             return file
-        os.ftruncate(file, 0)
-        os.write(file, f"{os.getpid()}\n".encode())
+        with contextlib.suppress(OSError):  # on a full disk it holds, but cannot say whose it is
+            os.ftruncate(file, 0)
+            os.write(file, f"{os.getpid()}\n".encode())
         return file
 
 

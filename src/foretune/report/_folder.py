@@ -6,6 +6,8 @@ result.json     tables, figures and gallery, when it is finished
 figures/        *.svg, *.png
 report.html     the page made of these
 checkpoints/    to resume from
+
+A file of JSON ends with a digest of the rest, so that a changed number is not taken for a result.
 """
 
 import contextlib
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .._outer.files import FolderLock, RunError, write_whole
-from ._page import write_page
+from ._page import parsed, signed, write_page
 
 
 class RunFolder:
@@ -126,7 +128,7 @@ class RunFolder:
         """Write JSON, whole or not at all."""
         path = self.path / name
         path.parent.mkdir(exist_ok=True)
-        write_whole(path, json.dumps(content, indent=2) + "\n")
+        write_whole(path, signed(content))
 
     def page(self) -> Path:
         """Write the report and return its path."""
@@ -138,7 +140,7 @@ class RunFolder:
         if not path.is_file():
             return None
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return parsed(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise self._damaged(name, " ".join(str(error).split())) from error
 

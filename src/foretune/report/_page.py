@@ -7,6 +7,7 @@ follows no link and fetches nothing, whatever an SVG holds.
 """
 
 import base64
+import hashlib
 import json
 import math
 import re
@@ -95,12 +96,32 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path, shape: dict[str, Any], advice: str) -> dict[str, Any]:
     try:
-        return _fill(json.loads(path.read_text(encoding="utf-8")), shape, "it")
+        return _fill(parsed(path.read_text(encoding="utf-8")), shape, "it")
     except FileNotFoundError:
         problem = f"{path} is missing"
     except (OSError, ValueError, RecursionError) as error:
         problem = f"{path} is broken ({' '.join(str(error).split())})"
     raise ReportError(f"{problem}. {advice}.")
+
+
+def signed(content: Any) -> str:
+    """Return content as JSON; a dict with a digest, by which `parsed` knows that it is whole."""
+    content = json.loads(json.dumps(content))  # as it is read: all keys are text
+    if isinstance(content, dict):
+        content["sha256"] = _digest(content)
+    return json.dumps(content, indent=2) + "\n"
+
+
+def parsed(text: str) -> Any:
+    """Return what JSON holds, or raise `ValueError`; a dict without a digest is taken as it is."""
+    content = json.loads(text)
+    if isinstance(content, dict) and content.pop("sha256", None) not in (None, _digest(content)):
+        raise ValueError("its content is not what was written: the digest is of something else")
+    return content
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _fill(value: Any, shape: Any, where: str) -> Any:
