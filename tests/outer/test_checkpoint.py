@@ -347,7 +347,7 @@ def test_checkpoints_that_are_all_damaged_stay_as_they_are(tmp_path):
     for _ in range(2):
         with (
             pytest.warns(UserWarning, match="cannot be used"),
-            pytest.raises(RuntimeError, match=r"none of the checkpoints .* are left as they are"),
+            pytest.raises(ValueError, match=r"none of the checkpoints .* are left as they are"),
         ):
             run(tmp_path, steps=3)
     assert contents(tmp_path) == before

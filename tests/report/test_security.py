@@ -91,7 +91,7 @@ def test_a_checkpoint_of_pickles_is_passed_over(trap, tmp_path):
             file.write_bytes(pickle.dumps(trap))
     with (
         pytest.warns(UserWarning, match=r"checkpoint of step \d .* cannot be used"),
-        pytest.raises(RuntimeError, match=r"none of the checkpoints in .* can be read"),
+        pytest.raises(ValueError, match=r"none of the checkpoints in .* can be read"),
     ):
         run()
 

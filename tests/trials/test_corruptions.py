@@ -54,7 +54,6 @@ DAMAGES = {
 }
 NAMED = (RunError, ReportError)  # and, exactly or of the disk:
 PLAIN = (ValueError, RuntimeError, FileExistsError)
-NOT_YET = "raw UnicodeDecodeError"  # of `History`, which reads its file as text
 
 
 def files_in(folder):
@@ -74,7 +73,7 @@ def fault_of(error, folder):
 
 def try_all(trials, good, folder, proceed, expected):
     """Make the trials, and fail where one ends in another way than those above."""
-    outcomes, wrong, not_yet = collections.Counter(), [], []
+    outcomes, wrong = collections.Counter(), []
     for name, damage in trials:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(good, folder)
@@ -94,16 +93,10 @@ def try_all(trials, good, folder, proceed, expected):
             else:
                 outcomes["same, with a warning" if noted else "same"] += 1
                 fault = None if found == expected else f"silently another result: {found!s:.300}"
-        if fault and fault.startswith(NOT_YET) and name == "metrics.jsonl":
-            not_yet.append(damage)
-        elif fault:
+        if fault:
             wrong.append(f"{name}, {damage}: {fault}")
-    print(
-        f"{len(trials)} corruptions: {dict(outcomes)}, {len(wrong)} wrong, {len(not_yet)} raw errors"
-    )
+    print(f"{len(trials)} corruptions: {dict(outcomes)}, {len(wrong)} wrong")
     assert not wrong, "\n".join(wrong)
-    if not_yet:
-        pytest.xfail(f"History has yet to name metrics.jsonl where it is no text: {not_yet}")
 
 
 def all_trials(folder):

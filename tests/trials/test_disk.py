@@ -11,7 +11,6 @@ from .test_corruptions import NAMED, PLAIN
 from .test_kills import files_of, outcome
 
 JOBS = ("minimize", "real_time", "clean")
-UNNAMED = "names no path"
 OURS = {kind.__name__ for kind in (*NAMED, *PLAIN)}
 
 
@@ -36,16 +35,12 @@ def fault_of(end, folder):
     if "error" in end and end["error"][0] not in OURS and "OSError" not in end["error"]:
         return f"raw {end['error'][0]}: {end['message'][:500]}"
     said = end.get("message") or end["said"].splitlines()[-1]
-    return None if str(folder) in said else f"{UNNAMED}: {said[:500]}"
+    return None if str(folder) in said else f"names no path: {said[:500]}"
 
 
 def assert_all_is_well(wrong, count, what):
-    unnamed = [at for at, fault in wrong.items() if fault.startswith(UNNAMED)]
-    print(f"{count} {what}, {len(wrong) - len(unnamed)} wrong, {len(unnamed)} without a path")
-    faults = [f"{at}: {fault}" for at, fault in wrong.items() if at not in unnamed]
-    assert not faults, "\n".join(faults)
-    if unnamed:
-        pytest.xfail(f"no path is named yet by Checkpoint, History or Orbax at {unnamed}")
+    print(f"{count} {what}, {len(wrong)} wrong")
+    assert not wrong, "\n".join(f"{at}: {fault}" for at, fault in wrong.items())
 
 
 def opened_by(process, pipe):

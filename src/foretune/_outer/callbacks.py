@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .files import write_whole
+from .files import append, set_aside, write_whole
 
 
 class Callback:
@@ -98,7 +98,9 @@ class History(Callback):
     def start(self, run: Any) -> None:
         """Begin the file, or put a resumed run's own to where it resumes."""
         _writable_folder(self.path.parent)
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        lines = []
+        if self.path.exists():
+            lines = self.path.read_text("utf-8", "replace").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
         if lines and not run.resumed:
             raise FileExistsError(
@@ -111,12 +113,13 @@ class History(Callback):
                 f"{self.path} holds the records of another run than the one that is resumed. Give "
                 "another path, or move the file away."
             )
+        if lines and not run.history:  # of a run that was killed before it could save anything
+            set_aside(self.path, "before")
         write_whole(self.path, "".join(map(_line, run.history)))
 
     def step(self, run: Any) -> None:
         """Append the new record."""
-        with self.path.open("a") as file:
-            file.write(_line(run.record))
+        append(self.path, _line(run.record).encode())
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ before. What has another name is not foretune's: it is neither read nor removed.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import warnings
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from .._problem.checks import check_count, describe, named_leaves
 from .callbacks import Callback, _writable_folder
-from .files import FolderLock
+from .files import FolderLock, RunError, set_aside
 from .records import Records
 from .run import DIGEST, digest_of, numbers
 
@@ -123,20 +122,23 @@ class Checkpoint(Callback):
             )
             sound = sound or (step, arrays, history)
         if steps and sound is None:
-            raise RuntimeError(
+            raise RunError(
                 f"none of the checkpoints in {self.directory} can be read; they are left as they "
                 "are. Give another directory, or remove this one to start anew."
             )
+        begun = not steps and self._records.path.exists()  # and killed before its first save
         step, arrays, history = sound or (-1, [], [])
         kept = [record for record in history if record is not None]
         with _one_process_at_work() as at_work:
             if at_work:
                 for newer in (newer for newer in steps if newer > step and sound):
-                    _set_aside(self._folder(newer))
+                    set_aside(self._folder(newer))
                 if None in history:
                     self._give_up([i for i, record in enumerate(history) if record is None])
                 self._records.begin(kept[: len(kept) - 1])
         if sound is None:
+            if begun:
+                run.resume(0, run.carry, [])
             return None
         manager.reload()
         run.resume(step, _with_arrays(run.carry, arrays), kept)
@@ -145,7 +147,7 @@ class Checkpoint(Callback):
     def _give_up(self, lost: list[int]) -> None:
         """Continue without some records, since no checkpoint is from before them."""
         path = self._records.path
-        where = f"the file is kept as {_set_aside(path).name}" if path.exists() else "it is gone"
+        where = f"the file is kept as {set_aside(path).name}" if path.exists() else "it is gone"
         shown = ", ".join(map(str, lost[:5])) + ", ..." * (len(lost) > 5)
         warnings.warn(
             f"records {shown} (counted from 0) of {path} are missing in the history from here on; "
@@ -191,7 +193,13 @@ class Checkpoint(Callback):
             carry=ocp.args.StandardSave({str(i): a for i, a in enumerate(arrays)}),
             meta=ocp.args.JsonSave({"digest": _digest_of_text(meta), **meta}),
         )
-        self._manager.save(run.step, args=parts, force=True)
+        try:
+            self._manager.save(run.step, args=parts, force=True)
+        except (OSError, ValueError) as error:  # TensorStore's are ValueErrors, and name no folder
+            raise OSError(
+                f"the checkpoint of step {run.step} could not be saved in {self.directory} "
+                f"({error!s:.200}). Those before it are whole: make room, and run again."
+            ) from error
 
     def _read(self, manager: Any, step: int, run: Any) -> tuple[list[Any], list[Any]]:
         """Return the arrays and the history, or raise where they are not what was saved.
@@ -255,12 +263,6 @@ def _with_arrays(carry: Any, arrays: list[Any]) -> Any:
 def _digest_of_text(content: dict[str, Any]) -> str:
     """Return a digest of what JSON makes of a dict, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename a file or folder that is damaged, and return its new name."""
-    names = (f"{path.name}.damaged{k or ''}" for k in itertools.count())
-    return path.rename(next(p for p in map(path.with_name, names) if not p.exists()))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Writing a file whole or not at all, and a folder that one process has for itself."""
 
 import contextlib
+import itertools
 import os
 import secrets
 from collections.abc import Callable
@@ -59,6 +60,24 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[IO[bytes]], A
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def append(path: Path, content: bytes, *, sync: bool = False) -> None:
+    """Add to the end of a file, and with `sync` wait until it is on the disk."""
+    try:
+        with path.open("ab") as file:
+            file.write(content)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+    except OSError as error:  # a full disk names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def set_aside(path: Path, ending: str = "damaged") -> Path:
+    """Rename a file or folder out of the way, and return its new name."""
+    names = (f"{path.name}.{ending}{k or ''}" for k in itertools.count())
+    return path.rename(next(p for p in map(path.with_name, names) if not p.exists()))
 
 
 class FolderLock:

@@ -61,9 +61,8 @@ def is_held(held: Held, value: PyTree, grad: PyTree, noisy: bool) -> Bool[Array,
 
 def next_held(holds: Any, held: Held, hparams: PyTree, direction: PyTree, value: PyTree) -> Held:
     """Return where the descent continues from: here, if it `holds`, or from before, and shorter."""
-    values = (
-        jnp.roll(held.values, 1).at[0].set(sum(jax.tree.leaves(value)).astype(held.values.dtype))
-    )
+    error = jnp.sum(jnp.array([x.astype(held.values.dtype) for x in jax.tree.leaves(value)]))
+    values = jnp.roll(held.values, 1).at[0].set(error)
     here = Held(hparams, direction, values, jnp.minimum(LONGER * held.share, 1.0))
     before = held._replace(share=SHORTER * held.share)
     return jax.tree.map(lambda a, b: jnp.where(holds, a, b), here, before)

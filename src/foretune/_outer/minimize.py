@@ -120,8 +120,9 @@ def minimize(
             `RuntimeWarning` and stays where it is, its records NaN, while the others continue.
 
     Ctrl-C, or SIGTERM, ends the run after the current evaluation and returns what there is; a second
-    one interrupts at once. A hypergradient that is not finite (of `batched` descents, all of them) raises
-    `NonFiniteError`, whose attribute `run` holds the history and the best hyperparameters until then.
+    one interrupts at once. A hypergradient that is not finite (of `batched` descents, all of them)
+    raises `NonFiniteError`, whose attribute `run` holds the history and the best hyperparameters until
+    then.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(

@@ -6,12 +6,11 @@ disk has damaged, is known by it, and costs the records of these lines alone.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .files import write_whole
+from .files import append, write_whole
 
 
 class Records:
@@ -43,13 +42,7 @@ class Records:
     def append(self, records: Iterable[dict[str, Any]]) -> None:
         """Add records, and wait until they are on the disk."""
         lines = [_line(i, record) for i, record in enumerate(records, self.count)]
-        try:
-            with self.path.open("ab") as file:
-                file.write(b"".join(lines))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        append(self.path, b"".join(lines), sync=True)
         self.count += len(lines)
 
 
