@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from foretune.cli import MOST_STEPS, Debug, Label, Out, Seed
-from foretune.report import command_line, note_finished, plain_errors, show_result
+from foretune.report import command_line, plain_errors, show_result
 
 app = command_line("Repeat an experiment of the paper.")
 
@@ -74,7 +74,6 @@ def cleaning(
             quick,
             label,
         )
-        note_finished(out)
         show_result(experiment.run(out, settings))
 
 
@@ -149,7 +148,6 @@ def multitask(
         asked = {name: value for name, value in given.items() if value is not None}
         usual = experiment.defaults(data, quick)
         settings = experiment.Settings(data=data, quick=quick, label=label, **(usual | asked))
-        note_finished(out)
         show_result(experiment.run(out, settings))
 
 
@@ -227,7 +225,6 @@ def phones(
         }
         asked = {name: value for name, value in given.items() if value is not None}
         usual = experiment.QUICK if quick else experiment.Settings()
-        note_finished(out)
         settings = usual._replace(data=data, cepstral=cepstral, **asked)
         show_result(experiment.run(out, settings))
 
@@ -294,7 +291,6 @@ def complexity(
         usual = experiment.QUICK if quick else experiment.Settings()
         settings = usual._replace(seed=seed, **asked)
         experiment.check(settings)
-        note_finished(out)
         show_result(experiment.run(out, settings))
 
 
