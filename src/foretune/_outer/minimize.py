@@ -22,7 +22,7 @@ from .._engines.base import AbstractEngine, Hypergradient
 from .._engines.nonfinite import NonFiniteError
 from .._engines.reverse import Reverse
 from .._problem.arguments import filtered
-from .._problem.checks import check_count, check_hparams, check_leading_axis, describe
+from .._problem.checks import check_count, check_hparams, check_leading_axis, describe, named_leaves
 from .._problem.equality import reused
 from .._problem.folds import CrossValidated
 from .._problem.problem import Problem, validated
@@ -51,8 +51,15 @@ DEFAULT_OPTIMIZER = optax.contrib.cocob()
 RECORD = ("step", "value", "gradient_norm")  # what every record has
 
 
+_START = "Where training diverges there, start from other hyperparameters."
+_FURTHER = (
+    "Where that is further than was meant, a smaller outer step (`optimizer=optax.adam(0.01)`, say) or "
+    "`constraints=` keep the hyperparameters back."
+)
+
+
 class Carry(NamedTuple):
-    """All that decides how a run goes on: what a checkpoint saves."""
+    """All that decides how a run continues: what a checkpoint saves."""
 
     hparams: PyTree
     opt_state: PyTree
@@ -106,7 +113,7 @@ def minimize(
             of `evaluate`; only records that have the metrics are scored. A NaN is never the best, and
             is warned of.
         warm_start: start each training from the final inner state of the one before. The step
-            counter goes on, and a start that depends on the hyperparameters is used only once.
+            counter continues, and a start that depends on the hyperparameters is used only once.
         batched: the hyperparameters have a leading axis of independent descents, run as one
             program; records then hold one number for each.
 
@@ -175,8 +182,9 @@ def minimize(
                 hyper = _hypergradient(engine, now, run.hparams, batched)
             except NonFiniteError as error:
                 error.add_note(
-                    f"foretune: this was step {run.step} of minimize; what there is until then "
-                    "(history, best, hparams) is in the attribute `run` of this error."
+                    f"foretune: this was step {run.step} of minimize, with {_shown(run.hparams)}. "
+                    f"{_FURTHER if run.step else _START} What there is until then (history, best, "
+                    "hparams) is in the attribute `run` of this error."
                 )
                 error.run = run
                 raise
@@ -213,6 +221,15 @@ def _outer_update(
 ) -> tuple[PyTree, PyTree]:
     update = jax.vmap(outer.update) if batched else outer.update
     return update(hparams, opt_state, value, grad)
+
+
+def _shown(hparams: PyTree, most: int = 6) -> str:
+    """Return the hyperparameters' values, or their range, the first few of them."""
+    parts = []
+    for path, leaf in named_leaves(jax.device_get(hparams), "hparams").items():
+        low, high = float(np.min(leaf)), float(np.max(leaf))
+        parts.append(f"{path} = {low:.4g}" + ("" if leaf.size == 1 else f" to {high:.4g}"))
+    return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
 
 
 def _check_engine(engine: Any) -> None:

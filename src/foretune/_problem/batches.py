@@ -1,6 +1,7 @@
 """Batches: what the steps train on, one entry for each of T steps."""
 
 import abc
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Int, Key, PyTree, UInt32
+from jaxtyping import Array, Int, PyTree
 
 from .checks import as_arrays, check_count, check_data, check_leading_axis, describe, named_leaves
 
+LIBRARY = ("foretune", "equinox", "jaxtyping", "beartype")  # which call each other
 ROWS = 20  # steps of a row each, from which on they are suspected to be a whole data set
 
 
@@ -108,7 +111,7 @@ class Minibatches(Batches):
         *,
         batch_size: int,
         steps: int,
-        key: Key[Array, ""] | UInt32[Array, "..."],
+        key: Any,
     ) -> "Minibatches":
         """Draw `steps` minibatches by reshuffling the examples at each epoch.
 
@@ -122,6 +125,10 @@ class Minibatches(Batches):
         check_count(steps, f"steps={steps}")
         if not 1 <= batch_size <= n:
             raise ValueError(f"batch_size={batch_size} must lie between 1 and the {n} examples.")
+        if not (eqx.is_array(key) or isinstance(key, np.ndarray)):
+            raise TypeError(
+                f"Minibatches.shuffled(key={describe(key)}): give a random key, `jax.random.key(0)`."
+            )
         per_epoch = n // batch_size
         keys = jax.random.split(key, -(-steps // per_epoch))
         order = jax.vmap(lambda k: jax.random.permutation(k, n))(keys)
@@ -240,5 +247,13 @@ def warn_of_rows(batches: Any, validation: PyTree) -> None:
             "have the same shape: it looks like a whole data set, and a step would train on a single "
             "row. Give `FullBatch(data, steps=T)` or `Minibatches.shuffled(data, ...)`; or stack "
             "minibatches on a leading axis of steps, (T, batch size, ...).",
-            stacklevel=4,
+            stacklevel=_users_level(sys._getframe()),
         )
+
+
+def _users_level(frame: Any) -> int:
+    """Return the stack level, for a warning in this frame, of the first code outside of the library."""
+    level = 1
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARY:
+        frame, level = frame.f_back, level + 1
+    return level
