@@ -22,9 +22,6 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 MOST_STEPS = 1_000_000
 """More steps or hyper-iterations than this are a slip of the hand: they would take weeks."""
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", "-o", help="The run's folder.", show_default=False)
-]
 
 
 class Model(enum.StrEnum):
@@ -82,7 +79,9 @@ def clean(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="The run's folder.", show_default="runs/clean-TRAIN"),
+        typer.Option(
+            "--out", "-o", help="The run's folder.", show_default="runs/clean-TRAIN's name"
+        ),
     ] = None,
     label: Label = None,
     text: Annotated[list[str] | None, typer.Option(help="A column of text (repeatable).")] = None,
