@@ -27,7 +27,7 @@ BRANCHES = (
     "schedules do with some constants: `exponential_decay` with its rate, "
     "`warmup_cosine_decay_schedule` with its peak, most with a number of steps. Write the schedule as "
     "a formula in the step, `optax.adam(lambda t: h['lr'] * jnp.minimum(1, (t + 1) / 9))`, or give "
-    "those constants as plain numbers and scale the result, `lambda t: h['lr'] * schedule(t)` (docs/rates.md)."
+    "those constants as plain numbers and scale the result, `lambda t: h['lr'] * schedule(t)`."
 )
 FLAX = "flax.nnx.module.Module"  # told by name: Flax is not a dependency
 
