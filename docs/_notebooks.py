@@ -8,8 +8,10 @@ The same script always gives the same notebook, without outputs.
 """
 
 import ast
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
@@ -50,6 +52,11 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for script in SCRIPTS:
         name = f"notebooks/{script.stem}.ipynb"
         files.append(File.generated(config, name, content=notebook(script)))
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Turn links to scripts, which are not in the site, into links to their notebooks."""
+    return re.sub(r"\(\.\./examples/(\w+)\.py\)", r"(notebooks/\1.ipynb)", markdown)
 
 
 if __name__ == "__main__":

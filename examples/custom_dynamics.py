@@ -4,7 +4,7 @@ The state is the position and velocity of a planet, a step is one leapfrog step 
 the hyperparameters are what the path depends on: the masses, and where the planet began. The error is
 the distance to positions that were observed, with noise, at every step (`trajectory=True`).
 
-    pip install foretune
+    pip install .
     python examples/custom_dynamics.py [--iterations 500]
 """
 

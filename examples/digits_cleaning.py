@@ -5,7 +5,7 @@ training loss, and the weights are hyperparameters: they descend on the error of
 examples, by the exact hypergradient of the whole training in reverse mode, with a bound on each
 weight and on their sum. Weights at 0 mark the wrong labels (Franceschi et al., ICML 2017, section 5.1).
 
-    pip install "foretune[data]"
+    pip install ".[data]"
     python examples/digits_cleaning.py [--iterations 150]
 """
 

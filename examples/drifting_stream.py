@@ -4,7 +4,7 @@ A linear filter tracks a slowly turning signal. In quiet times a high learning r
 noisy times a low one, and nobody says when the noise begins. `RealTime` gets the next observations as
 validation and moves the rate; constant rates are good in one half and bad in the other.
 
-    pip install foretune
+    pip install .
     python examples/drifting_stream.py [--steps 4000]
 """
 

@@ -3,7 +3,7 @@
 A fifth of the diagnoses in scikit-learn's breast-cancer table are swapped. `LabelCleaner` ranks the
 labels by how suspicious they are; what is kept trains a better model than all labels together.
 
-    pip install "foretune[apps,data]"
+    pip install ".[apps,data]"
     python examples/label_cleaner.py
 """
 

@@ -4,7 +4,7 @@ The texts are sentences from the documentation of four Python packages, which ar
 label is the package. 30 % of 1500 training labels are wrong. A weight for each example is a
 hyperparameter of a softmax regression on word counts, tuned on 300 sentences with right labels.
 
-    pip install "foretune[apps]"
+    pip install ".[apps]"
     python examples/noisy_text.py [--steps 100] [--iterations 80]
 """
 

@@ -1,6 +1,6 @@
 """Optuna chooses depth, width, activation and batch size; gradients tune the rest in each trial.
 
-    pip install "foretune[data,optuna]"
+    pip install ".[data,optuna]"
     python examples/optuna_discrete.py [--trials 10] [--storage study.log]
 
 Handwritten digits. Every trial trains once, and tunes learning rate, momentum and weight decay while it

@@ -1,6 +1,6 @@
 """An Equinox model whose AdamW tunes learning rate and weight decay while it trains.
 
-    pip install "foretune[data]"
+    pip install ".[data]"
     python examples/realtime_equinox.py [--steps 1000]
 
 An Equinox model is a pytree of parameters, and is given as it is. `eps_root` keeps the derivative of

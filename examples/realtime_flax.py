@@ -1,6 +1,6 @@
 """A Flax NNX model with batch normalisation and dropout, tuned over a stream with `RealTime.run`.
 
-    pip install "foretune[data]" flax
+    pip install ".[data]" flax
     python examples/realtime_flax.py [--steps 1000]
 
 The model is split into its parameters and the rest (its batch statistics and the state of its random

@@ -1,6 +1,6 @@
 """A plain JAX training loop that finds its own learning rate and momentum while it trains.
 
-    pip install "foretune[data]"
+    pip install ".[data]"
     python examples/realtime_jax.py [--steps 1000]
 
 The loop is the usual one. Only its `update` has been replaced: by one that also sees a validation

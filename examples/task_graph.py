@@ -1,6 +1,6 @@
-"""Few labelled rows of many classes: a learnt graph of classes beside logistic regression.
+"""Few labelled rows of many classes: a learnt graph of classes against logistic regression.
 
-    pip install "foretune[apps]"
+    pip install ".[apps]"
     python examples/task_graph.py [--per-class 5] [--plot graph.svg]
 
 The digits of scikit-learn, a few of each. Takes about half a minute on two CPU cores.

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """A PyTorch network whose learning rate, momentum and weight decay are tuned by hypergradients.
 
-    pip install "foretune[data,torch]"
+    pip install ".[data,torch]"
     python examples/torch_bridge.py [--steps 150] [--hyper-steps 25]
 
 The network is an ordinary `torch.nn.Module` with batch normalisation. foretune differentiates its

@@ -4,7 +4,7 @@ The transformer learns to add numbers of two digits, written as text. Its 100 le
 hyperparameters: reverse mode gives the gradient of the validation error in all of them at the cost of
 a few trainings. Beside it, the best constant rate of a grid.
 
-    pip install foretune
+    pip install .
     python examples/transformer_schedule.py [--steps 100] [--iterations 30]
 """
 

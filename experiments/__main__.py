@@ -12,12 +12,21 @@ from typing import Annotated
 
 import typer
 
-from foretune.cli import MOST_STEPS, Debug, Label, Out, Seed
-from foretune.report import command_line, note_finished, plain_errors, show_result
+from foretune.cli import MOST_STEPS, Debug, Label, Seed
+from foretune.report import command_line, plain_errors, show_result
 
 app = command_line("Repeat an experiment of the paper.")
 
 MOST_SEEDS = 1000
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        "-o",
+        help="The run's folder; by default in runs/, named after the experiment and its data.",
+        show_default=False,
+    ),
+]
 
 
 def _number(value: float | None) -> float | None:
@@ -39,26 +48,33 @@ def cleaning(
     ] = "digits",
     label: Label = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Splits to average over.")
+        int | None,
+        typer.Option(min=1, max=MOST_SEEDS, help="Splits to average over; 5, for the digits 1."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of each training (T).")
+        int | None,
+        typer.Option(
+            min=1, max=MOST_STEPS, help="Steps of each training (T); 1000, for the digits 500."
+        ),
     ] = None,
     iterations: Annotated[
-        int | None, typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations.")
+        int | None,
+        typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations; 500, for the digits 150."),
     ] = None,
     noise: Annotated[
         float, typer.Option(min=0, max=0.9, callback=_number, help="Share of wrong labels.")
     ] = 0.5,
-    quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of minutes.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="1 seed, 100 steps and 80 hyper-iterations: seconds.")
+    ] = False,
     out: Out = None,
     debug: Debug = False,
 ) -> None:
     """Data hyper-cleaning: half the training labels are wrong; which ones?
 
-    Oracle, Baseline, and DH-R for four budgets R, as in Table 1 of the paper, beside the default method
-    of `foretune clean`. Interrupted, the same command continues where it was. Ends with the path of a
-    report.
+    Oracle, Baseline, and DH-R for four budgets R, as in Table 1 of the paper, compared with the default
+    method of `foretune clean`. Interrupted, the same command continues where it was. Ends with the
+    path of a report.
     """
     out = out or Path("runs") / f"cleaning-{Path(data).stem}{'-quick' if quick else ''}"
     with plain_errors(debug, out):
@@ -74,7 +90,6 @@ def cleaning(
             quick,
             label,
         )
-        note_finished(out)
         show_result(experiment.run(out, settings))
 
 
@@ -130,7 +145,7 @@ def multitask(
 ) -> None:
     """Learning task interactions: which classes help each other, from a few rows of each?
 
-    STL, NMTL, HMTL and HMTL-S as in Table 2 of the paper, and with folds, beside output-kernel
+    STL, NMTL, HMTL and HMTL-S as in Table 2 of the paper, and with folds, compared with output-kernel
     learning, a p-norm method and logistic regression. Interrupted, the same command continues where it
     was. Ends with the path of a report.
     """
@@ -149,7 +164,6 @@ def multitask(
         asked = {name: value for name, value in given.items() if value is not None}
         usual = experiment.defaults(data, quick)
         settings = experiment.Settings(data=data, quick=quick, label=label, **(usual | asked))
-        note_finished(out)
         show_result(experiment.run(out, settings))
 
 
@@ -227,7 +241,6 @@ def phones(
         }
         asked = {name: value for name, value in given.items() if value is not None}
         usual = experiment.QUICK if quick else experiment.Settings()
-        note_finished(out)
         settings = usual._replace(data=data, cepstral=cepstral, **asked)
         show_result(experiment.run(out, settings))
 
@@ -272,9 +285,9 @@ def complexity(
 ) -> None:
     """Time and memory of forward and reverse mode, as in Appendix A of the paper.
 
-    Against the number of hyperparameters, of weights and of steps, beside plain training. A program
-    that does not fit the device's memory is skipped. Interrupted, the same command continues where it
-    was. Ends with the path of a report.
+    Against the number of hyperparameters, of weights and of steps, compared with plain training. A
+    program that does not fit the device's memory is skipped. Interrupted, the same command continues
+    where it was. Ends with the path of a report.
     """
     name = f"complexity{f'-{network}' if network else ''}{'-quick' if quick else ''}"
     out = out or Path("runs") / name
@@ -294,7 +307,6 @@ def complexity(
         usual = experiment.QUICK if quick else experiment.Settings()
         settings = usual._replace(seed=seed, **asked)
         experiment.check(settings)
-        note_finished(out)
         show_result(experiment.run(out, settings))
 
 

@@ -36,7 +36,7 @@ from foretune import (
 from foretune.apps import LabelCleaner
 from foretune.apps._features import Scale
 from foretune.apps._weights import SUSPECT_BELOW
-from foretune.report import Lines, Phases, RunFolder, digest, say
+from foretune.report import Lines, Phases, RunFolder, say
 
 from ..datasets import check_memory, load
 from .page import draw, gallery, tables
@@ -221,9 +221,10 @@ def run(out: str | Path, settings: Settings) -> Path:
     splits = [split(dataset, settings.noise, seed) for seed in range(settings.seeds)]
     title = f"Data hyper-cleaning on {dataset.name}"
     asked = {name: value for name, value in settings._asdict().items() if value is not None}
+    files = ()
     if settings.data not in ("digits", "mnist"):
-        asked["data digest"] = digest(settings.data)
-    folder = RunFolder(out, kind="cleaning", title=title, settings=asked)
+        files = (settings.data,)
+    folder = RunFolder(out, kind="cleaning", title=title, settings=asked, files=files)
     if folder.result is not None:
         return folder.page()
     n = len(splits[0].given)

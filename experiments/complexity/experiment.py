@@ -48,7 +48,7 @@ def run(out: str | Path, settings: Settings) -> Path:
     """Run the experiment, or what is left of it, and return the report's path."""
     check(settings)
     title = "Time and memory of a hypergradient"
-    say(f"{title}: what do forward and reverse mode cost, beside plain training?")
+    say(f"{title}: what do forward and reverse mode cost, compared with plain training?")
     folder = RunFolder(out, kind="complexity", title=title, settings=settings._asdict())
     if folder.result is not None:
         return folder.page()

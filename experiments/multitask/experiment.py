@@ -32,7 +32,7 @@ from foretune.apps import _graph
 from foretune.apps._noise import make_folds
 from foretune.apps._tables import DataError, read_arrays
 from foretune.apps._task_graph import scaled
-from foretune.report import Lines, Phases, RunFolder, digest, say, write_page, write_whole
+from foretune.report import Lines, Phases, RunFolder, say, write_page, write_whole
 
 from ..datasets import Dataset, check_memory, load
 from .baselines import BASELINES, validated
@@ -354,11 +354,12 @@ def run(out: str | Path, settings: Settings) -> Path:
     say(f"Learning task interactions on {' and '.join(names)}: which classes help each other?")
     data = [load(name, settings.label) for name in names]
     asked = {name: value for name, value in settings._asdict().items() if value is not None}
+    files = ()
     if settings.data not in (*NAMED, "cifar"):
-        asked["data digest"] = digest(settings.data)
+        files = (settings.data,)
     splits = {d.name: make_splits(d, settings.seeds, per_class_of(d.name, settings)) for d in data}
     title = f"Learning task interactions on {' and '.join(splits)}"
-    folder = RunFolder(out, kind="multitask", title=title, settings=asked)
+    folder = RunFolder(out, kind="multitask", title=title, settings=asked, files=files)
     if folder.result is not None:
         return write_page(folder.path)
     runners = {name: Runner(folder, name, s, settings) for name, s in splits.items()}

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from .report import command_line, note_finished, plain_errors, show_result, write_page
+from .report import command_line, plain_errors, show_result, write_page
 
 app = command_line("Hyperparameters by gradients: find wrong labels, read the reports.")
 
@@ -22,9 +22,6 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 MOST_STEPS = 1_000_000
 """More steps or hyper-iterations than this are a slip of the hand: they would take weeks."""
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", "-o", help="The run's folder.", show_default=False)
-]
 
 
 class Model(enum.StrEnum):
@@ -63,16 +60,29 @@ def _main(
     "`foretune clean train.csv --clean checked.csv --label species`\n\n"
     "`foretune clean reviews.parquet --clean checked.parquet --text review --out suspects`\n\n"
     "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"
-    "Both files need the same columns. suspects.csv lists the labels held to be wrong, the most "
-    "suspicious first; weights.csv has every row. Exit status: 0 done, 1 bad input, 2 wrong use, "
+    "Both files need the same columns. Without --out the folder of train.csv is runs/clean-train. "
+    "suspects.csv lists the labels held to be wrong, the most suspicious first; weights.csv has every "
+    "row. Exit status: 0 done, 1 bad input, 2 wrong use, "
     "130 or 143 interrupted (the same command resumes)."
 )
 def clean(
     train: Annotated[
         Path, typer.Argument(help="Training rows and labels: .npz, .csv or .parquet.")
     ],
-    clean: Annotated[Path, typer.Option("--clean", help="Rows whose labels were checked.")],
-    out: Out = None,
+    clean: Annotated[
+        Path | None,
+        typer.Option(
+            "--clean",
+            help="Rows whose labels were checked. Without it, most given labels must be right.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="The run's folder.", show_default="runs/clean-TRAIN's name"
+        ),
+    ] = None,
     label: Label = None,
     text: Annotated[list[str] | None, typer.Option(help="A column of text (repeatable).")] = None,
     drop: Annotated[
@@ -98,20 +108,21 @@ def clean(
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
-    """Find the wrong labels in TRAIN with the help of a few CHECKED rows.
+    """Find the wrong labels in TRAIN with the help of a few checked rows.
 
     Writes a ranked list of suspects, the weights of all rows, and a report.
     """
+    if clean is None and method is Method.weights:
+        raise typer.BadParameter("--method weights needs checked rows: --clean FILE.")
     out = out or Path("runs") / f"clean-{train.stem}"
     with plain_errors(debug, out):
         from .apps import _files
 
-        note_finished(out)
         page = _files.run(
             out,
             _files.Settings(
                 str(train),
-                str(clean),
+                None if clean is None else str(clean),
                 label,
                 tuple(text or ()),
                 tuple(drop or ()),
@@ -128,9 +139,12 @@ def clean(
         show_result(page)
 
 
-@app.command(epilog="Example: `foretune report runs/cleaning-digits`")
+@app.command(epilog="Example: `foretune report runs/clean-train`")
 def report(
-    folder: Annotated[Path, typer.Argument(help="A run's folder.")], debug: Debug = False
+    folder: Annotated[
+        Path, typer.Argument(help="The folder of `foretune clean` or of an experiment.")
+    ],
+    debug: Debug = False,
 ) -> None:
     """Write a run's page, report.html: one file that opens offline. Unfinished runs have one too."""
     with plain_errors(debug):

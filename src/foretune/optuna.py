@@ -159,7 +159,7 @@ class Pruning(Callback):
 def prune_nonfinite(trial: Any) -> Iterator[None]:
     """Turn a `NonFiniteError` into a pruned trial, with the reason among its user attributes.
 
-    The study goes on, and its sampler learns to stay away (of a failed trial it would learn nothing).
+    The study continues, and its sampler learns to stay away (of a failed trial it would learn nothing).
 
     >>> import foretune as ft, foretune.optuna as fo, optuna
     >>> def objective(trial):

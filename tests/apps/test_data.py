@@ -214,7 +214,7 @@ def make(folder, what):
         ("empty", "is empty"),
         ("header", "has no rows"),
         ("no label", "columns a, b, none named label.*--label COLUMN"),
-        ("missing label", "1 rows have no label, the first is row 1"),
+        ("missing label", "1 row has no label, the first is row 1"),
         ("ragged", "cannot be read as .csv"),
         ("other", "give a .npz, .csv or .parquet file"),
         ("absent", "no such file"),
@@ -237,7 +237,7 @@ def test_columns_that_cannot_be_used(tmp_path):
     with pytest.raises(DataError, match="in one only: size"):
         Encoder().fit(first).transform(second)
     holes = read_table(write(tmp_path, "c.csv", FRAME.assign(size=[1, None, 3, 4])), drop=("note",))
-    with pytest.raises(DataError, match=r"1 rows have missing.*row 1.*column size"):
+    with pytest.raises(DataError, match=r"1 row has missing.*row 1.*column size"):
         Encoder().fit(first).transform(holes)
     with pytest.raises(DataError, match="there is no 'notes'"):
         Encoder(("notes",)).fit(first)
@@ -257,7 +257,7 @@ def test_labels_of_a_csv_file_are_text_as_written(tmp_path):
 @pytest.mark.parametrize("empty", ["", '""', "  "])
 def test_an_empty_label_is_missing(tmp_path, empty):
     (tmp_path / "a.csv").write_text(f"x,label\n1,NA\n2,{empty}\n3,1\n")
-    with pytest.raises(DataError, match=r"a\.csv: 1 rows have no label, the first is row 1 "):
+    with pytest.raises(DataError, match=r"a\.csv: 1 row has no label, the first is row 1 "):
         read_table(tmp_path / "a.csv")
 
 
@@ -288,7 +288,7 @@ def test_labels_of_a_parquet_file_keep_their_type(tmp_path, labels, expected):
 @pytest.mark.parametrize("labels", [[1.0, np.nan], ["a", ""], [b"a", b""]])
 def test_a_missing_label_of_an_array(tmp_path, labels):
     np.savez(tmp_path / "a.npz", x=np.zeros((2, 3)), y=np.array(labels))
-    with pytest.raises(DataError, match="1 rows have no label, the first is row 1 "):
+    with pytest.raises(DataError, match="1 row has no label, the first is row 1 "):
         read_table(tmp_path / "a.npz")
 
 

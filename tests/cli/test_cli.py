@@ -91,9 +91,38 @@ def test_clean_again_gives_the_same_and_other_settings_are_refused(iris, cleaned
     again = foretune(*command, "--label", "species")
     assert again.exit_code == 0
     assert (out / "suspects.csv").read_text() == before
+    assert "holds a finished run" in again.output
     other = foretune(*command, "--label", "species", "--seed", "5")
     assert other.exit_code == 1
     assert "other settings (seed: 0 there, 5 now)" in other.output.replace("\n", " ")
+    assert "holds a finished run" not in other.output
+
+
+def test_changed_data_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("1")
+    (tmp_path / "b.csv").write_text("2")
+    given = {
+        "kind": "clean",
+        "title": "",
+        "files": [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")],
+    }
+    RunFolder(tmp_path / "run", settings={"rows": 1}, **given).close()
+    RunFolder(tmp_path / "run", settings={"rows": 1}, **given).close()
+    (tmp_path / "b.csv").write_text("3")
+    with pytest.raises(RunError, match=r"other data: \S*b\.csv changed since\. Give another --out"):
+        RunFolder(tmp_path / "run", settings={"rows": 2}, **given)
+
+
+def test_clean_needs_no_checked_rows(iris, tmp_path):
+    folder, wrong = iris
+    result = foretune(
+        "clean", folder / "train.csv", "--label", "species", "--steps", 5, "--iterations", 4,
+        "--model", "softmax", "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = list(csv.DictReader((tmp_path / "out" / "suspects.csv").read_text().splitlines()))
+    assert wrong[[int(row["row"]) for row in rows]].mean() > 0.5
+    assert "Judged without checked rows." in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_images_have_a_gallery(tmp_path):
@@ -139,7 +168,9 @@ def test_bad_files_give_a_message_and_no_traceback(tmp_path, train, checked, mes
 
 
 def test_wrong_use():
-    assert foretune("clean", "a.csv").exit_code == 2
+    unchecked = foretune("clean", "a.csv", "--method", "weights")
+    assert unchecked.exit_code == 2
+    assert "--clean" in unchecked.output
     assert foretune("clean", "a.csv", "--clean", "b.csv", "--image", "28").exit_code == 2
     for option in ("--steps=1000000000000", "--iterations=1000000000000", "--seed=-1"):
         absurd = foretune("clean", "a.csv", "--clean", "b.csv", option)
@@ -147,6 +178,12 @@ def test_wrong_use():
         assert option.partition("=")[0] in absurd.output
     assert foretune("clean", "a.csv", "--clean", "b.csv", "--image", "²x2").exit_code == 2
     assert foretune("report", "no-such-folder").exit_code == 1
+
+
+def test_a_report_of_checkpoints_is_refused(tmp_path):
+    result = foretune("report", tmp_path)
+    assert result.exit_code == 1
+    assert "a folder of `foretune clean` or of an experiment" in result.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("command", [[], ["clean"], ["report"]])

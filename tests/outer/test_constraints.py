@@ -521,5 +521,5 @@ def test_constraints_that_do_not_fit():
     with pytest.raises(ValueError, match="no point in common"):
         ft.Intersection(ft.Box(0.0, 0.1), ft.Box(0.2, 0.3)).check_start(jnp.array(0.1))
     for change, start in ((ft.Log(), 0.0), (ft.Log(), np.inf), (ft.Logit(), 1.0)):
-        with pytest.raises(ValueError, match="Start inside"):
+        with pytest.raises(ValueError, match=rf"starts at {start}, .*Start inside"):
             change.check_start(jnp.array(start))

@@ -461,5 +461,8 @@ def test_nothing_is_lost_when_a_run_diverges():
     with pytest.raises(ft.NonFiniteError) as error:
         ft.minimize(problem, hparams, steps=50, optimizer=optax.sgd(-100.0))  # uphill
     run = error.value.run
+    (note,) = error.value.__notes__
+    assert f"with hparams['decay'] = {run.hparams['decay']:.4g}, hparams['lr'] =" in note
+    assert "a smaller outer step" in note
     assert len(run.history) == run.step > 0
     assert float(run.best.score) == min(row["value"] for row in run.history)

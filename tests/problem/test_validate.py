@@ -106,6 +106,18 @@ def test_influence_that_never_reaches_the_error():
     rejects(ValueError, r"hparams\['x'\]", problem, hparams | {"x": jnp.array(1.0)})
 
 
+def test_an_optimizer_that_is_no_function_of_the_hyperparameters():
+    problem, _ = regression(dynamics=ft.Training(lambda w, h, b: w["b"] ** 2, optax.sgd(0.1)))
+    rejects(ValueError, r'give `optimizer=lambda h: optax.sgd\(h\["lr"\]\)`', problem, {"lr": 0.1})
+
+
+def test_an_objective_of_validation_data_that_was_not_given():
+    problem, hparams = regression(validation=None)
+    rejects(
+        TypeError, "validation is None: the problem was given no `validation=`", problem, hparams
+    )
+
+
 def test_influence_on_another_error_only():
     problem, hparams = regression(
         objective={"lr": squared_error, "decay": lambda state, h, batch: h["lr"] ** 2}
@@ -235,6 +247,10 @@ def test_steps_that_change_the_state(start, change, pattern):
             ),
             "batch_size=4 must lie between 1 and the 3 examples",
         ),
+        (
+            lambda: ft.Minibatches.shuffled(np.zeros(3), batch_size=2, steps=1, key=0),
+            r"key=the int 0.*`jax.random.key\(0\)`",
+        ),
     ],
 )
 def test_batches(batches, pattern):
@@ -361,10 +377,16 @@ def test_data_of_another_width_is_named():
     rejects(TypeError, r"objective\(state[\s\S]*validation\[0\]: float32\[20,4\]", problem, hparams)
 
 
-def test_schedules_that_branch_on_their_constants():
-    problem, hparams = regression(
-        optimizer=lambda h: optax.sgd(optax.exponential_decay(0.1, 10, h["lr"]))
-    )
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda h: optax.sgd(optax.exponential_decay(0.1, 10, h["lr"])),
+        lambda h: optax.sgd(lambda t: optax.exponential_decay(0.1, 10, h["lr"])(t)),
+    ],
+    ids=["made with the optimizer", "made in a step"],
+)
+def test_schedules_that_branch_on_their_constants(optimizer):
+    problem, hparams = regression(optimizer=optimizer)
     with pytest.raises(jax.errors.ConcretizationTypeError) as error:
         ft.Reverse()(problem, hparams)
     assert "Write the schedule as a formula in the step" in "".join(error.value.__notes__)
@@ -409,8 +431,9 @@ def test_arguments_that_were_accepted_in_silence(make, error, words):
 
 
 def test_a_whole_data_set_as_batches():
-    with pytest.warns(UserWarning, match="looks like a whole data set"):
+    with pytest.warns(UserWarning, match="looks like a whole data set") as caught:
         regression(batches=(X, Y), validation=(X, Y))
+    assert [warning.filename for warning in caught] == [regression.__code__.co_filename]
     stacked = np.ones((25, 8, 3), np.float32), np.ones((25, 8), np.float32)
     regression(batches=stacked, validation=(X, Y))  # minibatches: nothing is said
 

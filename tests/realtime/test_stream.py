@@ -301,6 +301,13 @@ class TestRun:
         assert_trees_close(resumed.state.Z, whole.state.Z, 0)
         assert_trees_close(resumed.hparams, whole.hparams, 0)
 
+    def test_the_value_of_a_finished_run_is_an_array_again(self, tmp_path):
+        done = run(batches(8), callbacks=[ft.Checkpoint(tmp_path)])
+        again = run(batches(8), callbacks=[ft.Checkpoint(tmp_path)])
+        assert again.history == done.history
+        assert isinstance(again.value, jax.Array)
+        assert (again.value, again.value.dtype) == (done.value, done.value.dtype)
+
     def test_a_stream_that_goes_on_by_itself_is_not_skipped(self, tmp_path):
         stream = batches(32)
         run(stream, steps=3, callbacks=[ft.Checkpoint(tmp_path)])

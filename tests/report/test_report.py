@@ -212,8 +212,8 @@ def test_little_is_enough(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("config.json", None, r"config\.json is missing\. Give a run's folder"),
-        ("config.json", "{", r"config\.json is broken \(.*\)\. Give a run's folder"),
+        ("config.json", None, r"config\.json is missing\. Give a folder of `foretune clean`"),
+        ("config.json", "{", r"config\.json is broken \(.*\)\. Give a folder of `foretune clean`"),
         ("config.json", "[]", r"config\.json is broken \(it is list, expected dict\)"),
         ("config.json", '{"settings": 3}', r"config\.json .*settings is int, expected dict"),
         ("result.json", '{"headline": "a', r"result\.json is broken .*give the run's command"),
@@ -236,7 +236,9 @@ def test_what_is_missing_or_broken_is_named(run, name, text, message):
 
 
 def test_a_missing_folder(tmp_path):
-    with pytest.raises(report.ReportError, match=r"nowhere is not a folder\. Give a run's folder"):
+    with pytest.raises(
+        report.ReportError, match=r"nowhere is not a folder\. Give a folder of `foretune clean`"
+    ):
         report.write_page(tmp_path / "nowhere")
 
 

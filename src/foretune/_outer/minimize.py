@@ -29,6 +29,7 @@ from .._problem.checks import (
     check_hparams,
     check_key,
     check_leading_axis,
+    named_leaves,
 )
 from .._problem.equality import reused
 from .._problem.folds import CrossValidated
@@ -59,8 +60,15 @@ DEFAULT_OPTIMIZER = optax.contrib.cocob()
 RECORD = ("step", "value", "gradient_norm")  # what every record has
 
 
+_START = "Where training diverges there, start from other hyperparameters."
+_FURTHER = (
+    "Where that is further than was meant, a smaller outer step (`optimizer=optax.adam(0.01)`, say) or "
+    "`constraints=` keep the hyperparameters back."
+)
+
+
 class Carry(NamedTuple):
-    """All that decides how a run goes on: what a checkpoint saves."""
+    """All that decides how a run continues: what a checkpoint saves."""
 
     hparams: PyTree
     opt_state: PyTree
@@ -114,7 +122,7 @@ def minimize(
             of `evaluate`; only records that have the metrics are scored. A NaN is never the best, and
             is warned of.
         warm_start: start each training from the final inner state of the one before. The step
-            counter goes on, and a start that depends on the hyperparameters is used only once.
+            counter continues, and a start that depends on the hyperparameters is used only once.
         batched: the hyperparameters have a leading axis of independent descents, run as one
             program; records then hold one number for each. A descent that is not finite is named in a
             `RuntimeWarning` and stays where it is, its records NaN, while the others continue.
@@ -192,8 +200,9 @@ def minimize(
                 hyper = engine(now, run.hparams) if not batched else _of_members(engine, now, run)
             except NonFiniteError as error:
                 error.add_note(
-                    f"foretune: this was step {run.step} of minimize; what there is until then "
-                    "(history, best, hparams) is in the attribute `run` of this error."
+                    f"foretune: this was step {run.step} of minimize, with {_shown(run.hparams)}. "
+                    f"{_FURTHER if run.step else _START} What there is until then (history, best, "
+                    "hparams) is in the attribute `run` of this error."
                 )
                 error.run = run
                 raise
@@ -232,6 +241,15 @@ def _outer_update(
         return outer.update(hparams, opt_state, value, grad)
     updated = jax.vmap(outer.update)(hparams, opt_state, value, grad)
     return _select(_rows_finite(grad), updated, (hparams, opt_state))
+
+
+def _shown(hparams: PyTree, most: int = 6) -> str:
+    """Return the hyperparameters' values, or their range, the first few of them."""
+    parts = []
+    for path, leaf in named_leaves(jax.device_get(hparams), "hparams").items():
+        low, high = float(np.min(leaf)), float(np.max(leaf))
+        parts.append(f"{path} = {low:.4g}" + ("" if leaf.size == 1 else f" to {high:.4g}"))
+    return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
 
 
 def _check_batches(batches: Any, key: Any) -> None:

@@ -44,7 +44,7 @@ class SmallGradient:
 
 
 class TimeLimit:
-    """Stop after so many seconds of wall-clock time, counted from this call (or its resumption).
+    """Stop after this many seconds of wall-clock time, counted from this call (or its resumption).
 
     >>> import foretune as ft
     >>> rule = ft.TimeLimit(600.0)
@@ -62,7 +62,7 @@ class Vanished:
     """Stop real-time tuning when a hyperparameter has stayed at 0, or close to it.
 
     A learning rate that has gone to 0 leaves the model and Z as they are, while the other
-    hyperparameters go on drifting: the training is over.
+    hyperparameters continue to drift: the training is over.
 
     Args:
         name: the top-level name of the hyperparameter, a learning rate in general.

@@ -137,8 +137,9 @@ class Logit(AbstractConstraint):
 
 def _inside(constraint: AbstractConstraint, x: PyTree) -> PyTree:
     if not constraint.contains(x):
+        starts = ", ".join(str(np.asarray(leaf)) for leaf in jax.tree.leaves(x))
         raise ValueError(
-            f"a hyperparameter under {constraint} starts at {jax.tree.leaves(x)!r:.100}, outside it or "
+            f"a hyperparameter under {constraint} starts at {starts:.100}, outside it or "
             "on its border, from where it cannot move. Start inside."
         )
     return x

@@ -1,6 +1,7 @@
 """Batches: what the steps train on, one entry for each of T steps."""
 
 import abc
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Int, Key, PyTree, UInt32
+from jaxtyping import Array, Int, PyTree
 
 from .checks import (
     as_arrays,
@@ -22,6 +23,7 @@ from .checks import (
     describe,
 )
 
+LIBRARY = ("foretune", "equinox", "jaxtyping", "beartype")  # which call each other
 MOST_INDICES = 2**31  # drawn at once: 8 GiB
 ROWS = 20  # steps of a row each, from which on they are suspected to be a whole data set
 
@@ -127,7 +129,7 @@ class Minibatches(Batches):
         *,
         batch_size: int,
         steps: int,
-        key: Key[Array, ""] | UInt32[Array, "..."],
+        key: Any,
     ) -> "Minibatches":
         """Draw `steps` minibatches by reshuffling the examples at each epoch.
 
@@ -262,5 +264,13 @@ def warn_of_rows(batches: Any, validation: PyTree) -> None:
             "have the same shape: it looks like a whole data set, and a step would train on a single "
             "row. Give `FullBatch(data, steps=T)` or `Minibatches.shuffled(data, ...)`; or stack "
             "minibatches on a leading axis of steps, (T, batch size, ...).",
-            stacklevel=4,
+            stacklevel=_users_level(sys._getframe()),
         )
+
+
+def _users_level(frame: Any) -> int:
+    """Return the stack level, for a warning in this frame, of the first code outside of the library."""
+    level = 1
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARY:
+        frame, level = frame.f_back, level + 1
+    return level

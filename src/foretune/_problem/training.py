@@ -6,8 +6,9 @@ with v the optimizer's accumulators. Everything else, from ISTA to power iterati
 written by the user.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -22,10 +23,11 @@ from .dynamics import Dynamics
 from .equality import reused
 
 BRANCHES = (
-    "foretune: the optimizer's function compares a hyperparameter with a number in Python, as Optax's "
-    "`exponential_decay`, `warmup_*` and `piecewise_*` schedules do with their constants. Write the "
-    "schedule as a formula in the step, `optax.adam(lambda t: h['lr'] * jnp.minimum(1, (t + 1) / 9))`, "
-    "or give those constants as plain numbers and scale the result, `lambda t: h['lr'] * schedule(t)`."
+    "foretune: the optimizer asks in Python for the value of a hyperparameter, as some of Optax's "
+    "schedules do with some constants: `exponential_decay` with its rate, "
+    "`warmup_cosine_decay_schedule` with its peak, most with a number of steps. Write the schedule as "
+    "a formula in the step, `optax.adam(lambda t: h['lr'] * jnp.minimum(1, (t + 1) / 9))`, or give "
+    "those constants as plain numbers and scale the result, `lambda t: h['lr'] * schedule(t)`."
 )
 FLAX = "flax.nnx.module.Module"  # told by name: Flax is not a dependency
 
@@ -154,7 +156,8 @@ class Training(Dynamics, eqx.Module):
             "value_fn": lambda weights: objective(weights)[0],
         }
         extra = _taken(optimizer.update, extra)
-        with jax.numpy_dtype_promotion("standard"):  # Adam multiplies floats by a count
+        # The usual promotion, since Adam multiplies floats by a count.
+        with jax.numpy_dtype_promotion("standard"), _noting_branches():
             updates, opt_state = optimizer.update(grads, state.opt_state, weights, **extra)
             weights = optax.apply_updates(weights, updates)
         # A constant given as a float32 array would promote a bfloat16 accumulator.
@@ -196,11 +199,8 @@ class Training(Dynamics, eqx.Module):
     def _optimizer(self, hparams: PyTree) -> optax.GradientTransformationExtraArgs:
         optimizer: Any = self.optimizer
         if not isinstance(optimizer, optax.GradientTransformation):
-            try:
+            with _noting_branches():
                 optimizer = optimizer(hparams)
-            except jax.errors.ConcretizationTypeError as error:
-                error.add_note(BRANCHES)
-                raise
         _check_not_multisteps(optimizer)
         if not isinstance(optimizer, optax.GradientTransformation):
             raise TypeError(
@@ -231,6 +231,16 @@ class _Cast(eqx.Module):
         return value.astype(np.promote_types(value.dtype, np.float32)), jax.tree.map(
             restored, new, state[0]
         )
+
+
+@contextlib.contextmanager
+def _noting_branches() -> Iterator[None]:
+    """Say what to do where Optax asks for the value of a hyperparameter, which is traced."""
+    try:
+        yield
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(BRANCHES)
+        raise
 
 
 def _taken(update: Any, extra: dict[str, Any]) -> dict[str, Any]:

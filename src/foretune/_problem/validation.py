@@ -11,12 +11,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 from jax.interpreters import partial_eval
 from jaxtyping import PyTree
 
 from .arguments import Structure, unflatten
 from .checks import describe, describe_tree, named_leaves
 from .system import make_system, objectives_of, owners, rows_of
+from .training import Training
 
 UNTRACEABLE = (
     jax.errors.ConcretizationTypeError,
@@ -54,6 +56,8 @@ def check_shapes(
     for name in objectives_of(problem):
         label = "objective" if name is None else f"objective[{name!r}]"
         call, validation = f"{label}(state, hparams, validation)", problem.validation
+        if validation is None:
+            call += " (validation is None: the problem was given no `validation=`)"
         with noting(call, state=s_0, hparams=hparams, validation=validation):
             value = eqx.filter_eval_shape(
                 lambda p, s, h, name=name: objectives_of(p)[name](s, h, p.validation),
@@ -195,6 +199,12 @@ def _check_dependence(problem: Any, hparams: PyTree, smooth: bool) -> None:
             remedy = (
                 "Does the objective depend on the trained state, and smoothly? An accuracy, a sign "
                 "or an argmax has no derivative."
+            )
+        optimizer = problem.dynamics.optimizer if isinstance(problem.dynamics, Training) else None
+        if isinstance(optimizer, optax.GradientTransformation):
+            remedy += (
+                " The optimizer is no function of hparams: for one of its constants to be tuned, give "
+                '`optimizer=lambda h: optax.sgd(h["lr"])`.'
             )
         raise ValueError(
             f"the response does not depend on {', '.join(unused)}: the hypergradient there would "

@@ -365,7 +365,7 @@ def run_stream(
                 raise failure
             stopped = next(iter(run.reasons(rules, interrupt)), None)
     if run.value is None and run.history:  # resumed at its end
-        run.value = run.history[-1]["value"]
+        run.value = jax.tree.map(lambda x: jnp.asarray(x, float), run.history[-1]["value"])
     return Result(run.hparams, run.value, run.carry.state, run.history, run.best, stopped)
 
 

@@ -1,6 +1,6 @@
 """Real-time tuning as an optimizer, for a training loop that is there already.
 
-The loop goes on calling `update` once for each minibatch; every few steps the hyperparameters move.
+The loop continues to call `update` once for each minibatch; every few steps the hyperparameters move.
 It is `RealTime` with its window spread over calls.
 """
 
@@ -95,8 +95,9 @@ def tuned(
         **hparams: the constants to be tuned, with their initial values.
 
     `update` returns the new state and the loss of the minibatch. It is compiled, and pure: inside your
-    own `jax.jit` it has less overhead. It does not wait for the device. The parameters may be any
-    pytree, an Equinox model for instance. A window whose loss diverges is undone. One in which
+    own `jax.jit` it has less overhead (`equinox.filter_jit` where the parameters hold more than arrays,
+    as an Equinox model holds its activation). It does not wait for the device. The parameters may be
+    any pytree, an Equinox model for instance. A window whose loss diverges is undone. One in which
     something else is not finite, the data for instance, is dropped, and training continues from
     where the window began; there is a `NonFiniteError`, at the latest `every` calls later, whose
     `state` is the one to continue from. Inside `jit` there is no error, only `state.log["dropped"]`.

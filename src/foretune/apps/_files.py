@@ -1,4 +1,4 @@
-"""`foretune clean`: a file of labelled rows and a file of checked ones -> suspects and a report."""
+"""`foretune clean`: a file of labelled rows, and one of checked ones, -> suspects and a report."""
 
 import csv
 import io
@@ -13,7 +13,7 @@ import numpy as np
 from .._outer.callbacks import History
 from .._outer.checkpoint import Checkpoint
 from .._outer.files import write_whole
-from ..report import RunFolder, curves, digest, histogram, write_page
+from ..report import RunFolder, curves, histogram, write_page
 from . import LabelCleaner
 from ._gallery import gallery_item
 from ._tables import Encoder, Table, read_table, with_labels_alike
@@ -26,7 +26,7 @@ class Settings(NamedTuple):
     """What is asked for."""
 
     train: str
-    clean: str
+    clean: str | None = None
     label: str | None = None
     text: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
@@ -42,17 +42,18 @@ class Settings(NamedTuple):
 def run(out: str | Path, settings: Settings) -> Path:
     """Clean, write the lists and the report, and return the report's path."""
     options = (settings.label, settings.image, settings.drop)
-    table, checked = with_labels_alike(
-        read_table(settings.train, *options), read_table(settings.clean, *options)
-    )
+    table, checked, files = read_table(settings.train, *options), None, [settings.train]
+    if settings.clean is not None:
+        table, checked = with_labels_alike(table, read_table(settings.clean, *options))
+        files.append(settings.clean)
     encoder = Encoder(settings.text).fit(table)
-    X, X_checked = encoder.transform(table), encoder.transform(checked)
-    title = f"Suspicious labels in {Path(settings.train).name}"
-    files = {
+    X = encoder.transform(table)
+    clean = (None, None) if checked is None else (encoder.transform(checked), checked.y)
+    asked = settings._asdict() | {
         "rows": len(table.y),
-        "checked rows": len(checked.y),
-        "digests": [digest(settings.train), digest(settings.clean)],
+        "checked rows": len(checked.y) if checked else 0,
     }
+    title = f"Suspicious labels in {Path(settings.train).name}"
     cleaner = LabelCleaner(
         settings.model,
         method=settings.method,
@@ -63,12 +64,12 @@ def run(out: str | Path, settings: Settings) -> Path:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fit says it again
-        cleaner._checked_input(X, table.y, X_checked, checked.y)  # before the folder is taken
-    folder = RunFolder(out, kind="clean", title=title, settings={**settings._asdict(), **files})
+        cleaner._checked_input(X, table.y, *clean)  # before the folder is taken
+    folder = RunFolder(out, kind="clean", title=title, settings=asked, files=files)
     if folder.result is not None:
         return write_page(folder.path)
     cleaner.callbacks = [Checkpoint(folder.checkpoints, every=10), History(folder.metrics)]
-    cleaner.fit(X, table.y, X_checked, checked.y)
+    cleaner.fit(X, table.y, *clean)
     if cleaner.stopped_ == "interrupted":
         raise KeyboardInterrupt
     write_lists(folder, cleaner, table)
@@ -130,7 +131,7 @@ def _judgement(cleaner: LabelCleaner, table: Table, i: Any) -> list[Any]:
     return [*map(cell, labels), *(f"{number:.6f}" for number in numbers)]
 
 
-def summary(cleaner: LabelCleaner, table: Table, checked: Table) -> dict[str, Any]:
+def summary(cleaner: LabelCleaner, table: Table, checked: Table | None) -> dict[str, Any]:
     """Return the headline, notes and the table of classes."""
     rows = []
     for name in cleaner.classes_:
@@ -144,12 +145,15 @@ def summary(cleaner: LabelCleaner, table: Table, checked: Table) -> dict[str, An
             [str(name), int(mine.sum()), int(found.sum()), found.sum() / mine.sum(), likely]
         )
     count, n = int(cleaner.suspects_.sum()), len(table.y)
+    helped = (
+        f"with the help of {len(checked.y):,} checked rows" if checked else "without checked rows"
+    )
     marked = [str(name) for name in cleaner.classes_ if cell(name) != str(name)]
     return {
         "headline": f"{count:,} of {n:,} labels are suspicious ({count / n:.1%}).",
         "notes": [
-            f"Judged with the help of {len(checked.y):,} checked rows. Rows count from 0, without a "
-            "header. suspects.csv lists the suspects, weights.csv every row.",
+            f"Judged {helped}. Rows count from 0, without a header. "
+            "suspects.csv lists the suspects, weights.csv every row.",
             "A suspect is a label that the model of the data and of its label noise holds to be wrong "
             "more probably than not; look at it before you change it."
             if cleaner.method == "noise"

@@ -171,10 +171,15 @@ def _labels(values: np.ndarray, path: Path) -> np.ndarray:
     if missing.any():
         rows = np.flatnonzero(missing)
         raise DataError(
-            f"{path}: {len(rows)} rows have no label, the first is row {rows[0]} (rows count from 0): "
+            f"{path}: {rows_have(len(rows))} no label, the first is row {rows[0]} (rows count from 0): "
             "give it one, or leave the row out."
         )
     return np.asarray(values.tolist()) if values.dtype == object else values
+
+
+def rows_have(count: int) -> str:
+    """Return `1 row has` or `2 rows have`."""
+    return "1 row has" if count == 1 else f"{count:,} rows have"
 
 
 def with_labels_alike(first: Table, second: Table) -> tuple[Table, Table]:
@@ -293,7 +298,7 @@ def _finite(rows: np.ndarray, names: list[str], path: str) -> np.ndarray:
     if bad.any():
         row, column = np.argwhere(bad)[0]
         raise DataError(
-            f"{path}: {int(bad.any(axis=1).sum())} rows have missing or infinite numbers, the first in "
+            f"{path}: {rows_have(bad.any(axis=1).sum())} missing or infinite numbers, the first in "
             f"row {row} (rows count from 0), column {names[column]}: fill them or leave the rows out."
         )
     return rows

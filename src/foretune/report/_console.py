@@ -158,12 +158,6 @@ def how_to_open(page: Path) -> str:
     return f"Open it in a browser: {page.as_uri()}\n  or: {opener} {shlex.quote(str(page))}"
 
 
-def note_finished(folder: Path) -> None:
-    """Say so where the folder holds a finished run."""
-    if (folder / "result.json").is_file():
-        say(f"foretune: note: {folder} holds a finished run, which is shown again.")
-
-
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"

@@ -18,24 +18,35 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from .._outer.files import FolderLock, RunError, write_whole
+from ._console import say
 from ._page import parsed, signed, write_page
 
 
 class RunFolder:
     """Opens a run's folder, new or to be resumed, and keeps other processes out until it is closed.
 
-    A folder with a run of the same settings is resumed; other settings are refused, so that two runs
-    never mix.
+    A folder with a run of the same settings is resumed; other settings, or `files` that have changed,
+    are refused, so that two runs never mix. That the run is finished is said.
     """
 
-    def __init__(self, path: str | Path, *, kind: str, title: str, settings: dict[str, Any]):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        kind: str,
+        title: str,
+        settings: dict[str, Any],
+        files: Iterable[str] = (),
+    ):
         self.path = Path(path)
+        digests = {name: digest(name) for name in files}
+        settings = {**settings, "digests": digests} if digests else settings
         config = {
             "kind": kind,
             "title": title,
@@ -73,6 +84,13 @@ class RunFolder:
             raise self._damaged("config.json", "it holds no settings")
         if (old.get("kind"), old.get("settings")) != (config["kind"], config["settings"]):
             theirs, ours = old.get("settings") or {}, config["settings"]
+            was, now = (s.get("digests") or {} for s in (theirs, ours))
+            changed = [n for n in now if isinstance(was, dict) and was.get(n, now[n]) != now[n]]
+            if changed:
+                raise RunError(
+                    f"{self.path} holds a run of other data: {' and '.join(changed)} changed since. "
+                    "Give another --out."
+                )
             odd = [k for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)]
             shown = "; ".join(f"{k}: {theirs.get(k)!r} there, {ours.get(k)!r} now" for k in odd[:4])
             raise RunError(
@@ -80,6 +98,8 @@ class RunFolder:
                 "again with those settings to resume it, or another --out."
             )
         self.figures.mkdir(exist_ok=True)
+        if (self.path / "result.json").is_file():
+            say(f"foretune: note: {self.path} holds a finished run, which is shown again.")
 
     def close(self) -> None:
         """Let other processes have the folder."""

@@ -38,6 +38,9 @@ _NUMERIC = re.compile(r"[-+\u2212<>]?\s?\d[\d.,eE+\u2212-]*\s?%?(\s?[±(].*)?")
 _WIDTH = re.compile(rb"viewBox=\"[\d.]+ [\d.]+ (\d{1,5})")
 
 
+_WHICH = "Give a folder of `foretune clean` or of an experiment (one of checkpoints has no report)"
+
+
 class ReportError(ValueError):
     """A run's folder cannot be made into a page; the message says which file, and what to do."""
 
@@ -64,8 +67,8 @@ def write_page(folder: str | Path) -> Path:
         raise ImportError("write_page needs the package jinja2: pip install jinja2.") from error
     folder = Path(folder)
     if not folder.is_dir():
-        raise ReportError(f"{folder} is not a folder. Give a run's folder, one with a config.json.")
-    again = "Give a run's folder; where it is one, restore the file from a copy"
+        raise ReportError(f"{folder} is not a folder. {_WHICH}.")
+    again = f"{_WHICH}; where it is one, restore the file from a copy"
     config = _read(folder / "config.json", _CONFIG, again)
     result = None
     if (folder / "result.json").exists():
