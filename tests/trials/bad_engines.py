@@ -85,7 +85,7 @@ ROWS = [
     ("memory of another unit", lambda: ft.Auto(memory="4 sheep"), ValueError, "'4 sheep'", "4GiB"),
     ("memory without a number", lambda: ft.Auto(memory="GiB"), ValueError, "'GiB'"),
     ("memory of two points", lambda: ft.Auto(memory="1.2.3GB"), ValueError, "1.2.3GB"),
-    ("memory of a list", lambda: ft.Auto(memory=[4]), TypeError, "memory=a list"),
+    ("memory of a list", lambda: ft.Auto(memory=[4]), ValueError, "memory=[4]"),
     ("memory of one byte", lambda: ft.Auto(memory=1)(problem(), hparams()), MemoryError, "no exact engine fits"),
     ("to explain no problem", lambda: ft.Auto().explain(None, hparams()), TypeError, "must be a `foretune.Problem`"),
     ("no directions to check", lambda: check(directions=0), ValueError, "directions=0"),

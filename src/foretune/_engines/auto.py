@@ -134,9 +134,10 @@ class Auto(AbstractEngine):
     check_finite: bool | None
 
     def __init__(self, memory: Any = None, *, check_finite: bool | None = None):
-        self.memory, self.check_finite = memory, check_finite
+        read = memory is not None and not isinstance(memory, Problem)
+        self.memory = parse_bytes(memory) if read else memory
+        self.check_finite = check_finite
         check_options(self)
-        self.memory = None if memory is None else parse_bytes(memory)
 
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Never called: a call goes to the engine that is chosen."""
