@@ -10,6 +10,7 @@ A run has `step`, `steps`, `hparams`, `value`, `grad`, `state`, `record`, `histo
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ class Progress(Callback):
     """
 
     def __init__(self, description: str = "tuning"):
+        if not isinstance(description, str):
+            raise TypeError(f"Progress({description!r:.60}): give the text to show before the bar.")
         self.description = description
         self._bar: Any = None
         self._task: Any = None
@@ -93,12 +96,14 @@ class History(Callback):
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = as_path(path, "History")
 
     def start(self, run: Any) -> None:
         """Begin the file, or put a resumed run's own to where it resumes."""
         _writable_folder(self.path.parent)
         lines = []
+        if self.path.is_dir():
+            raise IsADirectoryError(f"{self.path} is a folder: give History the path of a file.")
         if self.path.exists():
             lines = self.path.read_text("utf-8", "replace").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
@@ -146,7 +151,7 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, directory: str | Path):
-        self.directory = Path(directory)
+        self.directory = as_path(directory, "TensorBoard")
         self._writer: Any = None
 
     def start(self, run: Any) -> None:
@@ -174,6 +179,15 @@ class TensorBoard(Callback):
         """Close the log."""
         if self._writer is not None:
             self._writer.close()
+
+
+def as_path(given: Any, name: str) -> Path:
+    """Return the path that a callback was given, or raise where it is none."""
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"{name}({given!r:.60}): give a path, as text or `pathlib.Path`.")
+    if not str(given):
+        raise ValueError(f"{name}(''): the path has no name. Give `\".\"` for the current folder.")
+    return Path(given)
 
 
 def _writable_folder(folder: Path) -> None:

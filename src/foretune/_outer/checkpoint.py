@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._problem.checks import check_count, describe, named_leaves
-from .callbacks import Callback, _writable_folder
+from .callbacks import Callback, _writable_folder, as_path
 from .files import FolderLock, RunError, set_aside
 from .records import Records
 from .run import DIGEST, digest_of, numbers
@@ -62,11 +62,11 @@ class Checkpoint(Callback):
     def __init__(self, directory: str | Path, every: int = 1, keep: int = 2):
         check_count(every, f"Checkpoint(every={every})")
         check_count(keep, f"Checkpoint(keep={keep})")
-        if not str(directory):
-            raise ValueError(
-                "Checkpoint(''): the directory has no name. Give `\".\"` for the current one."
-            )
-        self.directory, self.every, self.keep = Path(directory).absolute(), every, keep
+        self.directory, self.every, self.keep = (
+            as_path(directory, "Checkpoint").absolute(),
+            every,
+            keep,
+        )
         self._lock = FolderLock(self.directory)
         self._records = Records(self.directory / f"{PREFIX}.records")
         self._manager: Any = None
@@ -141,6 +141,12 @@ class Checkpoint(Callback):
                 run.resume(0, run.carry, [])
             return None
         manager.reload()
+        if run.steps is not None and step > run.steps:
+            warnings.warn(
+                f"the run in {self.directory} has done {step} steps already, more than the {run.steps} "
+                "that are asked for: it is shown as it is.",
+                stacklevel=4,
+            )
         run.resume(step, _with_arrays(run.carry, arrays), kept)
         return step
 

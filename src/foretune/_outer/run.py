@@ -158,13 +158,24 @@ class Run:
         """Return the reasons to stop, if any."""
         # An interrupt comes first: whoever asked for the run asks whether it was one.
         reasons = ["interrupted"] if interrupt.asked else []
-        reasons += [reason for rule in rules if (reason := rule(self))]
+        reasons += [reason for rule in rules if (reason := _reason(rule, self))]
         if self.steps is not None and self.step >= self.steps:
             reasons.append(f"{self.steps} steps done")
         if jax.process_count() > 1:  # all end at the same step, else some would wait for ever
             stops = multihost_utils.process_allgather(np.array(bool(reasons)))
             reasons = reasons or ["another process stopped"] * bool(stops.any())
         return reasons
+
+
+def _reason(rule: Callable[["Run"], Any], run: "Run") -> str | None:
+    """Return a rule's reason to stop, or raise where it is none."""
+    reason = rule(run)
+    if reason is not None and not isinstance(reason, str):
+        raise TypeError(
+            f"a stopping rule returns the reason to stop, as text, or None; at step {run.step} it "
+            f"returned {describe(reason)}. Write `lambda run: 'enough' if ... else None`."
+        )
+    return reason
 
 
 def nowhere(hparams: PyTree, shape: tuple[int, ...] = ()) -> Best:
@@ -236,11 +247,9 @@ def feasible(hparams: PyTree, constraints: PyTree, batched: bool = False) -> PyT
 
 
 def metrics_of(evaluate, state, hparams, record: dict[str, Any], batched: bool = False) -> dict:
-    """Return the scalars of the user's `evaluate`, or raise where they are none."""
+    """Return the scalars of the user's `evaluate`, which `check_evaluate` has seen."""
     with _explaining_traces():
-        metrics = _metrics(evaluate, state, hparams, batched)
-    _check_metrics(metrics, record)
-    return metrics
+        return _metrics(evaluate, state, hparams, batched)
 
 
 def check_evaluate(evaluate: Any, state: Any, hparams: PyTree, names: Iterable[str]) -> None:
@@ -251,12 +260,18 @@ def check_evaluate(evaluate: Any, state: Any, hparams: PyTree, names: Iterable[s
 
 
 def _check_metrics(metrics: Any, names: Iterable[str]) -> None:
-    named = isinstance(metrics, dict) and all(isinstance(name, str) for name in metrics)
+    named = isinstance(metrics, dict) and all(
+        isinstance(name, str) and _is_scalar(metric) for name, metric in metrics.items()
+    )
     if not named or set(metrics) & set(names):
         raise ValueError(
             f"evaluate must return a dict of scalars with names (strings) other than "
             f"{sorted(names)}, got {metrics!r:.200}."
         )
+
+
+def _is_scalar(metric: Any) -> bool:
+    return isinstance(metric, int | float) or getattr(metric, "shape", None) == ()
 
 
 @contextlib.contextmanager

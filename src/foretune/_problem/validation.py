@@ -77,9 +77,10 @@ def noting(what: str, **arguments: PyTree):
     except Exception as error:
         shown = "\n".join(describe_tree(tree, name) for name, tree in arguments.items())
         context = f"foretune: this happened in {what}, with\n{shown}"
-        if type(error) in (TypeError, ValueError, IndexError, AttributeError):
-            raise type(error)(f"{error}\n{context}") from error
-        if type(error) is KeyError:
+        kind: Any = type(error)
+        if kind in (TypeError, ValueError, IndexError, AttributeError):
+            raise kind(f"{error}\n{context}") from error
+        if kind is KeyError:
             raise ValueError(f"there is no {error}.\n{context}") from error
         if isinstance(error, UNTRACEABLE):
             error.add_note(TRACED.format(what=what.partition("(")[0]))
