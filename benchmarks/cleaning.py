@@ -205,6 +205,7 @@ def published(masks: Masks, dataset, checks: int, seeds: int) -> dict:
             {"weight": [[jnp.full(n, 0.5) for _ in noises] for _ in range(seeds)]},
             steps=200,
             optimizer=optax.adam(0.005),
+            take_back=False,
             constraints={
                 "weight": [[ft.CappedSimplex(n / 2) for _ in noises] for _ in range(seeds)]
             },

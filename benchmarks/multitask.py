@@ -84,6 +84,7 @@ def main() -> None:
             test_problem(splits, pattern, even),
             pairs,
             steps=arguments.oracle_steps,
+            take_back=False,
             optimizer=optax.partition(
                 rates, lambda h: {name: "C" if name == "C" else "other" for name in h}
             ),

@@ -12,6 +12,7 @@ import pytest
 import foretune as ft
 from foretune._engines import forward
 
+from ..compilations import compilations
 from ..problems import assert_trees_close, penalised, regression, squared_error
 
 
@@ -118,18 +119,11 @@ def test_forward_mode_computes_the_step_once_for_all_columns():
     assert len(calls) == 7
 
 
-@pytest.fixture
-def compilations():
+@pytest.fixture(name="compilations")
+def _compilations():
     """The names of the programs of this library that have been compiled."""
-    seen = []
-
-    def listen(event, duration, fun_name="", **_):
-        if "backend_compile" in event and fun_name in ("jit(compute)", "jit(_response)"):
-            seen.append(fun_name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
+    with compilations("compute", "_response") as seen:
+        yield seen
 
 
 @pytest.mark.parametrize("engine", [ft.Reverse(), ft.Forward(), ft.Forward(chunk=1)], ids=str)

@@ -217,6 +217,7 @@ def test_a_run_that_diverged_goes_on_with_a_smaller_step(tmp_path):
     problem, hparams = regression(steps=100)
     for rate in (-100.0, 0.0):
         options = {"optimizer": optax.sgd(rate), "callbacks": [ft.Checkpoint(tmp_path)]}
+        options["take_back"] = False
         if rate:
             with pytest.raises(ft.NonFiniteError):
                 ft.minimize(problem, hparams, steps=50, **options)
@@ -385,7 +386,7 @@ def test_an_error_while_reading_passes_on(tmp_path, monkeypatch, error):
 
 
 def test_a_directory_has_a_name():
-    with pytest.raises(ValueError, match="the directory has no name"):
+    with pytest.raises(ValueError, match="the path has no name"):
         ft.Checkpoint("")
 
 
@@ -464,7 +465,7 @@ def test_a_second_ctrl_c_leaves_nothing_that_is_not_whole(tmp_path, point, kept)
     expected = tune([])
     with pytest.raises(KeyboardInterrupt):
         tune([ft.Checkpoint(tmp_path, every=10)], interrupt)
-    assert names(tmp_path) == ([] if kept is None else [f"foretune_{kept}"])
+    assert names(tmp_path) == ["foretune_1", *([] if kept is None else [f"foretune_{kept}"])]
     resumed = tune([ft.Checkpoint(tmp_path, every=10)])
     assert resumed.history == expected.history
     assert same(resumed.state, expected.state)

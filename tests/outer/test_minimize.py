@@ -340,7 +340,7 @@ def test_a_metric_that_the_record_does_not_have():
         )  # fmt: skip
     (note,) = error.value.__notes__
     assert "score(record) at step 0" in note
-    assert "'accuracy', 'gradient_norm', 'step', 'value'" in note
+    assert "'accuracy', 'gradient_norm', 'step', 'taken_back', 'value'" in note
 
 
 def test_a_score_of_nan_is_reported_and_never_best():
@@ -459,7 +459,9 @@ def test_an_ended_descent_does_not_hold_up_a_stopping_rule():
 def test_nothing_is_lost_when_a_run_diverges():
     problem, hparams = regression(steps=100)
     with pytest.raises(ft.NonFiniteError) as error:
-        ft.minimize(problem, hparams, steps=50, optimizer=optax.sgd(-100.0))  # uphill
+        ft.minimize(
+            problem, hparams, steps=50, optimizer=optax.sgd(-100.0), take_back=False
+        )  # uphill
     run = error.value.run
     (note,) = error.value.__notes__
     assert f"with hparams['decay'] = {run.hparams['decay']:.4g}, hparams['lr'] =" in note

@@ -249,7 +249,7 @@ def test_steps_that_change_the_state(start, change, pattern):
         ),
         (
             lambda: ft.Minibatches.shuffled(np.zeros(3), batch_size=2, steps=1, key=0),
-            r"key=the int 0.*`jax.random.key\(0\)`",
+            r"`jax.random.key\(0\)` say; got the int 0",
         ),
     ],
 )

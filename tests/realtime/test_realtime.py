@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._realtime.tuner import _keeping
 
+from ..compilations import compilations
 from ..problems import assert_trees_close, penalised, squared_error, squares
 
 pytestmark = pytest.mark.promotes("Adam and relative_adam multiply floats by counts")
@@ -187,11 +187,11 @@ def test_a_shorter_window_runs_in_the_same_program(kind):
     state, _ = realtime.update(state, window(0, 5), validation)
     realtime.update(realtime.init(params, hparams), window(0, 4), validation)  # its checks
     before = len(traces)
-    programs = _keeping._cache_size()
-    for a, b in ((5, 9), (9, 12)):
-        state, log = realtime.update(state, window(a, b), validation)
+    with compilations("_program") as compiled:
+        for a, b in ((5, 9), (9, 12)):
+            state, log = realtime.update(state, window(a, b), validation)
     # A new length is looked at once, abstractly; nothing is compiled for it.
-    assert _keeping._cache_size() <= programs + 1
+    assert not compiled
     assert len(traces) - before <= 12
     whole = window(0, 12)
     problem = ft.Problem(ft.Training(penalised, sgd), squared_error, params, whole, validation)

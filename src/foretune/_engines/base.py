@@ -6,6 +6,7 @@ same functions reuse the program.
 """
 
 import abc
+import copy
 import functools
 from typing import Any, NamedTuple
 
@@ -72,6 +73,12 @@ class AbstractEngine(eqx.Module):
     def differentiates(self) -> bool:
         """Whether it needs a response that has a derivative."""
         return True
+
+    def unchecked(self) -> "AbstractEngine":
+        """Return the engine with `check_finite=False`."""
+        engine = copy.copy(self)
+        object.__setattr__(engine, "check_finite", False)  # a module is frozen
+        return engine
 
     def within(self, constraints: PyTree) -> "AbstractEngine":
         """Return the engine for hyperparameters under constraints, where these concern it."""

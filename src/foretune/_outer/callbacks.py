@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .files import append, set_aside, write_whole
+from .files import append, write_whole
 
 
 class Callback:
@@ -77,7 +77,8 @@ class Progress(Callback):
 
     def step(self, run: Any) -> None:
         """Move the bar."""
-        numbers = (f"{name} {_short(x)}" for name, x in run.record.items() if name != "step")
+        shown = {name: x for name, x in run.record.items() if name not in ("step", "taken_back")}
+        numbers = (f"{name} {_short(x)}" for name, x in shown.items())
         self._bar.update(self._task, completed=run.step, numbers="  ".join(numbers))
 
     def end(self, run: Any) -> None:
@@ -107,7 +108,8 @@ class History(Callback):
         if self.path.exists():
             lines = self.path.read_text("utf-8", "replace").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-        if lines and not run.resumed:
+        # Of a run that was killed before its first checkpoint there is one record at most.
+        if lines and not run.resumed and not (run.begun and len(lines) == 1):
             raise FileExistsError(
                 f"{self.path} holds {len(lines)} records of an earlier run, and this run starts anew. "
                 "Give another path, or move the file away; to continue the earlier run, give the "
@@ -118,8 +120,6 @@ class History(Callback):
                 f"{self.path} holds the records of another run than the one that is resumed. Give "
                 "another path, or move the file away."
             )
-        if lines and not run.history:  # of a run that was killed before it could save anything
-            set_aside(self.path, "before")
         write_whole(self.path, "".join(map(_line, run.history)))
 
     def step(self, run: Any) -> None:

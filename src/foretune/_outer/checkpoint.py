@@ -37,7 +37,7 @@ class Checkpoint(Callback):
 
     Args:
         directory: where the checkpoints are; made if need be.
-        every: the steps between two of them. One is saved at the end, too.
+        every: the steps between two of them. The first step and the last are saved, too.
         keep: how many are kept.
 
     Each is a folder `foretune_<step>`, and `foretune.records` has the history; other files and folders
@@ -137,8 +137,7 @@ class Checkpoint(Callback):
                     self._give_up([i for i, record in enumerate(history) if record is None])
                 self._records.begin(kept[: len(kept) - 1])
         if sound is None:
-            if begun:
-                run.resume(0, run.carry, [])
+            run.begun = begun
             return None
         manager.reload()
         if run.steps is not None and step > run.steps:
@@ -165,8 +164,8 @@ class Checkpoint(Callback):
         return self.directory / f"{PREFIX}_{step}"
 
     def step(self, run: Any) -> None:
-        """Save, every few steps."""
-        if run.step % self.every == 0:
+        """Save the first step, and every few."""
+        if run.step % self.every == 0 or self._saved is None:
             self._save(run)
 
     def end(self, run: Any) -> None:

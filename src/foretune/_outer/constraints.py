@@ -141,6 +141,28 @@ def apply_constraints(constraints: PyTree, how: str, x: PyTree, *more: PyTree) -
     )
 
 
+def sizes(constraints: PyTree, u: PyTree) -> PyTree:
+    """Return the natural size of each entry of a search variable.
+
+    That is its own magnitude; 1 under `Log` and `Logit`; the way to the upper bound of a `Box` where
+    that is shorter, but a tenth of the rest at least, since at the bound there is no way left. An entry
+    that is 0 counts as the mean of its leaf, and as 1 where the whole leaf is 0.
+    """
+
+    def unit(leaf):
+        typical = jnp.mean(jnp.abs(leaf))
+        return jnp.where(leaf == 0, jnp.where(typical == 0, 1.0, typical), 0.0).astype(leaf.dtype)
+
+    units = jax.tree.map(unit, u)
+    reach = apply_constraints(constraints, "reach", u, units)
+    return jax.tree.map(
+        lambda u, unit, r: jnp.maximum(r, 0.1 * jnp.minimum(jnp.abs(u) + unit, 1.0)),
+        u,
+        units,
+        reach,
+    )
+
+
 def check_starts(constraints: PyTree, x: PyTree) -> None:
     """Raise where a part of x starts where its constraint cannot move it."""
 

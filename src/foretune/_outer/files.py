@@ -74,9 +74,9 @@ def append(path: Path, content: bytes, *, sync: bool = False) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def set_aside(path: Path, ending: str = "damaged") -> Path:
-    """Rename a file or folder out of the way, and return its new name."""
-    names = (f"{path.name}.{ending}{k or ''}" for k in itertools.count())
+def set_aside(path: Path) -> Path:
+    """Rename what is damaged out of the way, and return its new name."""
+    names = (f"{path.name}.damaged{k or ''}" for k in itertools.count())
     return path.rename(next(p for p in map(path.with_name, names) if not p.exists()))
 
 

@@ -8,8 +8,9 @@ the next one begins where it began, in the same direction, a quarter as long,
 
     u_{k+1} = u_a + q d_a,    q <- q / 4  when taken back,  q <- min(2 q, 1)  when held,
 
-with u_a the last variable that was held, d_a the optimizer's update there. Without minibatches that
-change, the highest of the last five never rises, so that no step that is held is above the start.
+with u_a the last variable that was held, d_a the optimizer's update there. While q < 1 the error must
+fall with each step. Without minibatches that change, the highest of those that count never rises, so
+that no step that is held is above the start.
 Reference: Grippo, Lampariello and Lucidi, A Nonmonotone Line Search Technique, 1986.
 """
 
@@ -29,7 +30,7 @@ class Held(NamedTuple):
 
     hparams: PyTree
     direction: PyTree  # d_a, in the search variable
-    values: Float[Array, " 5"]  # the last errors that were held, the newest first; NaN before them
+    values: Float[Array, " 5"]  # the last errors that were held, the newest first; -inf before them
     share: Float[Array, ""]  # q
 
 
@@ -37,32 +38,42 @@ def nothing_held(hparams: PyTree, search: PyTree) -> Held:
     """Return the state before the first evaluation."""
     direction = jax.tree.map(jnp.zeros_like, search)
     return Held(
-        jax.tree.map(jnp.copy, hparams), direction, jnp.full(REMEMBERED, jnp.nan), jnp.ones(())
+        jax.tree.map(jnp.copy, hparams), direction, jnp.full(REMEMBERED, -jnp.inf), jnp.ones(())
     )
 
 
-def is_held(held: Held, value: PyTree, grad: PyTree, noisy: bool) -> Bool[Array, ""]:
+def is_held(
+    held: Held, value: PyTree, grad: PyTree, *, comparable: bool, noisy: bool
+) -> Bool[Array, ""]:
     """Return whether the step to an evaluation is held.
 
-    Of several errors, each for its own hyperparameters, none may be what all of them lower: there only
-    what is not finite is taken back.
+    Errors are not `comparable` where a training continues from the one before, nor is there one to
+    compare where each hyperparameter has its own: there only what is not finite is taken back.
     """
     finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((value, grad))]))
-    if len(jax.tree.leaves(value)) > 1:
+    if not comparable or len(jax.tree.leaves(value)) > 1:
         return finite
     error = jax.tree.leaves(value)[0].astype(held.values.dtype)
-    count = jnp.sum(~jnp.isnan(held.values))
-    highest, lowest = jnp.nanmax(held.values), jnp.nanmin(held.values)
+    known = jnp.isfinite(held.values)
+    highest = jnp.max(held.values)
+    lowest = jnp.min(jnp.where(known, held.values, jnp.inf))
     slack = ROUNDING * jnp.abs(highest)
     if noisy:  # of two values nothing is known of the noise
-        slack += jnp.where(count < 3, jnp.abs(highest), highest - lowest)
-    return finite & ((count == 0) | (error <= highest + slack))
+        slack += jnp.where(jnp.sum(known) < 3, jnp.abs(highest), highest - lowest)
+    return finite & (~jnp.any(known) | (error <= highest + slack))
 
 
 def next_held(holds: Any, held: Held, hparams: PyTree, direction: PyTree, value: PyTree) -> Held:
     """Return where the descent continues from: here, if it `holds`, or from before, and shorter."""
     error = jnp.sum(jnp.array([x.astype(held.values.dtype) for x in jax.tree.leaves(value)]))
-    values = jnp.roll(held.values, 1).at[0].set(error)
-    here = Held(hparams, direction, values, jnp.minimum(LONGER * held.share, 1.0))
-    before = held._replace(share=SHORTER * held.share)
-    return jax.tree.map(lambda a, b: jnp.where(holds, a, b), here, before)
+    longer = jnp.minimum(LONGER * held.share, 1.0)
+    alone = jnp.full_like(held.values, -jnp.inf).at[0]
+    values = jnp.where(longer < 1, alone.set(error), jnp.roll(held.values, 1).at[0].set(error))
+    here = Held(hparams, direction, values, longer)
+    before = held._replace(values=alone.set(held.values[0]), share=SHORTER * held.share)
+    return chosen(holds, here, before)
+
+
+def chosen(holds: Any, yes: PyTree, no: PyTree) -> PyTree:
+    """Return one of two pytrees."""
+    return jax.tree.map(lambda a, b: jnp.where(holds, a, b), yes, no)

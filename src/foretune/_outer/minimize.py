@@ -3,39 +3,36 @@
     u_{k+1} = u_k + optimizer(grad f(lambda_k)),    lambda_{k+1} = P(u_{k+1})
 
 with P the projection onto the constraints (or, for `Log` and `Logit`, with u the transformed
-variable). Step k costs one hypergradient; the loop itself adds two small programs.
+variable). Step k costs one hypergradient; the loop itself adds two small programs. A step that raises
+the error is taken back: `guard.py` has the rule.
 """
 
-import functools
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
 from jaxtyping import Array, Key, PyTree
 
-from .._engines.base import Hypergradient, check_engine
+from .._engines.base import check_engine
 from .._engines.nonfinite import NonFiniteError
 from .._engines.reverse import Reverse
-from .._problem.arguments import filtered
 from .._problem.checks import (
     check_count,
     check_flag,
     check_hparams,
     check_key,
     check_leading_axis,
-    named_leaves,
 )
 from .._problem.equality import reused
 from .._problem.folds import CrossValidated
 from .._problem.problem import Problem, validated
 from .._problem.validation import noting
 from .constraints import check_constraints
+from .guard import Held
 from .run import (
     Best,
     Interrupt,
@@ -55,9 +52,10 @@ from .run import (
     plain,
     started,
 )
+from .steps import chosen_rows, evaluated, gradient_norms, outer_init, outer_update, response, shown
 
 DEFAULT_OPTIMIZER = optax.contrib.cocob()
-RECORD = ("step", "value", "gradient_norm")  # what every record has
+RECORD = ("step", "value", "gradient_norm", "taken_back")  # what a record has besides metrics
 
 
 _START = "Where training diverges there, start from other hyperparameters."
@@ -74,6 +72,7 @@ class Carry(NamedTuple):
     opt_state: PyTree
     best: Best
     inner: PyTree  # s_T of the last step where the next starts from it, else None
+    held: Held | None  # the last step that was not taken back, where steps may be
 
 
 def minimize(
@@ -93,6 +92,7 @@ def minimize(
     score: Callable[[dict[str, Any]], Any] | None = None,
     warm_start: bool = False,
     batched: bool = False,
+    take_back: bool = True,
 ) -> Result:
     """Descend on the hyperparameters by their hypergradient, inside their constraints.
 
@@ -102,7 +102,8 @@ def minimize(
         steps: the number of updates. The error is evaluated `steps + 1` times, ends included.
         engine: how the hypergradient is computed; `Reverse()` by default.
         optimizer: an Optax optimizer for the hyperparameters. By default `optax.contrib.cocob()`,
-            which needs no hyper-learning rate (docs/outer.md has the comparison behind this choice).
+            which needs no hyper-learning rate (docs/outer.md has the comparison behind this choice), on
+            hyperparameters in units of their own size at the start.
             Gradient clipping is Optax's: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
         constraints: sets (`Box`, `CappedSimplex`, ...) or changes of variable (`Log`, `Logit`) as a
             prefix of the hyperparameters, `{"lr": Log()}` say: a dict by name (of a key, or of a field
@@ -127,10 +128,17 @@ def minimize(
             program; records then hold one number for each. A descent that is not finite is named in a
             `RuntimeWarning` and stays where it is, its records NaN, while the others continue.
 
+        take_back: whether a step that raises the error is taken back and tried again a quarter as long
+            (default). It is when the error is not finite, or above the highest of the last five (with
+            new `batches`, by more than these differ). The record of its evaluation says `taken_back`,
+            and the result is the last evaluation that was not: without new `batches` its error is never
+            above that of the start. Of several objectives, and with `warm_start`, only what is not
+            finite is taken back.
+
     Ctrl-C, or SIGTERM, ends the run after the current evaluation and returns what there is; a second
-    one interrupts at once. A hypergradient that is not finite (of `batched` descents, all of them)
-    raises `NonFiniteError`, whose attribute `run` holds the history and the best hyperparameters until
-    then.
+    one interrupts at once. A hypergradient that is not finite at the start (of `batched` descents, all
+    of them), or anywhere with `take_back=False`, raises `NonFiniteError`, whose attribute `run` holds
+    the history and the best hyperparameters until then.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -153,6 +161,7 @@ def minimize(
     check_count(evaluate_every, f"minimize(evaluate_every={evaluate_every})")
     check_flag(warm_start, f"minimize(warm_start={warm_start!r:.60})")
     check_flag(batched, f"minimize(batched={batched!r:.60})")
+    check_flag(take_back, f"minimize(take_back={take_back!r:.60})")
     engine = Reverse() if engine is None else engine
     optimizer = DEFAULT_OPTIMIZER if optimizer is None else reused(optimizer)
     if batched and warm_start:
@@ -167,7 +176,7 @@ def minimize(
     constraints = check_constraints(constraints, single)
     engine = engine.within(constraints)
     hparams = feasible(hparams, constraints, batched)
-    outer = Outer(optimizer, constraints)
+    outer = Outer(optimizer, constraints, in_units=optimizer is DEFAULT_OPTIMIZER)
     inner = problem.start(hparams) if warm_start else None
     best = nowhere(hparams, () if members is None else (members,))
 
@@ -182,13 +191,15 @@ def minimize(
             "training data": digest_of(problem.batches),
             "validation data": digest_of(problem.validation),
             "arrays of the dynamics": digest_of(problem.dynamics),
+            "take_back": str(take_back),
         }
 
-    carry = Carry(hparams, _outer_init(outer, hparams, batched), best, inner)
+    opt_state, held = outer_init(outer, hparams, batched)
+    carry = Carry(hparams, opt_state, best, inner, held if take_back else None)
     run = Run(steps, carry, fingerprint)
 
     with Interrupt() as interrupt, started(callbacks, run):
-        stopped = None
+        stopped, now, holds = None, problem, np.array(True)
         while stopped is None:
             now = problem
             if batches is not None:
@@ -197,21 +208,25 @@ def minimize(
             if warm_start:
                 now = now.continued(run.carry.inner)
             try:
-                hyper = engine(now, run.hparams) if not batched else _of_members(engine, now, run)
+                hyper, holds = evaluated(
+                    engine, now, run, batched, comparable=not warm_start, noisy=batches is not None
+                )
             except NonFiniteError as error:
                 error.add_note(
-                    f"foretune: this was step {run.step} of minimize, with {_shown(run.hparams)}. "
+                    f"foretune: this was step {run.step} of minimize, with {shown(run.hparams)}. "
                     f"{_FURTHER if run.step else _START} What there is until then (history, best, "
                     "hparams) is in the attribute `run` of this error."
                 )
                 error.run = run
                 raise
             run.value, run.grad, run.state = hyper
-            norms = _gradient_norm(hyper.grad, batched)
+            norms = gradient_norms(hyper.grad, batched)
             record = {"step": run.step, "value": hyper.value, "gradient_norm": norms}
+            if take_back:
+                record["taken_back"] = ~holds
             measured = evaluate and (run.step % evaluate_every == 0 or run.step == steps)
             if measured:
-                record |= metrics_of(evaluate, hyper.state, run.hparams, record, batched)
+                record |= metrics_of(evaluate, hyper.state, run.hparams, batched)
             run.note(plain(record))
             if measured or not evaluate:
                 best = run.ranked(score, run.record, run.hparams)
@@ -220,36 +235,17 @@ def minimize(
                 callback.step(run)
             stopped = next(iter(run.reasons(rules, interrupt)), None)
             if stopped is None:
-                new, opt_state = _outer_update(
-                    outer, run.hparams, run.carry.opt_state, hyper.value, hyper.grad, batched
-                )
-                inner = hyper.state if warm_start else None
-                run.move(run.step + 1, Carry(new, opt_state, run.best, inner))
-    return Result(run.hparams, run.value, run.state, run.history, run.best, stopped)
-
-
-@filtered
-def _outer_init(outer: Outer, hparams: PyTree, batched: bool) -> PyTree:
-    return (jax.vmap(outer.init) if batched else outer.init)(hparams)
-
-
-@filtered
-def _outer_update(
-    outer: Outer, hparams: PyTree, opt_state: PyTree, value: Any, grad: PyTree, batched: bool
-) -> tuple[PyTree, PyTree]:
-    if not batched:
-        return outer.update(hparams, opt_state, value, grad)
-    updated = jax.vmap(outer.update)(hparams, opt_state, value, grad)
-    return _select(_rows_finite(grad), updated, (hparams, opt_state))
-
-
-def _shown(hparams: PyTree, most: int = 6) -> str:
-    """Return the hyperparameters' values, or their range, the first few of them."""
-    parts = []
-    for path, leaf in named_leaves(jax.device_get(hparams), "hparams").items():
-        low, high = float(np.min(leaf)), float(np.max(leaf))
-        parts.append(f"{path} = {low:.4g}" + ("" if leaf.size == 1 else f" to {high:.4g}"))
-    return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
+                new, opt_state, held = outer_update(outer, *run.carry[:2], run.carry.held, *hyper[:2],
+                                                     holds, batched)  # fmt: skip
+                inner = run.carry.inner
+                if warm_start and holds.all():
+                    inner = hyper.state
+                run.move(run.step + 1, Carry(new, opt_state, run.best, inner, held))
+    hparams, value, state = run.hparams, run.value, run.state
+    if not holds.all():  # the last evaluation that was held, made again
+        hparams = chosen_rows(holds, hparams, run.carry.held.hparams, batched)
+        value, state = response(now, hparams, batched)
+    return Result(hparams, value, state, run.history, run.best, stopped)
 
 
 def _check_batches(batches: Any, key: Any) -> None:
@@ -262,63 +258,3 @@ def _check_batches(batches: Any, key: Any) -> None:
                 "minimize(key=...) is for `batches(step, key)`, and there is no `batches`. A key of "
                 "the loss goes to `Training(..., key=...)`."
             )
-
-
-def _of_members(engine: Any, problem: Problem, run: Run) -> Hypergradient:
-    """Return the hypergradients of all descents, NaN for one that is not finite or was not before."""
-    result = _batched_hypergradient(engine, problem, run.hparams)
-    finite = jax.device_get(_rows_finite((result.value, result.grad)))
-    # A resumed run sees those that had ended in its records, as an uninterrupted one does.
-    ended = np.isnan(run.history[-1]["gradient_norm"]) if run.history else np.zeros_like(finite)
-    alive = finite & ~ended
-    if alive.all():
-        return result
-    for i in np.flatnonzero(~finite & ~ended):
-        reason = _reason(engine, problem, jax.tree.map(lambda leaf, i=i: leaf[i], run.hparams))
-        if not alive.any():
-            raise NonFiniteError(f"all {len(alive)} descents have ended; descent {i}: {reason}")
-        warnings.warn(
-            f"descent {i} of {len(alive)} (counted from 0) ends at step {run.step}: {reason} Its "
-            "hyperparameters stay as they are and its records hold NaN; the others continue.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    run._nan_reported = True  # the score's NaN is no news
-    value, grad = _select(alive, result[:2], jax.tree.map(lambda x: x * jnp.nan, result[:2]))
-    return result._replace(value=value, grad=grad)
-
-
-def _reason(engine: Any, problem: Problem, hparams: PyTree) -> str:
-    """Return why a descent is not finite: run alone, it explains itself."""
-    try:
-        engine(problem, hparams)
-    except NonFiniteError as error:
-        return str(error)
-    return "not finite: its value or hypergradient."
-
-
-@filtered
-def _batched_hypergradient(engine, problem, hparams):
-    return eqx.filter_vmap(lambda h: engine(problem, h))(hparams)
-
-
-@jax.jit
-def _select(rows: Array, yes: PyTree, no: PyTree) -> PyTree:
-    """Return the entries of `yes` along the leading axis where `rows` is true, else those of `no`."""
-
-    def leaf(a, b):
-        return jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(leaf, yes, no)
-
-
-@jax.jit
-def _rows_finite(tree: PyTree) -> Array:
-    rows = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(tree)]
-    return jnp.stack(rows).all(0)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _gradient_norm(grad: PyTree, batched: bool) -> Array:
-    norm = jax.vmap(optax.tree.norm) if batched else optax.tree.norm
-    return norm(grad)

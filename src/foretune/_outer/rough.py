@@ -40,7 +40,7 @@ from .._problem.arguments import flatten, unflatten
 from .._problem.checks import check_count, describe
 from .._problem.problem import Problem
 from .._problem.system import System
-from .constraints import apply_constraints, check_constraints
+from .constraints import apply_constraints, check_constraints, sizes
 
 
 class Space:
@@ -68,27 +68,11 @@ class Space:
 
 
 def moved(constraints: PyTree, hparams: PyTree, change: PyTree) -> PyTree:
-    """Return the hyperparameters after a relative change, inside their constraints.
-
-    A change of 0.1 is a tenth of an entry's natural size: of itself; of 1 in log(x) or logit(x) under
-    `Log` and `Logit`; of the way to the upper bound of a `Box` where that is shorter (but of a tenth of
-    itself at least, since at the bound there is no way left). An entry that is 0 counts as the mean of
-    its leaf, and as 1 where the whole leaf is 0.
-    """
+    """Return the hyperparameters after a change in units of their natural sizes, inside constraints."""
     u = apply_constraints(constraints, "to_search", hparams)
-
-    def unit(leaf):
-        typical = jnp.mean(jnp.abs(leaf))
-        return jnp.where(leaf == 0, jnp.where(typical == 0, 1.0, typical), 0.0).astype(leaf.dtype)
-
-    units = jax.tree.map(unit, u)
-    reach = apply_constraints(constraints, "reach", u, units)
-
-    def there(u, unit, reach, change):
-        size = jnp.maximum(reach, 0.1 * jnp.minimum(jnp.abs(u) + unit, 1.0))
-        return u + (size * change).astype(u.dtype)
-
-    there = jax.tree.map(there, u, units, reach, change)
+    there = jax.tree.map(
+        lambda u, c, d: u + (c * d).astype(u.dtype), u, sizes(constraints, u), change
+    )
     return apply_constraints(
         constraints, "project", apply_constraints(constraints, "from_search", there)
     )

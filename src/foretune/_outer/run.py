@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, PyTree
 from .._problem.arguments import filtered
 from .._problem.checks import check_signature, describe, named_leaves
 from .callbacks import Callback
-from .constraints import apply_constraints, check_starts
+from .constraints import apply_constraints, check_starts, sizes
 
 DIGEST = "sha256:"  # what the digest of arrays begins with
 UNTRACEABLE = (
@@ -80,7 +80,8 @@ class Run:
         self.steps, self.fingerprint = steps, fingerprint
         self.history: list[dict[str, Any]] = []
         self._lost = 0  # of its records: damaged ones of the run that it resumes
-        self.resumed = self._nan_reported = False
+        self.begun = False  # whether an earlier run was killed before it saved anything
+        self.resumed = self.nan_reported = False
         self.move(0, carry)
         self.started = time.monotonic()
         self.record: dict[str, Any] = {}
@@ -145,8 +146,8 @@ class Run:
     ) -> Best:
         """Return the best once the hyperparameters of a record are counted, too."""
         now = _total_value(record) if score is None else _scored(score, record, self.best.score)
-        if np.isnan(now).any() and not self._nan_reported:
-            self._nan_reported = True
+        if np.isnan(now).any() and not self.nan_reported:
+            self.nan_reported = True
             warnings.warn(
                 f"the score at step {record['step']} is NaN. It never counts as the best, here or "
                 "later in the run.",
@@ -189,10 +190,21 @@ class Outer(eqx.Module):
 
     optimizer: optax.GradientTransformation
     constraints: PyTree
+    in_units: bool = (
+        False  # whether the optimizer sees u / c, with c the natural sizes at the start
+    )
 
     def init(self, hparams: PyTree) -> PyTree:
         """Return the optimizer's state, which holds for the search variable."""
-        return self.optimizer.init(apply_constraints(self.constraints, "to_search", hparams))
+        u = self.search(hparams)
+        if not self.in_units:
+            return self.optimizer.init(u)
+        c = sizes(self.constraints, u)
+        return c, self.optimizer.init(jax.tree.map(jnp.divide, u, c))
+
+    def search(self, hparams: PyTree) -> PyTree:
+        """Return the search variable u."""
+        return apply_constraints(self.constraints, "to_search", hparams)
 
     def update(self, hparams: PyTree, opt_state: PyTree, value: PyTree, grad: PyTree) -> tuple:
         """Return the next hyperparameters and optimizer state."""
@@ -202,12 +214,17 @@ class Outer(eqx.Module):
     def direction(self, hparams: PyTree, opt_state: PyTree, value: PyTree, grad: PyTree) -> tuple:
         """Return the optimizer's update of the search variable, and its state."""
         from_search = functools.partial(apply_constraints, self.constraints, "from_search")
-        u = apply_constraints(self.constraints, "to_search", hparams)
+        u = self.search(hparams)
         _, pull = jax.vjp(from_search, u)  # du = grad f(lambda) dlambda/du
         (direction,) = pull(grad)
         optimizer = optax.with_extra_args_support(self.optimizer)
+        c = None
+        if self.in_units:
+            c, opt_state = opt_state
+            u = jax.tree.map(jnp.divide, u, c)
+            direction = jax.tree.map(jnp.multiply, direction, c)
         with jax.numpy_dtype_promotion("standard"):  # Adam multiplies floats by a count
-            return optimizer.update(
+            updates, opt_state = optimizer.update(
                 direction,
                 opt_state,
                 u,
@@ -215,10 +232,13 @@ class Outer(eqx.Module):
                 grad=direction,
                 reach=functools.partial(apply_constraints, self.constraints, "reach"),
             )
+        if c is None:
+            return updates, opt_state
+        return jax.tree.map(jnp.multiply, updates, c), (c, opt_state)
 
     def moved(self, hparams: PyTree, updates: PyTree) -> PyTree:
         """Return the hyperparameters after an update of their search variable."""
-        u = apply_constraints(self.constraints, "to_search", hparams)
+        u = self.search(hparams)
         there = apply_constraints(self.constraints, "from_search", optax.apply_updates(u, updates))
         return apply_constraints(self.constraints, "project", there)
 
@@ -246,7 +266,7 @@ def feasible(hparams: PyTree, constraints: PyTree, batched: bool = False) -> PyT
     return inside
 
 
-def metrics_of(evaluate, state, hparams, record: dict[str, Any], batched: bool = False) -> dict:
+def metrics_of(evaluate, state, hparams, batched: bool = False) -> dict:
     """Return the scalars of the user's `evaluate`, which `check_evaluate` has seen."""
     with _explaining_traces():
         return _metrics(evaluate, state, hparams, batched)

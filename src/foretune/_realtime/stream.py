@@ -382,7 +382,7 @@ def _record(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -
     record = {"step": step, "value": numbers["value"], "gradient_norm": norm}
     record |= {name: numbers[name] for name in ("loss", "hparams", "z_norm", "undone", "outliers")}
     if evaluate and (step % every == 0 or step == run.steps):
-        record |= metrics_of(evaluate, state.train, state.hparams, record)
+        record |= metrics_of(evaluate, state.train, state.hparams)
     return plain(record)
 
 

@@ -327,6 +327,7 @@ def descend(
         optimizer=optimizer,
         constraints=sets,
         callbacks=[*callbacks, keep],
+        take_back=False,
     )
     return keep, result
 

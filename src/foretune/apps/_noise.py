@@ -144,6 +144,7 @@ def tune(
         optimizer=OPTIMIZER,
         constraints={"l2": Box(np.log(1e-9), np.log(10.0))},
         callbacks=callbacks,
+        take_back=False,
     )
     hparams = result.best.hparams
     _, state = problem.response(hparams)

@@ -79,6 +79,7 @@ def tune_weights(
         optimizer=OPTIMIZER,
         constraints={"weight": CappedSimplex(budget)},
         callbacks=callbacks,
+        take_back=False,
     )
     probabilities = jax.nn.softmax(model.apply(result.state.params, z))
     weights = np.asarray(result.hparams["weight"], np.float64)

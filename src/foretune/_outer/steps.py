@@ -1,0 +1,186 @@
+"""One step of `minimize`: the evaluation, whether it is held, and the update, each as a program.
+
+`batched` says that hyperparameters, values and gradients have a leading axis of independent descents.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, PyTree
+
+from .._engines.base import Hypergradient
+from .._engines.nonfinite import NonFiniteError, is_finite
+from .._problem.arguments import filtered
+from .._problem.checks import named_leaves
+from .._problem.problem import Problem
+from .._problem.system import make_system
+from .guard import Held, chosen, is_held, next_held, nothing_held
+from .run import Outer, Run
+
+
+def evaluated(engine: Any, problem: Problem, run: Run, batched: bool, **rule: bool) -> tuple:
+    """Return the hypergradient, and whether the step to it is held (for each descent)."""
+    held = run.carry.held
+    if held is None:
+        hyper = _of_members(engine, problem, run) if batched else engine(problem, run.hparams)
+        return hyper, np.ones(np.shape(run.best.score), bool)
+    quiet = engine if engine.check_finite else engine.unchecked()
+    hyper = (_batched_hypergradient if batched else _alone)(quiet, problem, run.hparams)
+    holds, finite = jax.device_get(_judged(held, hyper.value, hyper.grad, batched, rule))
+    if finite.all():
+        return hyper, holds
+    silent, run.nan_reported = run.nan_reported, True  # the score's NaN is no news
+    if run.step == 0:  # there is nothing to go back to
+        hyper = _of_members(engine, problem, run) if batched else engine(problem, run.hparams)
+        return hyper, holds
+    started = np.isfinite(jax.device_get(held.values)).any(-1)
+    if (started & ~finite).any() and not silent:
+        which = f" of descents {np.flatnonzero(started & ~finite).tolist()}" if batched else ""
+        warnings.warn(
+            f"the error or the hypergradient{which} at step {run.step} of minimize is not finite, with "
+            f"{shown(run.hparams)}. The step is taken back and shortened, here and later in the run; "
+            "`take_back=False` raises an error that says why.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return hyper, holds
+
+
+def _alone(engine: Any, problem: Problem, hparams: PyTree) -> Hypergradient:
+    return engine(problem, hparams)
+
+
+@filtered
+def outer_init(outer: Outer, hparams: PyTree, batched: bool) -> tuple[PyTree, Held]:
+    def init(hparams):
+        return outer.init(hparams), nothing_held(hparams, outer.search(hparams))
+
+    return (jax.vmap(init) if batched else init)(hparams)
+
+
+@filtered
+def _judged(
+    held: Held, value: Any, grad: PyTree, batched: bool, rule: dict[str, bool]
+) -> tuple[Array, Array]:
+    def judge(held, value, grad):
+        return is_held(held, value, grad, **rule), is_finite((value, grad))
+
+    return (jax.vmap(judge) if batched else judge)(held, value, grad)
+
+
+@filtered
+def outer_update(
+    outer: Outer,
+    hparams: PyTree,
+    opt_state: PyTree,
+    held: Held | None,
+    value: Any,
+    grad: PyTree,
+    holds: Any,
+    batched: bool,
+) -> tuple[PyTree, PyTree, Held | None]:
+    def update(hparams, opt_state, held, value, grad, holds):
+        direction, after = outer.direction(hparams, opt_state, value, grad)
+        if held is None:
+            return outer.moved(hparams, direction), after, None
+        held = next_held(holds, held, hparams, direction, value)
+        step = jax.tree.map(lambda d: d * held.share.astype(d.dtype), held.direction)
+        return outer.moved(held.hparams, step), chosen(holds, after, opt_state), held
+
+    arguments = hparams, opt_state, held, value, grad, holds
+    if not batched:
+        return update(*arguments)
+    updated = jax.vmap(update)(*arguments)
+    if held is not None:
+        return updated
+    return *_select(_rows_finite(grad), updated[:2], (hparams, opt_state)), None
+
+
+@filtered
+def chosen_rows(holds: Any, yes: PyTree, no: PyTree, batched: bool) -> PyTree:
+    return (jax.vmap(chosen) if batched else chosen)(holds, yes, no)
+
+
+@filtered
+def response(problem: Problem, hparams: PyTree, batched: bool) -> tuple[PyTree, PyTree]:
+    def train(hparams):
+        system = make_system(problem, hparams)
+        s_T = system.run(hparams)
+        return system.value(system.errors(s_T, hparams)), system.restore(s_T)
+
+    return (eqx.filter_vmap(train) if batched else train)(hparams)
+
+
+def shown(hparams: PyTree, most: int = 6) -> str:
+    """Return the hyperparameters' values, or their range, the first few of them."""
+    parts = []
+    for path, leaf in named_leaves(jax.device_get(hparams), "hparams").items():
+        low, high = float(np.min(leaf)), float(np.max(leaf))
+        parts.append(f"{path} = {low:.4g}" + ("" if leaf.size == 1 else f" to {high:.4g}"))
+    return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
+
+
+def _of_members(engine: Any, problem: Problem, run: Run) -> Hypergradient:
+    """Return the hypergradients of all descents, NaN for one that is not finite or was not before."""
+    result = _batched_hypergradient(engine, problem, run.hparams)
+    finite = jax.device_get(_rows_finite((result.value, result.grad)))
+    # A resumed run sees those that had ended in its records, as an uninterrupted one does.
+    ended = np.isnan(run.history[-1]["gradient_norm"]) if run.history else np.zeros_like(finite)
+    alive = finite & ~ended
+    if alive.all():
+        return result
+    for i in np.flatnonzero(~finite & ~ended):
+        reason = _reason(engine, problem, jax.tree.map(lambda leaf, i=i: leaf[i], run.hparams))
+        if not alive.any():
+            raise NonFiniteError(f"all {len(alive)} descents have ended; descent {i}: {reason}")
+        warnings.warn(
+            f"descent {i} of {len(alive)} (counted from 0) ends at step {run.step}: {reason} Its "
+            "hyperparameters stay as they are and its records hold NaN; the others continue.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    run.nan_reported = True  # the score's NaN is no news
+    value, grad = _select(alive, result[:2], jax.tree.map(lambda x: x * jnp.nan, result[:2]))
+    return result._replace(value=value, grad=grad)
+
+
+def _reason(engine: Any, problem: Problem, hparams: PyTree) -> str:
+    """Return why a descent is not finite: run alone, it explains itself."""
+    try:
+        engine(problem, hparams)
+    except NonFiniteError as error:
+        return str(error)
+    return "not finite: its value or hypergradient."
+
+
+@filtered
+def _batched_hypergradient(engine, problem, hparams):
+    return eqx.filter_vmap(lambda h: engine(problem, h))(hparams)
+
+
+@jax.jit
+def _select(rows: Array, yes: PyTree, no: PyTree) -> PyTree:
+    """Return the entries of `yes` along the leading axis where `rows` is true, else those of `no`."""
+
+    def leaf(a, b):
+        return jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(leaf, yes, no)
+
+
+@jax.jit
+def _rows_finite(tree: PyTree) -> Array:
+    rows = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(tree)]
+    return jnp.stack(rows).all(0)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def gradient_norms(grad: PyTree, batched: bool) -> Array:
+    norm = jax.vmap(optax.tree.norm) if batched else optax.tree.norm
+    return norm(grad)
