@@ -55,6 +55,7 @@ def main() -> None:
                         constraints=constraints,
                         evaluate=evaluate,
                         evaluate_every=arguments.steps,
+                        take_back=False,
                     )
             except ft.NonFiniteError as error:
                 reason = str(error).splitlines()[0]
