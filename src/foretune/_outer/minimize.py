@@ -54,7 +54,7 @@ from .run import (
 )
 from .steps import chosen_rows, evaluated, gradient_norms, outer_init, outer_update, response, shown
 
-DEFAULT_OPTIMIZER = optax.contrib.cocob()
+DEFAULT_OPTIMIZER = optax.contrib.cocob(alpha=10.0)  # first steps of a tenth, in units of the start
 RECORD = ("step", "value", "gradient_norm", "taken_back")  # what a record has besides metrics
 
 
@@ -101,8 +101,8 @@ def minimize(
         hparams: where to start; projected onto the constraints, with a warning, if outside.
         steps: the number of updates. The error is evaluated `steps + 1` times, ends included.
         engine: how the hypergradient is computed; `Reverse()` by default.
-        optimizer: an Optax optimizer for the hyperparameters. By default `optax.contrib.cocob()`,
-            which needs no hyper-learning rate (docs/outer.md has the comparison behind this choice), on
+        optimizer: an Optax optimizer for the hyperparameters. By default
+            `optax.contrib.cocob(alpha=10)`, which needs no hyper-learning rate (docs/outer.md has the comparison behind this choice), on
             hyperparameters in units of their own size at the start.
             Gradient clipping is Optax's: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
         constraints: sets (`Box`, `CappedSimplex`, ...) or changes of variable (`Log`, `Logit`) as a
