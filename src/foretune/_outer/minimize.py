@@ -102,8 +102,8 @@ def minimize(
         steps: the number of updates. The error is evaluated `steps + 1` times, ends included.
         engine: how the hypergradient is computed; `Reverse()` by default.
         optimizer: an Optax optimizer for the hyperparameters. By default
-            `optax.contrib.cocob(alpha=10)`, which needs no hyper-learning rate (docs/outer.md has the comparison behind this choice), on
-            hyperparameters in units of their own size at the start.
+            `optax.contrib.cocob(alpha=10)`, which needs no hyper-learning rate (docs/outer.md has the
+            comparison behind this choice), on hyperparameters in units of their own size at the start.
             Gradient clipping is Optax's: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
         constraints: sets (`Box`, `CappedSimplex`, ...) or changes of variable (`Log`, `Logit`) as a
             prefix of the hyperparameters, `{"lr": Log()}` say: a dict by name (of a key, or of a field
