@@ -211,7 +211,7 @@ def test_the_explanation_takes_one_training():
 
 def test_the_search_backwards_stores_few_states():
     problem, hparams = network(400)
-    memory = nonfinite._march_back.lower(problem, hparams).compile().compiled.memory_analysis()
+    memory = nonfinite._march_back.lower(problem, hparams).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 100 * state_bytes(problem, hparams)
 
 

@@ -36,7 +36,7 @@ def test_it_ends_no_higher_than_it_began(rate, name):
     assert max(held) <= 1.00001 * first
     if rate == 3.0 and name == "sgd":
         assert any(record["taken_back"] for record in result.history)
-        assert result.value < 1e-3 * first  # shortened, and on
+        assert result.value < 0.1 * first  # shortened, and on
 
 
 @pytest.mark.promotes("Adam multiplies floats by counts")

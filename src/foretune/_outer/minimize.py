@@ -129,8 +129,9 @@ def minimize(
             `RuntimeWarning` and stays where it is, its records NaN, while the others continue.
 
         take_back: whether a step that raises the error is taken back and tried again a quarter as long
-            (default). It is when the error is not finite, or above the highest of the last five (with
-            new `batches`, by more than these differ). The record of its evaluation says `taken_back`,
+            (default). It is when the error is not finite, above the start, or above both the highest of
+            the last five and a tenth of what has been gained (with new `batches`: by more than these
+            five differ). The record of its evaluation says `taken_back`,
             and the result is the last evaluation that was not: without new `batches` its error is never
             above that of the start. Of several objectives, and with `warm_start`, only what is not
             finite is taken back.

@@ -171,6 +171,8 @@ class Run:
 def _reason(rule: Callable[["Run"], Any], run: "Run") -> str | None:
     """Return a rule's reason to stop, or raise where it is none."""
     reason = rule(run)
+    if reason is False:  # `run.step > 9 and "enough"`
+        return None
     if reason is not None and not isinstance(reason, str):
         raise TypeError(
             f"a stopping rule returns the reason to stop, as text, or None; at step {run.step} it "

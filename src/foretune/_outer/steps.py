@@ -20,7 +20,7 @@ from .._problem.arguments import filtered
 from .._problem.checks import named_leaves
 from .._problem.problem import Problem
 from .._problem.system import make_system
-from .guard import Held, chosen, is_held, next_held, nothing_held
+from .guard import RESTART, Held, chosen, is_held, next_held, nothing_held
 from .run import Outer, Run
 
 
@@ -89,9 +89,13 @@ def outer_update(
         direction, after = outer.direction(hparams, opt_state, value, grad)
         if held is None:
             return outer.moved(hparams, direction), after, None
-        held = next_held(holds, held, hparams, direction, value)
-        step = jax.tree.map(lambda d: d * held.share.astype(d.dtype), held.direction)
-        return outer.moved(held.hparams, step), chosen(holds, after, opt_state), held
+        held = next_held(holds, held, hparams, grad, direction, value)
+        opt_state = chosen(holds, after, opt_state)
+        error = jax.tree.map(lambda x: held.values[0].astype(x.dtype), value)
+        anew = outer.direction(held.hparams, outer.init(held.hparams), error, held.grad)
+        direction, opt_state = chosen(held.tries == RESTART, anew, (held.direction, opt_state))
+        step = jax.tree.map(lambda d: d * held.share.astype(d.dtype), direction)
+        return outer.moved(held.hparams, step), opt_state, held._replace(direction=direction)
 
     arguments = hparams, opt_state, held, value, grad, holds
     if not batched:

@@ -98,4 +98,9 @@ def filtered(function: Callable[..., Any]) -> Callable[..., Any]:
         arrays, structure = flatten(arguments)
         return program(structure, arrays).tree()
 
+    def lower(*arguments: Any) -> jax.stages.Lowered:
+        arrays, structure = flatten(arguments)
+        return program.lower(structure, arrays)
+
+    call.lower = lower  # pyright: ignore[reportAttributeAccessIssue]
     return call

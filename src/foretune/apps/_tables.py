@@ -177,7 +177,7 @@ def _labels(values: np.ndarray, path: Path) -> np.ndarray:
     return np.asarray(values.tolist()) if values.dtype == object else values
 
 
-def rows_have(count: int) -> str:
+def rows_have(count: Any) -> str:
     """Return `1 row has` or `2 rows have`."""
     return "1 row has" if count == 1 else f"{count:,} rows have"
 
