@@ -185,6 +185,7 @@ def test_each_step_of_a_descent_draws_other_points():
         (lambda: ft.Evolution(0.1, 2, "key"), TypeError, r"key=...\) is .* give a random key"),
         (lambda: ft.Evolution(0.1, 2, chunk=0), ValueError, "chunk=0"),
         (lambda: ft.Smoothed(0.1), TypeError, "Smoothed's engine is .* give one that computes"),
+        (lambda: ft.Smoothed(ft.Auto()), TypeError, "computes gradients itself"),
         (lambda: ft.Smoothed(ft.Reverse(), 0), ValueError, "radius=0"),
         (lambda: ft.Smoothed(samples=1), ValueError, "two samples"),
     ],

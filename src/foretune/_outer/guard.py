@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from .._engines.nonfinite import is_finite
+
 REMEMBERED = 5  # errors that a new one is compared with
 SHORTER, LONGER = 0.25, 2.0
 ROUNDING = 1e-5  # of the error: not a rise
@@ -64,7 +66,7 @@ def is_held(
     Errors are not `comparable` where a training continues from the one before, nor is there one to
     compare where each hyperparameter has its own: there only what is not finite is taken back.
     """
-    finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((value, grad))]))
+    finite = is_finite((value, grad))
     if not comparable or len(jax.tree.leaves(value)) > 1:
         return finite
     error = jax.tree.leaves(value)[0].astype(held.values.dtype)

@@ -32,6 +32,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
+from .._engines.auto import Auto
 from .._engines.base import AbstractEngine
 from .._engines.nonfinite import NonFiniteError
 from .._engines.reverse import Reverse
@@ -266,9 +267,9 @@ class Smoothed(_Rough):
         check_finite: bool | None = None,
     ):
         engine = Reverse() if engine is None else engine
-        if not isinstance(engine, AbstractEngine):
+        if not isinstance(engine, AbstractEngine) or isinstance(engine, Auto):
             raise TypeError(
-                f"Smoothed's engine is {describe(engine)}; give one that computes gradients, "
+                f"Smoothed's engine is {describe(engine)}; give one that computes gradients itself, "
                 "`foretune.Smoothed(foretune.Reverse(), radius=0.1)`."
             )
         self.engine = engine

@@ -31,7 +31,10 @@ def evaluated(engine: Any, problem: Problem, run: Run, batched: bool, **rule: bo
         hyper = _of_members(engine, problem, run) if batched else engine(problem, run.hparams)
         return hyper, np.ones(np.shape(run.best.score), bool)
     quiet = engine if engine.check_finite else engine.unchecked()
-    hyper = (_batched_hypergradient if batched else _alone)(quiet, problem, run.hparams)
+    if batched:
+        hyper = _batched_hypergradient(quiet, problem, run.hparams)
+    else:
+        hyper = quiet(problem, run.hparams)
     holds, finite = jax.device_get(_judged(held, hyper.value, hyper.grad, batched, rule))
     if finite.all():
         return hyper, holds
@@ -50,10 +53,6 @@ def evaluated(engine: Any, problem: Problem, run: Run, batched: bool, **rule: bo
             stacklevel=3,
         )
     return hyper, holds
-
-
-def _alone(engine: Any, problem: Problem, hparams: PyTree) -> Hypergradient:
-    return engine(problem, hparams)
 
 
 @filtered
@@ -103,7 +102,7 @@ def outer_update(
     updated = jax.vmap(update)(*arguments)
     if held is not None:
         return updated
-    return *_select(_rows_finite(grad), updated[:2], (hparams, opt_state)), None
+    return *jax.vmap(chosen)(_rows_finite(grad), updated[:2], (hparams, opt_state)), None
 
 
 @filtered
@@ -150,7 +149,8 @@ def _of_members(engine: Any, problem: Problem, run: Run) -> Hypergradient:
             stacklevel=4,
         )
     run.nan_reported = True  # the score's NaN is no news
-    value, grad = _select(alive, result[:2], jax.tree.map(lambda x: x * jnp.nan, result[:2]))
+    nothing = jax.tree.map(lambda x: x * jnp.nan, result[:2])
+    value, grad = chosen_rows(alive, result[:2], nothing, True)
     return result._replace(value=value, grad=grad)
 
 
@@ -168,20 +168,7 @@ def _batched_hypergradient(engine, problem, hparams):
     return eqx.filter_vmap(lambda h: engine(problem, h))(hparams)
 
 
-@jax.jit
-def _select(rows: Array, yes: PyTree, no: PyTree) -> PyTree:
-    """Return the entries of `yes` along the leading axis where `rows` is true, else those of `no`."""
-
-    def leaf(a, b):
-        return jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(leaf, yes, no)
-
-
-@jax.jit
-def _rows_finite(tree: PyTree) -> Array:
-    rows = [jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1) for leaf in jax.tree.leaves(tree)]
-    return jnp.stack(rows).all(0)
+_rows_finite = jax.jit(jax.vmap(is_finite))
 
 
 @functools.partial(jax.jit, static_argnums=1)
