@@ -2,7 +2,8 @@
 
 Each trial damages one file of a copy of a good folder and goes on there. It ends with the results of a
 run that nothing happened to, to the bit, or with an error of this library or of the disk that names
-the path; then every other file is as it was.
+the path; then every other file is as it was. Records of steps before the oldest checkpoint cannot be
+made again: a warning says which the history lacks.
 """
 
 import collections
@@ -92,11 +93,20 @@ def try_all(trials, good, folder, proceed, expected):
                     fault = f"changed {sorted(lost)} though it ended with {error!s:.200}"
             else:
                 outcomes["same, with a warning" if noted else "same"] += 1
-                fault = None if found == expected else f"silently another result: {found!s:.300}"
+                said = any("are missing in the history" in str(w.message) for w in noted)
+                if found != (without_lost(expected, found) if said else expected):
+                    fault = f"silently another result: {found!s:.300}"
         if fault:
             wrong.append(f"{name}, {damage}: {fault}")
     print(f"{len(trials)} corruptions: {dict(outcomes)}, {len(wrong)} wrong")
     assert not wrong, "\n".join(wrong)
+
+
+def without_lost(expected, found):
+    """Return what is expected of a run without the records that it has lost, and has said so."""
+    answer, files = expected
+    kept = [record for record in answer["history"] if record in found[0]["history"]]
+    return answer | {"history": kept}, files
 
 
 def all_trials(folder):
@@ -117,7 +127,8 @@ def test_checkpoints(tmp_path, chosen, job):
         return jobs.answer_of(run(folder, steps=4, keep=2)), files_of(folder)
 
     expected = proceed(tmp_path / "whole")
-    trials = chosen(all_trials(tmp_path / "good"), 6)
+    some = chosen(all_trials(tmp_path / "good"), 5)
+    trials = list(dict.fromkeys([("state/foretune.records", "half"), *some]))
     try_all(trials, tmp_path / "good", tmp_path / "run", proceed, expected)
 
 

@@ -115,12 +115,17 @@ class History(Callback):
                 "Give another path, or move the file away; to continue the earlier run, give the "
                 "`Checkpoint` it was saved by as well."
             )
-        if not all(map(_agree, whole, run.history)):
-            raise FileExistsError(
-                f"{self.path} holds the records of another run than the one that is resumed. Give "
-                "another path, or move the file away."
-            )
-        write_whole(self.path, "".join(map(_line, run.history)))
+        records = {record["step"]: _line(record) for record in run.history}
+        for line in whole:
+            step = _step_of(line)
+            if step is None or not _agree(line, records.get(step, line)):
+                raise FileExistsError(
+                    f"{self.path} holds the records of another run than the one that is resumed. "
+                    "Give another path, or move the file away."
+                )
+            if step < max(records, default=0):  # the checkpoint may have lost it
+                records.setdefault(step, line)
+        write_whole(self.path, "".join(records[step] for step in sorted(records)))
 
     def step(self, run: Any) -> None:
         """Append the new record."""
@@ -131,16 +136,19 @@ def _line(record: dict[str, Any]) -> str:
     return json.dumps(record) + "\n"
 
 
-def _agree(line: str, record: dict[str, Any]) -> bool:
-    """Whether a line is of this record: other callbacks may have added entries to either."""
+def _step_of(line: str) -> int | None:
+    """Return the step of a line's record, or None where it is none."""
     try:
-        written = json.loads(line)
-    except ValueError:
-        return False
-    shared = [name for name in record if isinstance(written, dict) and name in written]
-    return bool(shared) and all(
-        json.dumps(written[name]) == json.dumps(record[name]) for name in shared
-    )
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if type(step) is int else None
+
+
+def _agree(line: str, other: str) -> bool:
+    """Whether two lines are of one record: other callbacks may have added entries to either."""
+    a, b = json.loads(line), json.loads(other)
+    return all(json.dumps(a[name]) == json.dumps(b[name]) for name in a.keys() & b.keys())
 
 
 class TensorBoard(Callback):
