@@ -39,6 +39,9 @@ from ._outer.stopping import NoImprovement as NoImprovement
 from ._outer.stopping import SmallGradient as SmallGradient
 from ._outer.stopping import TimeLimit as TimeLimit
 from ._outer.stopping import Vanished as Vanished
+from ._outer.trust import Advice as Advice
+from ._outer.trust import Trust as Trust
+from ._outer.trust import trust as trust
 from ._outer.variables import Log as Log
 from ._outer.variables import Logit as Logit
 from ._problem.batches import FullBatch as FullBatch

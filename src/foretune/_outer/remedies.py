@@ -1,0 +1,169 @@
+"""What may make a rough response smooth: changes of a training that can be tried without its author.
+
+warm-up, lower rate    w_t = w_{t-1} + a_t (w'_t - w_{t-1}), with w'_t what the step gives
+eps_root               Adam's second moment v_t raised, so that v_hat_t + e is in its root
+larger batches         the indices of two steps in one
+fewer steps            the first half of the batches
+full precision         the loss in float32, products of matrices at the highest precision
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from .._problem.batches import FullBatch, Minibatches, Stacked
+from .._problem.dynamics import Wrapper
+from .._problem.folds import CrossValidated
+from .._problem.problem import Problem
+from .._problem.training import TrainState
+from .sensitivity import Growth
+
+GROWS = 10.0  # from this growth on the training is to blame
+EARLY = 0.25  # of the steps: where growth calls for a warm-up
+WARM_UP = 0.1  # of the steps
+EPS_ROOTS = (1e-8, 1e-6)
+
+
+class Remedy(NamedTuple):
+    """A change of the training: its name, how to make it, and the problem with it."""
+
+    name: str
+    how: str
+    problem: Problem
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+
+class Damped(Wrapper):
+    """A training whose updates are multiplied by a factor, and rise to it over a warm-up."""
+
+    factor: float = eqx.field(static=True)
+    warm_up: int = eqx.field(static=True)
+
+    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
+        """Return s_t with its weights part of the way."""
+        new, loss = super().advance(state, hparams, batch)
+        part = self.factor * jnp.minimum(1.0, (state.step + 1) / self.warm_up)
+
+        def between(old, new):
+            if not eqx.is_inexact_array(new):
+                return new
+            return old + part.astype(new.dtype) * (new - old)
+
+        return new._replace(params=jax.tree.map(between, state.params, new.params)), loss
+
+
+class Floored(Wrapper):
+    """A training with Adam whose `eps_root` is larger by some number."""
+
+    eps_root: float = eqx.field(static=True)
+
+    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
+        """Return s_t, the second moments raised while it is computed.
+
+        v_t = b2 v_{t-1} + (1 - b2) g^2 and v_hat_t = v_t / (1 - b2^t): with v_{t-1} larger by
+        r = e (1 - b2^t) / b2 the root is of v_hat_t + e. Then b2 r is taken away again.
+        """
+        plain, loss = super().advance(state, hparams, batch)
+        one, _ = super().advance(_raised(state, state, 1.0), hparams, batch)
+        b2, count = _difference(one, plain), _adam(state)[0].count + 1
+        r = jax.lax.stop_gradient(self.eps_root * (1 - b2**count) / b2)
+        new, _ = super().advance(_raised(state, state, r), hparams, batch)
+        nus = [adam.nu for adam in _adam(plain)]
+        return _with_nu(new, nus), loss
+
+
+def _is_adam(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByAdamState)
+
+
+def _adam(state: Any) -> list[Any]:
+    return [n for n in jax.tree.leaves(state.opt_state, is_leaf=_is_adam) if _is_adam(n)]
+
+
+def _with_nu(state: Any, nus: list[PyTree]) -> Any:
+    remaining = iter(nus)
+    replaced = jax.tree.map(
+        lambda node: node._replace(nu=next(remaining)) if _is_adam(node) else node,
+        state.opt_state,
+        is_leaf=_is_adam,
+    )
+    return state._replace(opt_state=replaced)
+
+
+def _raised(state: Any, like: Any, by: Any) -> Any:
+    nus = [jax.tree.map(lambda x: x + jnp.asarray(by, x.dtype), adam.nu) for adam in _adam(like)]
+    return _with_nu(state, nus)
+
+
+def _difference(one: Any, plain: Any) -> Any:
+    """Return b2: by how much a second moment grows where the one before grows by 1."""
+    a, b = (jax.tree.leaves(_adam(state)[0].nu)[0].ravel()[0] for state in (one, plain))
+    return jax.lax.stop_gradient(a - b)
+
+
+def remedies(
+    problem: Problem, hparams: PyTree, growth: Growth | None, noisy: bool, low: str | None
+) -> Iterator[Remedy]:
+    """Yield the changes that what was seen speaks for, and that can be tried.
+
+    Args:
+        problem: the problem.
+        hparams: its hyperparameters.
+        growth: of small changes, where known.
+        noisy: whether the order of the batches moves the error more than a step of tuning.
+        low: the type below single precision that steps compute in, if any.
+    """
+    dynamics, T = problem.dynamics, problem.steps
+    if isinstance(problem, CrossValidated):
+        return
+    state = eqx.filter_eval_shape(problem.start, hparams)
+    grows = growth is None or growth.factor > GROWS
+    if low and dynamics.offers("in_precision"):
+        full = problem.replace(dynamics=dynamics.in_precision(jnp.float32))
+        yield Remedy("full precision", f"the loss in float32, not {low}", full, _highest)
+    elif jax.default_backend() != "cpu":
+        yield Remedy("full precision", 'jax.default_matmul_precision("highest")', problem, _highest)
+    if isinstance(state, TrainState) and grows:
+        if T >= 10 and (growth is None or growth.first <= EARLY * T):
+            n = max(2, round(WARM_UP * T))
+            warm = problem.replace(dynamics=Damped(dynamics, 1.0, n))
+            yield Remedy("warm-up", f"updates that rise over the first {n} of {T} steps", warm)
+        if len(_adam(state)):
+            for eps_root in EPS_ROOTS:
+                floored = problem.replace(dynamics=Floored(dynamics, eps_root))
+                yield Remedy(f"eps_root + {eps_root:g}", "a larger eps_root of Adam", floored)
+        half = problem.replace(dynamics=Damped(dynamics, 0.5, 1))
+        yield Remedy("lower rate", "updates half as long at every step", half)
+    if isinstance(problem.batches, Minibatches) and noisy and problem.batches.indices.ndim == 2:
+        n = problem.batches.indices.shape[1]
+        yield Remedy("larger batches", f"batches of {2 * n}, not {n}", _larger(problem))
+    if T >= 10 and grows:
+        yield Remedy("fewer steps", f"{T // 2} steps, not {T}", _shorter(problem))
+
+
+@contextlib.contextmanager
+def _highest() -> Iterator[None]:
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def _larger(problem: Problem) -> Problem:
+    indices = problem.batches.indices
+    other = jnp.roll(indices, problem.steps // 2, 0)
+    return problem.replace(batches=problem.batches.at(jnp.concatenate([indices, other], 1)))
+
+
+def _shorter(problem: Problem) -> Problem:
+    batches, half = problem.batches, problem.steps // 2
+    if isinstance(batches, Minibatches):
+        return problem.replace(batches=batches.at(batches.indices[:half]))
+    if isinstance(batches, FullBatch):
+        return problem.replace(batches=FullBatch(batches.data, half))
+    assert isinstance(batches, Stacked)
+    return problem.replace(batches=jax.tree.map(lambda leaf: leaf[:half], batches.xs))

@@ -1,0 +1,175 @@
+"""Why a response is rough: how training multiplies small changes, and how much its error varies.
+
+A change of the start by v_0 is, after t steps, v_t = A_t ... A_1 v_0. Where |v_t| grows by orders of
+magnitude, the adjoint grows in the same way, and the slope of the error at a point says nothing about
+the slope over a step of tuning.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from .._engines.products import has_no_mode, pushforward
+from .._problem.arguments import filtered
+from .._problem.batches import Minibatches, Stacked
+from .._problem.folds import CrossValidated
+from .._problem.problem import Problem
+from .._problem.system import System, make_system
+from .._problem.training import Training, TrainState
+
+ORDER, KEY = "order of the batches", "key of the loss"
+
+
+class Growth(NamedTuple):
+    """How a small change of the weights grows in training."""
+
+    norms: Float[np.ndarray, " T"]
+    """|v_t| / |v_0| after each step."""
+    factor: float
+    """From the smallest to the largest after it."""
+    first: int
+    last: int
+    """The steps, counted from 1, in which four fifths of that growth happen (in its logarithm)."""
+
+    def __str__(self) -> str:
+        return (
+            f"a small change of the weights grows {self.factor:.2g} times, most of it in steps "
+            f"{self.first} to {self.last} of {len(self.norms)}"
+        )
+
+
+def growth_of(problem: Problem, hparams: PyTree, key: Any) -> Growth | None:
+    """Return the growth, or None where a step has no forward mode."""
+    try:
+        logs = np.asarray(_log_norms(problem, hparams, key), np.float64)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if not has_no_mode(error):
+            raise
+        return None
+    from_start = np.concatenate([[0.0], np.nan_to_num(logs, nan=np.inf, posinf=700.0)])
+    top = int(from_start.argmax())
+    low = int(from_start[: top + 1].argmin())
+    total = from_start[top] - from_start[low]
+    rising = from_start[low : top + 1] - from_start[low]
+    first = low + int(np.flatnonzero(rising <= 0.1 * total)[-1]) + 1
+    last = low + int(np.flatnonzero(rising >= 0.9 * total)[0])
+    norms = np.exp(np.minimum(from_start[1:], 700.0))
+    return Growth(norms, math.exp(min(total, 700.0)), min(first, max(last, 1)), max(last, 1))
+
+
+@filtered
+def _log_norms(problem: Problem, hparams: PyTree, key: Any) -> Float[Array, " T"]:
+    system = make_system(problem, hparams)
+    s_0 = system.initial(hparams)
+    moving = eqx.filter(s_0, eqx.is_inexact_array)
+    leaves, treedef = jax.tree.flatten(moving)
+    chosen = _weights(moving)
+    keys = jax.random.split(key, len(leaves))
+    v = [
+        jax.random.normal(k, x.shape, x.dtype) if is_weight else jnp.zeros_like(x)
+        for k, x, is_weight in zip(keys, leaves, chosen, strict=True)
+    ]
+
+    def length(leaves):
+        return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in leaves))
+
+    def weights(leaves):
+        return [x for x, is_weight in zip(leaves, chosen, strict=True) if is_weight]
+
+    def step(carry, x):
+        s, v, log = carry  # the change is exp(log) v, with |v| = 1
+        stacked = treedef.unflatten([leaf[None] for leaf in v])
+        s, out = pushforward(lambda s: system.step(s, hparams, x), (s,), (stacked,))
+        v = [leaf[0] for leaf in jax.tree.leaves(out)]
+        size = jnp.maximum(length(v), 1e-30)
+        now = log + jnp.log(jnp.maximum(length(weights(v)), 1e-30))
+        return (s, [(x / size).astype(x.dtype) for x in v], log + jnp.log(size)), now
+
+    size = length(v)
+    v = [(x / size).astype(x.dtype) for x in v]
+    _, logs = lax.scan(step, (s_0, v, jnp.zeros(())), system.xs, length=system.steps)
+    return logs
+
+
+def _weights(state: PyTree) -> list[bool]:
+    """Return which leaves of a state are weights: all of them where that is not known."""
+
+    def is_state(node):
+        return isinstance(node, TrainState)
+
+    def marks(node):
+        if not is_state(node):
+            return jax.tree.map(lambda _: False, node)
+        rest = jax.tree.map(lambda _: False, node)
+        return rest._replace(params=jax.tree.map(lambda _: True, node.params))
+
+    marked = jax.tree.leaves(jax.tree.map(marks, state, is_leaf=is_state))
+    return marked if any(marked) else [True] * len(marked)
+
+
+def variants_of(problem: Problem, count: int, key: Any) -> Iterator[tuple[str, list[Problem]]]:
+    """Yield the problem with changes that should not matter: what changes, and some problems."""
+    batches, dynamics = problem.batches, problem.dynamics
+    keys = jax.random.split(key, 2 * count)
+    if isinstance(problem, CrossValidated):
+        return
+    if isinstance(batches, Minibatches | Stacked) and problem.steps > 1:
+        orders = [np.asarray(jax.random.permutation(k, problem.steps)) for k in keys[:count]]
+        yield ORDER, [problem.replace(batches=_ordered(batches, o)) for o in orders]
+    if isinstance(dynamics, Training) and dynamics.key is not None:
+        words = [jax.random.key_data(k) for k in keys[count:]]
+        yield (
+            KEY,
+            [problem.replace(dynamics=_keyed(dynamics, word)) for word in words],
+        )
+
+
+def _ordered(batches: Any, order: Any) -> Any:
+    if isinstance(batches, Minibatches):
+        return batches.at(batches.indices[order])
+    return Stacked(jax.tree.map(lambda leaf: leaf[order], batches.xs))
+
+
+def _keyed(dynamics: Training, word: Any) -> Training:
+    own: Any = dynamics.key
+    if jnp.issubdtype(own.dtype, jax.dtypes.prng_key):
+        mixed = jax.random.fold_in(own, word.ravel()[-1])
+    else:
+        mixed = jax.random.key_data(
+            jax.random.fold_in(jax.random.wrap_key_data(own), word.ravel()[-1])
+        )
+    return eqx.tree_at(lambda training: training.key, dynamics, mixed)
+
+
+def low_precision(problem: Problem, hparams: PyTree) -> str | None:
+    """Return the lowest type below single precision that a step computes in, if any."""
+
+    def step(hparams):
+        system: System = make_system(problem, hparams)
+        return system.step(
+            system.initial(hparams), hparams, jax.tree.map(lambda leaf: leaf[0], system.xs)
+        )
+
+    found: set[str] = set()
+    _note_types(jax.make_jaxpr(step)(hparams).jaxpr, found.add)
+    return next((name for name in ("bfloat16", "float16") if name in found), None)
+
+
+def _note_types(jaxpr: Any, note: Callable[[str], Any]) -> None:
+    for equation in jaxpr.eqns:
+        for var in equation.outvars:
+            note(str(getattr(var.aval, "dtype", "")))
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
+        ):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                _note_types(inner, note)

@@ -1,0 +1,283 @@
+"""Predicted and measured changes of the error, over steps of the size that tuning takes.
+
+Along a direction d of unit size, in the variable u that the constraints search in, and at a scale h,
+
+    predicted  = grad_u f . (u+ - u-) / 2,    measured = (f(u+) - f(u-)) / 2,    u+- = P(u +- h c d)
+
+with c the natural size of each entry and P the projection. The measured change is known up to the noise
+of f: its standard deviation over changes far too small to matter.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .._engines.costs import free_bytes
+from .._problem.arguments import filtered
+from .._problem.checks import named_leaves
+from .._problem.problem import Problem
+from .._problem.system import make_system, owners, rows_of
+from .constraints import apply_constraints, sizes
+from .rough import moved
+
+TRUST, SIZE, MISLEADS = "trust", "size", "misleads"  # from good to bad
+DESCENT = "descent"
+JITTER, JITTERS = 1e-3, 4  # changes that should not matter, relative to the scale; their number
+FACTOR = 2.0  # by which a size may be off
+MOST_BESIDE = 32  # trainings side by side
+SMALL_ON_CPU = 1e4  # numbers of a state with which trainings side by side gain on a few cores
+
+
+class Probe(NamedTuple):
+    """A direction: of one leaf, or that of descent."""
+
+    leaf: str
+    row: int
+    """The number of the error that it is about."""
+    change: PyTree
+    """Its entries, in units of their natural sizes."""
+
+
+class Slope(NamedTuple):
+    """What the error does along a direction, over one scale."""
+
+    leaf: str
+    scale: float
+    predicted: float
+    measured: float
+    noise: float
+    """Standard deviation of the measured change."""
+    low: float
+    """The error at the end that the direction points away from."""
+    high: float
+    """The error at the end that it points to."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the predicted change has the right sign and, up to a factor of 2, size."""
+        p, m, doubt = self.predicted, self.measured, 2 * self.noise
+        if not math.isfinite(m):
+            return MISLEADS
+        if abs(m) <= doubt:  # no sign to compare, and no room for a large change
+            return TRUST if abs(p) <= FACTOR * (abs(m) + doubt) else MISLEADS
+        if p * m <= 0:
+            return MISLEADS
+        near = abs(m) / FACTOR <= abs(p) <= FACTOR * abs(m) or abs(p - m) <= doubt
+        return TRUST if near else SIZE
+
+
+def random_probes(problem: Problem, hparams: PyTree, count: int, key: Any) -> list[Probe]:
+    """Return directions of random signs in each leaf; one for a single number."""
+    leaves, treedef = jax.tree.flatten(hparams)
+    names, rows = list(named_leaves(hparams, "hparams")), rows_of(problem)
+    probes = []
+    for i, owner in enumerate(owners(problem, hparams)):
+        shape, dtype = leaves[i].shape, leaves[i].dtype
+        for j in range(min(count, leaves[i].size)):
+            key_ij = jax.random.fold_in(jax.random.fold_in(key, i), j)
+            change = [jnp.zeros_like(leaf) for leaf in leaves]
+            change[i] = (
+                jax.random.rademacher(key_ij, shape, dtype) if shape else jnp.ones_like(leaves[i])
+            )
+            probes.append(Probe(names[i], rows[owner], treedef.unflatten(change)))
+    return probes
+
+
+def descent_probes(
+    problem: Problem, hparams: PyTree, constraints: PyTree, grad: PyTree
+) -> list[Probe]:
+    """Return the direction of steepest descent, and that within each leaf of several numbers."""
+    u = apply_constraints(constraints, "to_search", hparams)
+    slope = jax.tree.map(jnp.multiply, in_search(constraints, hparams, grad), sizes(constraints, u))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.negative, slope))
+    names, rows = list(named_leaves(hparams, "hparams")), rows_of(problem)
+    probes = []
+
+    def add(name, owner, parts):
+        largest = max(float(jnp.max(jnp.abs(part))) for part in parts)
+        if largest > 0:
+            unit = [part / jnp.asarray(largest, part.dtype) for part in parts]
+            probes.append(Probe(name, rows[owner], treedef.unflatten(unit)))
+
+    if len(leaves) > 1:
+        for i, owner in enumerate(owners(problem, hparams)):
+            if leaves[i].size > 1:
+                alone = [leaf if i == j else jnp.zeros_like(leaf) for j, leaf in enumerate(leaves)]
+                add(names[i], owner, alone)
+    if None in rows:  # several errors have no common descent
+        add(DESCENT, None, leaves)
+    return probes
+
+
+def in_search(constraints: PyTree, hparams: PyTree, grad: PyTree) -> PyTree:
+    """Return the gradient in the variable that is searched in."""
+    u = apply_constraints(constraints, "to_search", hparams)
+    _, pull = jax.vjp(lambda u: apply_constraints(constraints, "from_search", u), u)
+    return pull(jax.tree.map(lambda g, h: g.astype(h.dtype), grad, hparams))[0]
+
+
+class Points(NamedTuple):
+    """Hyperparameters on both sides of the middle, for each probe and scale."""
+
+    hparams: PyTree[Float[Array, "2 n ..."]]
+    changes: PyTree[Float[Array, "n ..."]]
+    """Half of the way from one to the other, in the variable that is searched in."""
+
+
+@filtered
+def _points(constraints: PyTree, hparams: PyTree, changes: PyTree) -> Points:
+    def pair(change):
+        back = jax.tree.map(jnp.negative, change)
+        ends = [moved(constraints, hparams, way) for way in (change, back)]
+        high, low = (apply_constraints(constraints, "to_search", end) for end in ends)
+        return tuple(ends), jax.tree.map(lambda a, b: (a - b) / 2, high, low)
+
+    (high, low), way = jax.vmap(pair)(changes)
+    return Points(jax.tree.map(lambda a, b: jnp.stack([a, b]), high, low), way)
+
+
+def points_of(
+    constraints: PyTree, hparams: PyTree, probes: list[Probe], scales: Iterable[float]
+) -> Points:
+    """Return the points of all probes at all scales, or raise where one cannot be moved."""
+    changes = [
+        jax.tree.map(lambda c, s=scale: (s * c).astype(c.dtype), probe.change)
+        for probe in probes
+        for scale in scales
+    ]
+    points = _points(constraints, hparams, jax.tree.map(lambda *rows: jnp.stack(rows), *changes))
+    ways = [np.abs(np.asarray(way, np.float64)) for way in jax.tree.leaves(points.changes)]
+    still = ~np.any([way.reshape(len(way), -1).any(1) for way in ways], 0)
+    if still.any():
+        number = len(changes) // len(probes)
+        leaf, scale = (
+            probes[int(still.argmax()) // number].leaf,
+            list(scales)[still.argmax() % number],
+        )
+        raise ValueError(
+            f"{leaf} cannot be moved by {scale:g} of its size: its constraint leaves no room, or the "
+            "number type has too few digits. Give constraints that leave room, or a larger scale."
+        )
+    return points
+
+
+class Trainings:
+    """Runs trainings, side by side where memory allows, and counts them.
+
+    Args:
+        chunk: how many side by side; by default as many as fit, and one on a CPU unless it is small.
+        progress: called after each chunk with the number of trainings done.
+    """
+
+    def __init__(self, chunk: int | None, progress: Callable[[int], None]):
+        self.chunk, self.progress, self.count = chunk, progress, 0
+
+    def __call__(self, problem: Problem, points: PyTree) -> Float[np.ndarray, "n K"]:
+        """Return the errors at points that are stacked on a leading axis."""
+        n = len(jax.tree.leaves(points)[0])
+        chunk = min(n, self.chunk or self._fitting(problem, points))
+        values = []
+        for i in range(0, n, chunk):
+            rows = np.minimum(np.arange(i, i + chunk), n - 1)  # the last chunk is filled up
+            part = jax.tree.map(lambda leaf, rows=rows: leaf[rows], points)
+            values.append(np.asarray(_errors(problem, part), np.float64)[: n - i])
+            self._done(min(chunk, n - i))
+        return np.concatenate(values)
+
+    def one(self, problem: Problem, hparams: PyTree) -> Float[np.ndarray, " K"]:
+        """Return the errors at one point."""
+        values = _errors(problem, jax.tree.map(lambda leaf: leaf[None], hparams))
+        self._done(1)
+        return np.asarray(values, np.float64)[0]
+
+    def _done(self, count: int) -> None:
+        self.count += count
+        self.progress(count)
+
+    def beside(self, problem: Problem, hparams: PyTree) -> int:
+        """Return how many trainings run side by side."""
+        return self.chunk or self._fitting(problem, jax.tree.map(lambda leaf: leaf[None], hparams))
+
+    def _fitting(self, problem: Problem, points: PyTree) -> int:
+        single = jax.tree.map(lambda leaf: leaf[:1], points)
+        if jax.default_backend() == "cpu":
+            state = eqx.filter_eval_shape(problem.start, jax.tree.map(lambda leaf: leaf[0], points))
+            numbers = sum(leaf.size for leaf in jax.tree.leaves(state) if hasattr(leaf, "size"))
+            return 8 if numbers < SMALL_ON_CPU else 1
+        lowered = _errors.lower(problem, single)  # pyright: ignore[reportFunctionMemberAccess]
+        held = getattr(lowered.compile().memory_analysis(), "temp_size_in_bytes", 0)
+        return max(1, min(MOST_BESIDE, int(0.5 * free_bytes() / max(held, 1))))
+
+
+@filtered
+def _errors(problem: Problem, points: PyTree) -> Float[Array, "n K"]:
+    def at(hparams):
+        system = make_system(problem, hparams)
+        return jnp.stack(system.errors(system.run(hparams), hparams))
+
+    if len(jax.tree.leaves(points)[0]) == 1:  # a training of one, without a batch axis
+        return at(jax.tree.map(lambda leaf: leaf[0], points))[None]
+    return jax.vmap(at)(points)
+
+
+def jitters(constraints: PyTree, hparams: PyTree, scale: float, key: Any) -> PyTree:
+    """Return points so near that the error there should be the same."""
+    leaves, treedef = jax.tree.flatten(hparams)
+
+    def at(key):
+        keys = jax.random.split(key, len(leaves))
+        signs = [
+            jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)
+        ]
+        step = jax.tree.map(lambda s: (JITTER * scale * s).astype(s.dtype), signs)
+        return moved(constraints, hparams, treedef.unflatten(step))
+
+    return jax.vmap(at)(jax.random.split(key, JITTERS))
+
+
+def noise_of(values: Float[np.ndarray, "n K"], dtype: Any) -> Float[np.ndarray, " K"]:
+    """Return the standard deviation of a measured change, half the difference of two errors."""
+    rounding = float(jnp.finfo(dtype).eps) * np.abs(values).max(0)
+    return np.maximum(values.std(0, ddof=1), rounding) / math.sqrt(2)
+
+
+class Measured(NamedTuple):
+    """The errors on both sides of the middle, for each probe and scale."""
+
+    probes: list[Probe]
+    scales: list[float]
+    points: Points
+    values: Float[np.ndarray, "2 n K"]
+    noise: Float[np.ndarray, " K"]
+
+    def slopes(self, grad_u: PyTree) -> list[Slope]:
+        """Return the changes that a gradient predicts, in the variable searched in, beside these."""
+        flat = [np.asarray(g, np.float64).ravel() for g in jax.tree.leaves(grad_u)]
+        ways = [np.asarray(way, np.float64) for way in jax.tree.leaves(self.points.changes)]
+        products = [way.reshape(len(way), -1) @ g for way, g in zip(ways, flat, strict=True)]
+        predicted = np.sum(products, 0)
+        places = ((probe, scale) for probe in self.probes for scale in self.scales)
+        rows = []
+        for i, (probe, scale) in enumerate(places):
+            high, low = self.values[:, i, probe.row]
+            numbers = predicted[i], (high - low) / 2, self.noise[probe.row], low, high
+            rows.append(Slope(probe.leaf, scale, *map(float, numbers)))
+        return rows
+
+
+def judged(slopes: list[Slope]) -> str:
+    """Return the verdict on directions of one leaf over one scale: the worst of those that matter.
+
+    A direction along which ten times less happens than along another does not: its sign is an accident.
+    """
+    if any(not math.isfinite(slope.measured) for slope in slopes):
+        return MISLEADS
+    largest = max(abs(slope.measured) for slope in slopes)
+    counts = [s for s in slopes if max(abs(s.measured), abs(s.predicted) / FACTOR) >= largest / 10]
+    return max((s.verdict for s in counts), key=[TRUST, SIZE, MISLEADS].index, default=TRUST)

@@ -1,0 +1,448 @@
+"""Is a hypergradient useful? What it predicts, beside what happens over a step of tuning.
+
+`check_hypergradient` asks whether a gradient is exact, over changes as small as rounding allows. An
+exact gradient may still mislead: where training multiplies small changes, the response is jagged, and
+its slope at a point has nothing to do with that over a step. `trust` measures the latter.
+"""
+
+import contextlib
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Key, PyTree
+
+from .._engines.auto import Auto
+from .._engines.base import AbstractEngine, check_engine
+from .._engines.nonfinite import NonFiniteError
+from .._engines.reverse import Reverse
+from .._problem.checks import check_count, check_hparams, check_key, describe
+from .._problem.problem import Problem, validated
+from .constraints import check_constraints
+from .remedies import remedies
+from .rough import Evolution, Smoothed
+from .run import check_outside_programs, feasible
+from .sensitivity import ORDER, Growth, growth_of, low_precision, variants_of
+from .slopes import (
+    DESCENT,
+    JITTERS,
+    MISLEADS,
+    SIZE,
+    TRUST,
+    Measured,
+    Probe,
+    Slope,
+    Trainings,
+    descent_probes,
+    in_search,
+    jitters,
+    judged,
+    noise_of,
+    points_of,
+    random_probes,
+)
+
+SCALES = (0.1, 0.3, 1.0, 3.0)  # times `scale`
+VARIANTS = 4  # trainings for each change that should not matter
+FEW = 40  # hyperparameters that differences of values are enough for
+
+
+class Advice(NamedTuple):
+    """Something that was tried, or should be, and what came of it."""
+
+    name: str
+    how: str
+    verdicts: dict[str, str] | None = None
+    """Those with it; None where it was not tried."""
+    value: float | None = None
+    """The error with it, at the same hyperparameters."""
+
+    @property
+    def helps(self) -> bool:
+        """Whether all verdicts are "trust" then, or it could not be tried."""
+        return self.verdicts is None or set(self.verdicts.values()) <= {TRUST}
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.how}"
+        if self.verdicts is None:
+            return text
+        good = sum(verdict == TRUST for verdict in self.verdicts.values())
+        text += f"; then trust in {good} of {len(self.verdicts)}"
+        return text + (f", error {self.value:.4g}" if self.value is not None else "")
+
+
+class Trust(NamedTuple):
+    """The report of `trust`; prints as a table, `plot()` draws it."""
+
+    slopes: list[Slope]
+    """Predicted and measured change for each direction and scale."""
+    scale: float
+    verdicts: dict[str, str]
+    """By leaf, and for the direction of descent: "trust"; "size", where the sign is right and the size
+    is not; or "misleads"."""
+    radius: dict[str, float]
+    """By leaf: the largest scale up to which sign and size hold, 0 where there is none."""
+    value: float
+    """The error at the hyperparameters (the sum of them, where there are several)."""
+    growth: Growth | None
+    spread: dict[str, float]
+    """Standard deviation of the error under changes that should not matter."""
+    fresh: list[float]
+    """The error with fresh batches, starts or keys."""
+    advice: list[Advice]
+    """What helps, and what was tried and does not."""
+    engine: AbstractEngine
+    """The engine to use: the one given where it can be trusted, else the best that was tried."""
+    trainings: int
+    """How many trainings it took, besides hypergradients."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the gradient can be trusted in all leaves and along the descent."""
+        return set(self.verdicts.values()) <= {TRUST}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the error along each direction beside what the gradient predicts; return the axes."""
+        from .trust_plot import plot_trust
+
+        return plot_trust(self, axes)
+
+
+def trust(
+    problem: Problem,
+    hparams: PyTree,
+    *,
+    engine: Any = None,
+    scale: float = 0.1,
+    constraints: PyTree = None,
+    directions: int = 2,
+    key: Key[Array, ""] | None = None,
+    fresh: Callable[[Any], Problem] | None = None,
+    advice: bool = True,
+    chunk: int | None = None,
+    verbose: bool = True,
+) -> Trust:
+    """Compare what a hypergradient predicts with what happens over a step of tuning.
+
+    For each hyperparameter leaf, along random directions and downhill, and for the descent direction
+    of all together, trainings are run on both sides at `scale` times 0.1, 0.3, 1 and 3. A leaf's
+    verdict is "trust" where the predicted change has the right sign, and the right size up to a factor
+    of 2, at all scales up to `scale`; "size" where only the sign is right; else "misleads".
+
+    Args:
+        problem: the problem.
+        hparams: where to look, usually the start of a descent.
+        engine: how the hypergradient is computed; `Reverse()` by default.
+        scale: the size of a step of tuning, relative to each hyperparameter (to its leaf's mean where
+            it is 0, to 1 where the whole leaf is; an absolute change of log(x) under `Log`). The first
+            steps of `minimize` with its default optimizer are 0.1.
+        constraints: as in `minimize`; the trainings stay inside.
+        directions: random directions for each leaf of several numbers.
+        key: the random key of the directions.
+        fresh: `fresh(key)` returns the problem with fresh batches and, if you like, another start:
+            the error with these is reported. By default the same batches in other orders, and another
+            key of the loss.
+        advice: whether remedies are tried where the gradient cannot be trusted.
+        chunk: how many trainings run side by side; by default as many as memory allows.
+        verbose: print what it will cost, a progress bar, and the report.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> problem = ft.Problem(
+    ...     dynamics=ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     objective=lambda state, h, x: (state.params - x) ** 2,
+    ...     init=jnp.array(0.0), batches=ft.FullBatch(jnp.array(1.0), steps=3),
+    ...     validation=jnp.array(1.0))
+    >>> report = ft.trust(problem, {"lr": jnp.array(0.1)}, verbose=False)
+    >>> report.ok, report.verdicts
+    (True, {"hparams['lr']": 'trust', 'descent': 'trust'})
+    """
+    hparams = check_hparams(hparams)
+    check_outside_programs("trust", problem, hparams)
+    engine = Reverse() if engine is None else engine
+    check_engine(engine)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise ValueError(f"trust(scale={scale!r:.60}): give a number above 0, 0.1 say.")
+    check_count(directions, f"trust(directions={directions!r:.60})")
+    if chunk is not None:
+        check_count(chunk, f"trust(chunk={chunk!r:.60})")
+    key = jax.random.key(0) if key is None else key
+    check_key(key, "the key of trust")
+    if fresh is not None and not callable(fresh):
+        raise TypeError(f"trust(fresh={describe(fresh)}): give a function fresh(key) -> Problem.")
+    validated(problem, hparams, smooth=engine.differentiates)
+    constraints = check_constraints(constraints, hparams)
+    hparams = feasible(hparams, constraints, False)
+    engine = engine.within(constraints)
+    others = _others(problem, fresh, jax.random.fold_in(key, 1))
+    probes = random_probes(problem, hparams, directions, jax.random.fold_in(key, 2))
+    points_of(constraints, hparams, probes, [SCALES[0] * scale])  # raises where one cannot move
+    run = Trainings(chunk, lambda count: None)
+    study = _Study(problem, hparams, constraints, float(scale), probes, key, run)
+    with _bar(verbose, study, others, advice) as run.progress:
+        report = _report(study, engine, others, advice)
+    if verbose:
+        print(report)
+    return report
+
+
+class _Study(NamedTuple):
+    """What a report is about."""
+
+    problem: Problem
+    hparams: PyTree
+    constraints: PyTree
+    scale: float
+    probes: list[Probe]  # of random signs
+    key: Any
+    run: Trainings
+
+    def noise(self, problem: Problem) -> tuple[Any, Any]:
+        """Return the noise of measured changes, and the errors in the middle."""
+        near = jitters(self.constraints, self.hparams, self.scale, jax.random.fold_in(self.key, 3))
+        values = self.run(problem, near)
+        return noise_of(values, jax.tree.leaves(self.hparams)[0].dtype), values.mean(0)
+
+    def measured(
+        self, problem: Problem, probes: list[Probe], scales: list[float], noise: Any
+    ) -> Measured:
+        """Return what the error does along some directions."""
+        points = points_of(self.constraints, self.hparams, probes, scales)
+        both = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), points.hparams)
+        values = self.run(problem, both).reshape(2, len(probes) * len(scales), -1)
+        return Measured(probes, scales, points, values, noise)
+
+    def downhill(
+        self, problem: Problem, grad: PyTree, scales: list[float], noise: Any
+    ) -> list[Slope]:
+        """Return what a gradient predicts in its own directions of descent, and what happens."""
+        probes = descent_probes(problem, self.hparams, self.constraints, grad)
+        if not probes:
+            return []
+        return self.measured(problem, probes, scales, noise).slopes(self.in_search(grad))
+
+    def in_search(self, grad: PyTree) -> PyTree:
+        """Return a gradient in the variable that is searched in."""
+        return in_search(self.constraints, self.hparams, grad)
+
+
+def _report(
+    study: _Study, engine: AbstractEngine, others: dict[str, list[Problem]], advise: bool
+) -> Trust:
+    problem, hparams, scale = study.problem, study.hparams, study.scale
+    value, grad, _ = engine(problem, hparams)
+    scales = [factor * scale for factor in SCALES]
+    noise, _ = study.noise(problem)
+    around = study.measured(problem, study.probes, scales, noise)
+    slopes = around.slopes(study.in_search(grad)) + study.downhill(problem, grad, scales, noise)
+    growth = growth_of(problem, hparams, jax.random.fold_in(study.key, 4))
+    spread, fresh = {}, []
+    for name, variants in others.items():
+        found = [float(study.run.one(variant, hparams).sum()) for variant in variants]
+        spread[name] = float(np.std(found, ddof=1))
+        fresh += found
+    spread["rounding"] = float(noise.max()) * math.sqrt(2)
+    report = Trust(
+        slopes, scale, _verdicts(slopes, scale), _radius(slopes),
+        float(sum(jax.tree.leaves(value))), growth, spread, fresh, [], engine, 0,
+    )  # fmt: skip
+    advice, best = list(_about_noise(report)), engine
+    if not report.ok and advise:
+        engines, best = _tried_engines(study, report, around, engine)
+        advice = [*engines, *advice, *_tried_remedies(study, report, engine)]
+    return report._replace(advice=advice, engine=best, trainings=study.run.count)
+
+
+def _verdicts(slopes: list[Slope], scale: float) -> dict[str, str]:
+    """Return, for each leaf, the worst verdict up to the scale."""
+    worst: dict[str, str] = {}
+    for leaf, by_scale in _by_leaf(slopes).items():
+        found = [judged(rows) for s, rows in by_scale.items() if s <= scale * (1 + 1e-6)]
+        worst[leaf] = max(found, key=[TRUST, SIZE, MISLEADS].index)
+    return worst
+
+
+def _radius(slopes: list[Slope]) -> dict[str, float]:
+    """Return, for each leaf, the largest scale up to which it can be trusted."""
+    radius: dict[str, float] = {}
+    for leaf, by_scale in _by_leaf(slopes).items():
+        radius[leaf] = 0.0
+        for scale in sorted(by_scale):
+            if judged(by_scale[scale]) != TRUST:
+                break
+            radius[leaf] = scale
+    return radius
+
+
+def _by_leaf(slopes: list[Slope]) -> dict[str, dict[float, list[Slope]]]:
+    found: dict[str, dict[float, list[Slope]]] = {}
+    for slope in slopes:
+        found.setdefault(slope.leaf, {}).setdefault(slope.scale, []).append(slope)
+    return found
+
+
+def _about_noise(report: Trust) -> Iterator[Advice]:
+    """Yield advice that follows from how much the error varies."""
+    step = max(abs(s.measured) for s in report.slopes if s.scale == report.scale)
+    if not report.fresh:
+        return
+    mean, deviation = np.mean(report.fresh), np.std(report.fresh, ddof=1)
+    if report.value < mean - 3 * deviation:
+        yield Advice(
+            "fresh batches",
+            f"the error of this run is {report.value:.4g}, of others {mean:.4g}: the hyperparameters "
+            "are fitted to its batches; give `minimize` new ones at each step, `batches=`",
+        )
+    elif deviation > step:
+        yield Advice(
+            "fresh batches",
+            f"other batches move the error by {deviation:.2g}, a step of tuning by {step:.2g}: give "
+            "`minimize` new ones at each step, `batches=`, or average the objective over several runs",
+        )
+
+
+def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[Advice]:
+    """Yield what changes of the training do to the verdicts."""
+    step = max(abs(s.measured) for s in report.slopes if s.scale == study.scale)
+    noisy = report.spread.get(ORDER, 0.0) > step
+    low = low_precision(study.problem, study.hparams)
+    for remedy in remedies(study.problem, study.hparams, report.growth, noisy, low):
+        with remedy.context():
+            try:
+                _, grad, _ = engine(remedy.problem, study.hparams)
+            except NonFiniteError:
+                yield Advice(remedy.name, remedy.how, {DESCENT: MISLEADS})
+                continue
+            noise, value = study.noise(remedy.problem)
+            around = study.measured(remedy.problem, study.probes, [study.scale], noise)
+            slopes = around.slopes(study.in_search(grad))
+            slopes += study.downhill(remedy.problem, grad, [study.scale], noise)
+        verdicts = _verdicts(slopes, study.scale)
+        yield Advice(remedy.name, remedy.how, verdicts, float(value.sum()))
+
+
+def _tried_engines(
+    study: _Study, report: Trust, around: Measured, engine: AbstractEngine
+) -> tuple[list[Advice], AbstractEngine]:
+    """Return engines for rough responses, tried on the same directions, and the best of them."""
+    tried, best, most = [], engine, -1
+    for candidate in _candidates(study, report, engine):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # trainings that diverge
+            try:
+                _, grad, _ = candidate(study.problem, study.hparams)
+            except NonFiniteError:
+                continue
+        radius = [candidate.radius]
+        slopes = [s for s in around.slopes(study.in_search(grad)) if s.scale == candidate.radius]
+        slopes += study.downhill(study.problem, grad, radius, around.noise)
+        verdicts = _verdicts(slopes, candidate.radius)
+        good = sum(verdict == TRUST for verdict in verdicts.values())
+        if good > most:
+            best, most = candidate, good
+        tried.append(Advice(f"engine={_shown(candidate)}", _WHAT[type(candidate)], verdicts))
+        if tried[-1].helps:
+            break
+    tried.sort(key=lambda advice: -sum(v == TRUST for v in (advice.verdicts or {}).values()))
+    return tried, best
+
+
+_WHAT = {
+    Evolution: "the slope over a neighbourhood, from values alone",
+    Smoothed: "the gradient averaged over a neighbourhood",
+}
+
+
+def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[Any]:
+    """Yield engines over a neighbourhood as large as a change that can be told from noise."""
+    scales = sorted({s.scale for s in report.slopes if s.scale >= study.scale})
+    seen = {
+        scale: max(abs(s.measured) for s in report.slopes if s.scale == scale) for scale in scales
+    }
+    noise = max(s.noise for s in report.slopes)
+    radius = next((scale for scale in scales if seen[scale] > 4 * noise), study.scale)
+    m = sum(leaf.size for leaf in jax.tree.leaves(study.hparams))
+    if m <= FEW and not isinstance(engine, Evolution):
+        samples = max(8, math.ceil(1.5 * m))
+        chunk = study.run.beside(study.problem, study.hparams)
+        yield Evolution(radius, samples, chunk=min(chunk, 2 * samples)).within(study.constraints)
+    if engine.differentiates and not isinstance(engine, Smoothed | Auto):
+        yield Smoothed(engine, radius, 4).within(study.constraints)
+
+
+def _shown(engine: Any) -> str:
+    inner = f"{type(engine.engine).__name__}(), " if isinstance(engine, Smoothed) else ""
+    return f"{type(engine).__name__}({inner}radius={engine.radius:g}, samples={engine.samples})"
+
+
+def _others(
+    problem: Problem, fresh: Callable[[Any], Problem] | None, key: Any
+) -> dict[str, list[Problem]]:
+    """Return problems that should give about the same error, by what differs."""
+    if fresh is None:
+        return dict(variants_of(problem, VARIANTS, key))
+    problems = [fresh(k) for k in jax.random.split(key, VARIANTS)]
+    for other in problems:
+        if not isinstance(other, Problem):
+            raise TypeError(
+                f"trust's fresh(key) returns {describe(other)}; a `foretune.Problem` is expected, "
+                "`lambda key: problem.replace(batches=...)` say."
+            )
+    return {"fresh batches and starts": problems}
+
+
+@contextlib.contextmanager
+def _bar(verbose: bool, study: _Study, others: dict[str, Any], advise: bool) -> Iterator[Any]:
+    """Say what it will cost, then show a bar of trainings."""
+    if not verbose:
+        yield lambda count: None
+        return
+    from rich import get_console, progress
+
+    leaves = jax.tree.leaves(study.hparams)
+    downhill = 1 + sum(leaf.size > 1 for leaf in leaves) * (len(leaves) > 1)
+    points = 2 * len(SCALES) * (len(study.probes) + downhill) + JITTERS
+    points += sum(len(problems) for problems in others.values())
+    more = ""
+    if advise:
+        more = (
+            "; where it cannot be trusted, up to as many again for each remedy that is tried "
+            "(`advice=False` tries none)"
+        )
+    print(f"trust: one hypergradient and {points} trainings of {study.problem.steps} steps{more}.")
+    shown = sys.stdout.isatty() or get_console().is_jupyter
+    with progress.Progress(disable=not shown) as bar:
+        task = bar.add_task("trainings", total=points)
+
+        def done(count: int) -> None:
+            finished = bar.tasks[task].completed + count
+            bar.update(task, completed=finished, total=max(points, finished))
+
+        yield done
+
+
+def _lines(report: Trust) -> Iterator[str]:
+    width = max(len(leaf) for leaf in report.verdicts)
+    at = [s for s in report.slopes if s.scale == report.scale]
+    yield f"{'':<{width}}  {'predicted':>10} {'measured':>10} {'noise':>8} {'radius':>7}  verdict"
+    for leaf, verdict in report.verdicts.items():
+        rows = [s for s in at if s.leaf == leaf]
+        row = max(rows, key=lambda s: (s.verdict == verdict, abs(s.measured)))
+        numbers = f"{row.predicted:>10.3g} {row.measured:>10.3g} {row.noise:>8.1g}"
+        yield f"{leaf:<{width}}  {numbers} {report.radius[leaf]:>7.3g}  {verdict}"
+    yield f"change of the error over a change of the hyperparameters by {report.scale:g}"
+    if report.growth is not None:
+        yield str(report.growth)
+    for name, deviation in report.spread.items():
+        yield f"error {report.value:.4g}, +- {deviation:.1g} by {name}"
+    if report.fresh:
+        yield f"error of other runs: {np.mean(report.fresh):.4g} in the mean of {len(report.fresh)}"
+    helps = [advice for advice in report.advice if advice.helps]
+    yield from (f"advice: {advice}" for advice in helps)
+    yield from (f"tried: {advice}" for advice in report.advice if not advice.helps)
