@@ -44,7 +44,7 @@ def broken_run(**files):
 ROWS = [
     ("no command", lambda: foretune("scrub"), WrongUse, "scrub"),
     ("clean without files", lambda: foretune("clean"), WrongUse, "train"),
-    ("clean without checked rows", lambda: foretune("clean", "a.csv"), WrongUse, "--clean"),
+    ("clean of a file that is not there, without checked rows", lambda: foretune("clean", "a.csv"), Refused, "a.csv: no such file"),
     ("clean of files that are not there", lambda: foretune("clean", "/none/a.csv", "--clean", "/none/b.csv"), Refused, "/none/a.csv: no such file"),
     ("clean of a folder", lambda: foretune("clean", "/", "--clean", "/"), Refused, "no such file"),
     ("clean of another kind of file", lambda: clean(name="train.xlsx"), Refused, "give a .npz, .csv or .parquet"),

@@ -104,7 +104,7 @@ class History(Callback):
         _writable_folder(self.path.parent)
         lines = []
         if self.path.is_dir():
-            raise IsADirectoryError(f"{self.path} is a folder: give History the path of a file.")
+            raise FileExistsError(f"{self.path} is a folder: give History the path of a file.")
         if self.path.exists():
             lines = self.path.read_text("utf-8", "replace").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one

@@ -28,6 +28,8 @@ GROWS = 10.0  # from this growth on the training is to blame
 EARLY = 0.25  # of the steps: where growth calls for a warm-up
 WARM_UP = 0.1  # of the steps
 EPS_ROOTS = (1e-8, 1e-6)
+LOWER = (0.5, 0.1)  # times the rate
+FEWEST = 5  # steps, from twice as many on fewer are tried
 
 
 class Remedy(NamedTuple):
@@ -130,7 +132,7 @@ def remedies(
     elif jax.default_backend() != "cpu":
         yield Remedy("full precision", 'jax.default_matmul_precision("highest")', problem, _highest)
     if isinstance(state, TrainState) and grows:
-        if T >= 10 and (growth is None or growth.first <= EARLY * T):
+        if T >= 2 * FEWEST and (growth is None or growth.first <= EARLY * T):
             n = max(2, round(WARM_UP * T))
             warm = problem.replace(dynamics=Damped(dynamics, 1.0, n))
             yield Remedy("warm-up", f"updates that rise over the first {n} of {T} steps", warm)
@@ -138,13 +140,15 @@ def remedies(
             for eps_root in EPS_ROOTS:
                 floored = problem.replace(dynamics=Floored(dynamics, eps_root))
                 yield Remedy(f"eps_root + {eps_root:g}", "a larger eps_root of Adam", floored)
-        half = problem.replace(dynamics=Damped(dynamics, 0.5, 1))
-        yield Remedy("lower rate", "updates half as long at every step", half)
+        for factor in LOWER:
+            lower = problem.replace(dynamics=Damped(dynamics, factor, 1))
+            yield Remedy("lower rate", f"updates {factor:g} times as long at every step", lower)
     if isinstance(problem.batches, Minibatches) and noisy and problem.batches.indices.ndim == 2:
         n = problem.batches.indices.shape[1]
         yield Remedy("larger batches", f"batches of {2 * n}, not {n}", _larger(problem))
-    if T >= 10 and grows:
-        yield Remedy("fewer steps", f"{T // 2} steps, not {T}", _shorter(problem))
+    if T >= 2 * FEWEST and grows:
+        n = T // 2 if growth is None else min(T // 2, max(growth.first - 1, FEWEST))
+        yield Remedy("fewer steps", f"{n} steps, not {T}", _shorter(problem, n))
 
 
 @contextlib.contextmanager
@@ -159,11 +163,11 @@ def _larger(problem: Problem) -> Problem:
     return problem.replace(batches=problem.batches.at(jnp.concatenate([indices, other], 1)))
 
 
-def _shorter(problem: Problem) -> Problem:
-    batches, half = problem.batches, problem.steps // 2
+def _shorter(problem: Problem, n: int) -> Problem:
+    batches = problem.batches
     if isinstance(batches, Minibatches):
-        return problem.replace(batches=batches.at(batches.indices[:half]))
+        return problem.replace(batches=batches.at(batches.indices[:n]))
     if isinstance(batches, FullBatch):
-        return problem.replace(batches=FullBatch(batches.data, half))
+        return problem.replace(batches=FullBatch(batches.data, n))
     assert isinstance(batches, Stacked)
-    return problem.replace(batches=jax.tree.map(lambda leaf: leaf[:half], batches.xs))
+    return problem.replace(batches=jax.tree.map(lambda leaf: leaf[:n], batches.xs))

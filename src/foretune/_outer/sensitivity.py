@@ -39,6 +39,8 @@ class Growth(NamedTuple):
     """The steps, counted from 1, in which four fifths of that growth happen (in its logarithm)."""
 
     def __str__(self) -> str:
+        if self.factor < 2:
+            return "a small change of the weights does not grow in training"
         return (
             f"a small change of the weights grows {self.factor:.2g} times, most of it in steps "
             f"{self.first} to {self.last} of {len(self.norms)}"

@@ -5,7 +5,7 @@ Along a direction d of unit size, in the variable u that the constraints search 
     predicted  = grad_u f . (u+ - u-) / 2,    measured = (f(u+) - f(u-)) / 2,    u+- = P(u +- h c d)
 
 with c the natural size of each entry and P the projection. The measured change is known up to the noise
-of f: its standard deviation over changes far too small to matter.
+of f, what changes a tenth as long do to it on both sides alike.
 """
 
 import math
@@ -28,8 +28,9 @@ from .rough import moved
 
 TRUST, SIZE, MISLEADS = "trust", "size", "misleads"  # from good to bad
 DESCENT = "descent"
-JITTER, JITTERS = 1e-3, 4  # changes that should not matter, relative to the scale; their number
+JITTER, PAIRS = 0.1, 3  # of the scale; pairs of points by which noise is measured
 FACTOR = 2.0  # by which a size may be off
+DOUBT = 2.0  # standard deviations within which a change may be noise
 MOST_BESIDE = 32  # trainings side by side
 SMALL_ON_CPU = 1e4  # numbers of a state with which trainings side by side gain on a few cores
 
@@ -61,7 +62,11 @@ class Slope(NamedTuple):
     @property
     def verdict(self) -> str:
         """Whether the predicted change has the right sign and, up to a factor of 2, size."""
-        p, m, doubt = self.predicted, self.measured, 2 * self.noise
+        return self.judged(DOUBT)
+
+    def judged(self, deviations: float) -> str:
+        """Return the verdict where a change within so many standard deviations may be noise."""
+        p, m, doubt = self.predicted, self.measured, deviations * self.noise
         if not math.isfinite(m):
             return MISLEADS
         if abs(m) <= doubt:  # no sign to compare, and no room for a large change
@@ -227,24 +232,38 @@ def _errors(problem: Problem, points: PyTree) -> Float[Array, "n K"]:
 
 
 def jitters(constraints: PyTree, hparams: PyTree, scale: float, key: Any) -> PyTree:
-    """Return points so near that the error there should be the same."""
+    """Return the middle, and pairs of points to both sides of it that are a tenth of the scale away."""
     leaves, treedef = jax.tree.flatten(hparams)
 
-    def at(key):
+    def at(key, sign):
         keys = jax.random.split(key, len(leaves))
         signs = [
             jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)
         ]
-        step = jax.tree.map(lambda s: (JITTER * scale * s).astype(s.dtype), signs)
+        step = [(sign * JITTER * scale).astype(s.dtype) * s for s in signs]
         return moved(constraints, hparams, treedef.unflatten(step))
 
-    return jax.vmap(at)(jax.random.split(key, JITTERS))
+    keys = jax.random.split(key, PAIRS)
+    pairs = jax.vmap(jax.vmap(at, (0, None)), (None, 0))(keys, jnp.array([1.0, -1.0]))
+    return jax.tree.map(
+        lambda x, pair: jnp.concatenate([x[None], pair.reshape(-1, *x.shape)]), hparams, pairs
+    )
 
 
-def noise_of(values: Float[np.ndarray, "n K"], dtype: Any) -> Float[np.ndarray, " K"]:
-    """Return the standard deviation of a measured change, half the difference of two errors."""
-    rounding = float(jnp.finfo(dtype).eps) * np.abs(values).max(0)
-    return np.maximum(values.std(0, ddof=1), rounding) / math.sqrt(2)
+def noise_of(
+    middle: Float[np.ndarray, " K"], pairs: Float[np.ndarray, "2 n K"], dtype: Any
+) -> Float[np.ndarray, " K"]:
+    """Return the standard deviation of a measured change, half the difference of two errors.
+
+    It is taken from what is even in a change, (f+ + f-) / 2 - f: of a smooth response next to nothing,
+    of noise with deviation d its square has the mean 1.5 d^2. What is not finite is left out.
+    """
+    even = pairs.mean(0) - middle
+    even = even[np.isfinite(even).all(1)]
+    if not len(even):
+        return np.full_like(middle, np.inf)
+    rounding = float(jnp.finfo(dtype).eps) * np.abs(middle)
+    return np.maximum(np.sqrt(np.mean(even**2, 0) / 1.5), rounding) / math.sqrt(2)
 
 
 class Measured(NamedTuple):
@@ -271,13 +290,17 @@ class Measured(NamedTuple):
         return rows
 
 
-def judged(slopes: list[Slope]) -> str:
+def judged(slopes: list[Slope], scale: float) -> str:
     """Return the verdict on directions of one leaf over one scale: the worst of those that matter.
 
     A direction along which ten times less happens than along another does not: its sign is an accident.
+    Below `scale` changes drown in noise, and one of many looks wrong by chance: there the doubt is
+    twice as large.
     """
     if any(not math.isfinite(slope.measured) for slope in slopes):
         return MISLEADS
     largest = max(abs(slope.measured) for slope in slopes)
     counts = [s for s in slopes if max(abs(s.measured), abs(s.predicted) / FACTOR) >= largest / 10]
-    return max((s.verdict for s in counts), key=[TRUST, SIZE, MISLEADS].index, default=TRUST)
+    doubts = (DOUBT if s.scale >= scale * (1 - 1e-6) else 2 * DOUBT for s in counts)
+    found = [s.judged(doubt) for s, doubt in zip(counts, doubts, strict=True)]
+    return max(found, key=[TRUST, SIZE, MISLEADS].index, default=TRUST)

@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, PyTree
 
 from .._engines.base import Hypergradient
-from .._engines.nonfinite import NonFiniteError, is_finite
+from .._engines.nonfinite import NonFiniteError, explain, is_finite
 from .._problem.arguments import filtered
 from .._problem.checks import named_leaves
 from .._problem.problem import Problem
@@ -45,10 +45,11 @@ def evaluated(engine: Any, problem: Problem, run: Run, batched: bool, **rule: bo
     started = np.isfinite(jax.device_get(held.values)).any(-1)
     if (started & ~finite).any() and not silent:
         which = f" of descents {np.flatnonzero(started & ~finite).tolist()}" if batched else ""
+        why = "" if batched else f" {explain(problem, run.hparams, hyper, engine.other_mode)}"
         warnings.warn(
             f"the error or the hypergradient{which} at step {run.step} of minimize is not finite, with "
             f"{shown(run.hparams)}. The step is taken back and shortened, here and later in the run; "
-            "`take_back=False` raises an error that says why.",
+            f"`take_back=False` raises an error instead.{why}",
             RuntimeWarning,
             stacklevel=3,
         )

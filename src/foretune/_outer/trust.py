@@ -28,9 +28,8 @@ from .rough import Evolution, Smoothed
 from .run import check_outside_programs, feasible
 from .sensitivity import ORDER, Growth, growth_of, low_precision, variants_of
 from .slopes import (
-    DESCENT,
-    JITTERS,
     MISLEADS,
+    PAIRS,
     SIZE,
     TRUST,
     Measured,
@@ -203,11 +202,16 @@ class _Study(NamedTuple):
     key: Any
     run: Trainings
 
-    def noise(self, problem: Problem) -> tuple[Any, Any]:
-        """Return the noise of measured changes, and the errors in the middle."""
+    def around(self, problem: Problem, scales: list[float]) -> tuple[Measured, Any]:
+        """Return what the error does along the random directions, and the errors in the middle."""
         near = jitters(self.constraints, self.hparams, self.scale, jax.random.fold_in(self.key, 3))
-        values = self.run(problem, near)
-        return noise_of(values, jax.tree.leaves(self.hparams)[0].dtype), values.mean(0)
+        middle, *values = self.run(problem, near)
+        measured = self.measured(problem, self.probes, scales, np.zeros_like(middle))
+        pairs = np.reshape(values, (2, PAIRS, -1))
+        if scales[0] < 0.2 * self.scale:  # as near as those
+            pairs = np.concatenate([pairs, measured.values[:, :: len(scales)]], 1)
+        noise = noise_of(middle, pairs, jax.tree.leaves(self.hparams)[0].dtype)
+        return measured._replace(noise=noise), middle
 
     def measured(
         self, problem: Problem, probes: list[Probe], scales: list[float], noise: Any
@@ -238,18 +242,18 @@ def _report(
     problem, hparams, scale = study.problem, study.hparams, study.scale
     value, grad, _ = engine(problem, hparams)
     scales = [factor * scale for factor in SCALES]
-    noise, _ = study.noise(problem)
-    around = study.measured(problem, study.probes, scales, noise)
-    slopes = around.slopes(study.in_search(grad)) + study.downhill(problem, grad, scales, noise)
+    around, _ = study.around(problem, scales)
+    slopes = around.slopes(study.in_search(grad))
+    slopes += study.downhill(problem, grad, scales, around.noise)
     growth = growth_of(problem, hparams, jax.random.fold_in(study.key, 4))
     spread, fresh = {}, []
     for name, variants in others.items():
         found = [float(study.run.one(variant, hparams).sum()) for variant in variants]
         spread[name] = float(np.std(found, ddof=1))
         fresh += found
-    spread["rounding"] = float(noise.max()) * math.sqrt(2)
+    spread["changes a tenth as long"] = float(around.noise.max()) * math.sqrt(2)
     report = Trust(
-        slopes, scale, _verdicts(slopes, scale), _radius(slopes),
+        slopes, scale, _verdicts(slopes, scale), _radius(slopes, scale),
         float(sum(jax.tree.leaves(value))), growth, spread, fresh, [], engine, 0,
     )  # fmt: skip
     advice, best = list(_about_noise(report)), engine
@@ -263,18 +267,18 @@ def _verdicts(slopes: list[Slope], scale: float) -> dict[str, str]:
     """Return, for each leaf, the worst verdict up to the scale."""
     worst: dict[str, str] = {}
     for leaf, by_scale in _by_leaf(slopes).items():
-        found = [judged(rows) for s, rows in by_scale.items() if s <= scale * (1 + 1e-6)]
+        found = [judged(rows, scale) for s, rows in by_scale.items() if s <= scale * (1 + 1e-6)]
         worst[leaf] = max(found, key=[TRUST, SIZE, MISLEADS].index)
     return worst
 
 
-def _radius(slopes: list[Slope]) -> dict[str, float]:
+def _radius(slopes: list[Slope], at: float) -> dict[str, float]:
     """Return, for each leaf, the largest scale up to which it can be trusted."""
     radius: dict[str, float] = {}
     for leaf, by_scale in _by_leaf(slopes).items():
         radius[leaf] = 0.0
         for scale in sorted(by_scale):
-            if judged(by_scale[scale]) != TRUST:
+            if judged(by_scale[scale], at) != TRUST:
                 break
             radius[leaf] = scale
     return radius
@@ -317,12 +321,11 @@ def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Ite
             try:
                 _, grad, _ = engine(remedy.problem, study.hparams)
             except NonFiniteError:
-                yield Advice(remedy.name, remedy.how, {DESCENT: MISLEADS})
+                yield Advice(remedy.name, remedy.how, dict.fromkeys(report.verdicts, MISLEADS))
                 continue
-            noise, value = study.noise(remedy.problem)
-            around = study.measured(remedy.problem, study.probes, [study.scale], noise)
+            around, value = study.around(remedy.problem, [study.scale])
             slopes = around.slopes(study.in_search(grad))
-            slopes += study.downhill(remedy.problem, grad, [study.scale], noise)
+            slopes += study.downhill(remedy.problem, grad, [study.scale], around.noise)
         verdicts = _verdicts(slopes, study.scale)
         yield Advice(remedy.name, remedy.how, verdicts, float(value.sum()))
 
@@ -407,7 +410,7 @@ def _bar(verbose: bool, study: _Study, others: dict[str, Any], advise: bool) -> 
 
     leaves = jax.tree.leaves(study.hparams)
     downhill = 1 + sum(leaf.size > 1 for leaf in leaves) * (len(leaves) > 1)
-    points = 2 * len(SCALES) * (len(study.probes) + downhill) + JITTERS
+    points = 2 * len(SCALES) * (len(study.probes) + downhill) + 1 + 2 * PAIRS
     points += sum(len(problems) for problems in others.values())
     more = ""
     if advise:
