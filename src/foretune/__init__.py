@@ -13,6 +13,7 @@ from ._engines.nonfinite import NonFiniteError as NonFiniteError
 from ._engines.reverse import Reverse as Reverse
 from ._engines.sampled import Estimate as Estimate
 from ._engines.sampled import Sampled as Sampled
+from ._engines.truncated import LeftOut as LeftOut
 from ._engines.truncated import Truncated as Truncated
 from ._outer.callbacks import Callback as Callback
 from ._outer.callbacks import History as History
@@ -39,11 +40,11 @@ from ._outer.stopping import NoImprovement as NoImprovement
 from ._outer.stopping import SmallGradient as SmallGradient
 from ._outer.stopping import TimeLimit as TimeLimit
 from ._outer.stopping import Vanished as Vanished
-from ._outer.trust import Advice as Advice
-from ._outer.trust import Trust as Trust
 from ._outer.trust import trust as trust
 from ._outer.variables import Log as Log
 from ._outer.variables import Logit as Logit
+from ._outer.verdicts import Advice as Advice
+from ._outer.verdicts import Trust as Trust
 from ._problem.batches import FullBatch as FullBatch
 from ._problem.batches import Minibatches as Minibatches
 from ._problem.dynamics import Dynamics as Dynamics

@@ -11,6 +11,7 @@ import foretune as ft
 from ..problems import assert_trees_close, penalised, regression
 
 
+@pytest.mark.filterwarnings("ignore:Truncated:RuntimeWarning")  # much is left out, on purpose
 @pytest.mark.usefixtures("x64")
 class TestTruncated:
     @pytest.mark.parametrize("steps", [1, 3, 11, 12, 50])
@@ -66,6 +67,42 @@ class TestTruncated:
             ft.Truncated(0)
         with pytest.raises(ValueError, match="store='all'"):
             ft.Truncated(3, store="all")
+
+
+def contracting(factor, steps):
+    """s <- factor s + (1 - factor) target: the part of step t in the gradient is factor^(T - t)."""
+
+    def loss(w, hparams, batch):
+        return (1 - factor) / 2 * (w - hparams["target"]) ** 2
+
+    problem = ft.Problem(
+        ft.Training(loss, optax.sgd(1.0)),
+        lambda state, hparams, _: state.params,
+        jnp.array(0.0),
+        ft.FullBatch(None, steps=steps),
+    )
+    return problem, {"target": jnp.array(1.0)}
+
+
+class TestLeftOut:
+    def test_the_parts_by_step_are_those_of_the_formula(self):
+        problem, hparams = contracting(0.9, 40)
+        found = ft.Truncated(16).left_out(problem, hparams)
+        parts = 0.1 * 0.9 ** np.arange(15, -1, -1).reshape(8, 2)
+        np.testing.assert_allclose(found.kept["hparams['target']"], parts.sum(1), rtol=1e-4)
+        missing = 0.9**16 * (1 - 0.9**24) / (1 - 0.9**40)
+        assert found.fraction["hparams['target']"] == pytest.approx(missing, rel=0.01)
+        assert "the last 16 of 40 steps" in str(found)
+        assert ft.Truncated(99).left_out(problem, hparams).fraction == {"hparams['target']": 0.0}
+
+    def test_a_warning_says_so_where_it_is_much(self):
+        problem, hparams = contracting(0.99, 40)
+        with pytest.warns(
+            RuntimeWarning, match=r"leaves out the first 35 of 40 .* hparams\['target'\]"
+        ):
+            ft.Truncated(5)(problem, hparams)
+        problem, hparams = contracting(0.5, 40)
+        ft.Truncated(8)(problem, hparams)  # and does not where it is not
 
 
 class TestSampled:

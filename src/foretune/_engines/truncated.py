@@ -13,20 +13,55 @@ every direction, |alpha_{T-k}| <= rho^k |alpha_T|. On a stretch where the traini
 contract (few steps, a small learning rate, momentum near 1) it need not be small, and may have the
 wrong sign.
 
+How fast the terms alpha_t B_t get smaller towards the past says how much is left out: they are summed
+in a few pieces of the k steps, and extrapolated. Each piece has a copy of the hyperparameters, so that
+one adjoint gives them all.
+
 Time: a training run, and k steps more than once. Memory: k states, whatever T is.
 Reference: Shaban et al., Truncated Back-propagation for Bilevel Optimization, AISTATS 2019.
 """
 
+import warnings
+from typing import Any, NamedTuple
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
-from .._problem.checks import check_count
+from .._problem.checks import check_count, named_leaves
+from .._problem.problem import Problem, validated
 from .._problem.system import System
-from .base import AbstractEngine, Solution, check_options
+from .base import AbstractEngine, Solution, check_options, compute
 from .nonfinite import FORWARD
 from .products import error_gradients
 from .reverse import Reverse
 from .schedules import Adjoint, advance
+
+PIECES = 8
+TOLERATED = 0.2  # of the gradient
+
+
+class LeftOut(NamedTuple):
+    """What `Truncated` keeps of a hypergradient, by step, and leaves out."""
+
+    steps: int
+    """The k last steps, which are kept."""
+    of: int
+    """T."""
+    kept: dict[str, np.ndarray]
+    """By leaf, the length of the part of each piece of the kept steps, the oldest first."""
+    fraction: dict[str, float]
+    """By leaf, the part of the gradient that the other steps would have, extrapolated."""
+
+    def __str__(self) -> str:
+        lines = [f"the last {self.steps} of {self.of} steps: part of the gradient, oldest first"]
+        for leaf, parts in self.kept.items():
+            shown = " ".join(f"{part:.2g}" for part in parts)
+            lines.append(
+                f"{leaf}: {shown}; the others, about {self.fraction[leaf]:.0%} of the whole"
+            )
+        return "\n".join(lines)
 
 
 class Truncated(AbstractEngine):
@@ -35,7 +70,9 @@ class Truncated(AbstractEngine):
     Use it where reverse mode's memory or time over all T steps is too much, the hyperparameters are
     too many for `Forward`, and the training has settled: its error is the influence that the
     hyperparameters had through the state before the last `steps` steps. Exact memory savings,
-    without that error, are `Reverse(store=...)`. With `steps` of T or more it is `Reverse`.
+    without that error, are `Reverse(store=...)`. With `steps` of T or more it is `Reverse`. A call
+    outside of `jax.jit` warns where the trend of the kept steps says that over a fifth is left out;
+    `left_out(problem, hparams)` has the figures.
 
     Args:
         steps: k, the steps to go back over.
@@ -78,17 +115,86 @@ class Truncated(AbstractEngine):
         """`Forward`."""
         return FORWARD
 
+    def left_out(self, problem: Problem, hparams: PyTree) -> LeftOut:
+        """Return how the kept gradient is made up, and about how much of it is missing."""
+        arrays, structure = validated(problem, hparams)
+        *_, report, _ = compute(self, structure, False, arrays)
+        if report is None:
+            names, T = named_leaves(hparams, "hparams"), problem.steps
+            return LeftOut(T, T, {name: np.array([]) for name in names}, dict.fromkeys(names, 0.0))
+        return self._left_out(report)
+
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, g_k and s_T."""
         whole = Reverse(unroll=self.unroll, store=self.store)
         if self.steps >= system.steps:
             return whole.solve(system, hparams)
-        before = system.steps - self.steps
+        before, n = system.steps - self.steps, min(PIECES, self.steps)
         s = advance(system, hparams, system.initial(hparams), 0, before, self.unroll)
-        last = system._replace(
-            xs=jax.tree.map(lambda leaf: leaf[before:], system.xs), steps=self.steps
+
+        def step(s, copies, entry):
+            piece, x = entry
+            return system.step(s, jax.tree.map(lambda leaf: leaf[piece], copies), x)
+
+        xs = jax.tree.map(lambda leaf: leaf[before:], system.xs)
+        pieces = jnp.arange(self.steps) * n // self.steps
+        last = system._replace(step=step, xs=(pieces, xs), steps=self.steps)
+        copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *leaf.shape)), hparams)
+        s_T, memory = whole.schedule.forward(last, copies, s)
+        errors, alpha_T, explicit = error_gradients(system, s_T, hparams)
+        nothing = jax.tree.map(
+            lambda row: jnp.zeros((row.shape[0], n, *row.shape[1:]), row.dtype), explicit
         )
-        s_T, memory = whole.schedule.forward(last, hparams, s)
-        errors, alpha_T, g = error_gradients(system, s_T, hparams)
-        _, g = whole.schedule.backward(last, hparams, memory, Adjoint(alpha_T, g))
-        return Solution(errors, g, s_T)
+        _, parts = whole.schedule.backward(last, copies, memory, Adjoint(alpha_T, nothing))
+        rows = jax.tree.map(lambda row, part: row + jnp.sum(part, 1), explicit, parts)
+        return Solution(errors, rows, s_T, Parts(system.steps, jax.tree.map(_lengths, parts)))
+
+    def review(self, report: Any) -> None:
+        """Warn where much is left out."""
+        if report is None:
+            return
+        found = self._left_out(report)
+        worst = max(found.fraction, key=lambda name: found.fraction[name])
+        if found.fraction[worst] > TOLERATED:
+            warnings.warn(
+                f"Truncated({self.steps}) leaves out the first {found.of - self.steps} of {found.of} "
+                f"steps, by their trend {found.fraction[worst]:.1g} of the gradient of {worst}. Take "
+                "more steps, or `Reverse(store=...)`, which is exact in as little memory; "
+                f"`Truncated({self.steps}).left_out(problem, hparams)` has the parts by step.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _left_out(self, report: "Parts") -> LeftOut:
+        kept = {
+            name: np.asarray(part, np.float64)
+            for name, part in named_leaves(report.kept, "hparams").items()
+        }
+        T = int(report.steps)
+        halves = 2 * (T - self.steps) / self.steps  # half windows that are left out
+        fraction = {name: _fraction(parts, halves) for name, parts in kept.items()}
+        return LeftOut(self.steps, T, kept, fraction)
+
+
+class Parts(NamedTuple):
+    """The lengths of the parts of the gradient, as they leave the program."""
+
+    steps: Any  # T
+    kept: PyTree  # the hyperparameters' structure, with an axis of pieces
+
+
+def _lengths(part: Any) -> Any:
+    flat = part.reshape(*part.shape[:2], -1).astype(np.promote_types(part.dtype, np.float32))
+    return jnp.sqrt(jnp.sum(flat**2, (0, 2)))
+
+
+def _fraction(parts: np.ndarray, halves: float) -> float:
+    """Return the part that is left out, if what is older shrinks as the older half does."""
+    middle = len(parts) // 2
+    if len(parts) < 2 or not np.isfinite(parts).all() or not parts.any():
+        return 0.0
+    old, new = parts[:middle].sum() / middle, parts[middle:].sum() / (len(parts) - middle)
+    rate = min(old / new, 1.0) if new > 0 else 1.0  # of half a window
+    # old rate + old rate^2 + ... of as many half windows as are left out
+    left = old * (halves if rate > 1 - 1e-6 else rate * (1 - rate**halves) / (1 - rate))
+    return float(left / (left + old + new))

@@ -7,6 +7,7 @@ variable). Step k costs one hypergradient; the loop itself adds two small progra
 the error is taken back: `guard.py` has the rule.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -52,7 +53,10 @@ from .run import (
     plain,
     started,
 )
+from .slopes import TRUST
 from .steps import chosen_rows, evaluated, gradient_norms, outer_init, outer_update, response, shown
+from .trust import trust as report_trust
+from .verdicts import Trust
 
 DEFAULT_OPTIMIZER = optax.contrib.cocob(alpha=10.0)  # first steps of a tenth, in units of the start
 RECORD = ("step", "value", "gradient_norm", "taken_back")  # what a record has besides metrics
@@ -93,6 +97,7 @@ def minimize(
     warm_start: bool = False,
     batched: bool = False,
     take_back: bool = True,
+    trust: bool = False,
 ) -> Result:
     """Descend on the hyperparameters by their hypergradient, inside their constraints.
 
@@ -127,7 +132,6 @@ def minimize(
         batched: the hyperparameters have a leading axis of independent descents, run as one
             program; records then hold one number for each. A descent that is not finite is named in a
             `RuntimeWarning` and stays where it is, its records NaN, while the others continue.
-
         take_back: whether a step that raises the error is taken back and tried again a quarter as long
             (default). It is when the error is not finite, above the start, or above both the highest of
             the last five and a tenth of what has been gained (with new `batches`: by more than these
@@ -135,6 +139,9 @@ def minimize(
             and the result is the last evaluation that was not: without new `batches` its error is never
             above that of the start. Of several objectives, and with `warm_start`, only what is not
             finite is taken back.
+
+        trust: whether `foretune.trust` first reports how far the hypergradient at the start can be
+            trusted, and a warning says so where it cannot. Costs some tens of trainings.
 
     Ctrl-C, or SIGTERM, ends the run after the current evaluation and returns what there is; a second
     one interrupts at once. A hypergradient that is not finite at the start (of `batched` descents, all
@@ -163,10 +170,16 @@ def minimize(
     check_flag(warm_start, f"minimize(warm_start={warm_start!r:.60})")
     check_flag(batched, f"minimize(batched={batched!r:.60})")
     check_flag(take_back, f"minimize(take_back={take_back!r:.60})")
+    check_flag(trust, f"minimize(trust={trust!r:.60})")
     engine = Reverse() if engine is None else engine
     optimizer = DEFAULT_OPTIMIZER if optimizer is None else reused(optimizer)
     if batched and warm_start:
         raise ValueError("minimize takes either batched=True or warm_start=True, not both.")
+    if batched and trust:
+        raise ValueError(
+            "minimize(batched=True, trust=True): `foretune.trust` looks at one start; call it for "
+            "those that you want to know about."
+        )
     members = check_leading_axis(hparams, "hparams", "the descents") if batched else None
     single = jax.tree.map(lambda leaf: leaf[0], hparams) if batched else hparams
     validated(problem, single, smooth=engine.differentiates)
@@ -200,6 +213,8 @@ def minimize(
     run = Run(steps, carry, fingerprint)
 
     with Interrupt() as interrupt, started(callbacks, run):
+        if trust and not run.resumed:
+            _warn_of(report_trust(problem, hparams, engine=engine, constraints=constraints))
         stopped, now, holds = None, problem, np.array(True)
         while stopped is None:
             now = problem
@@ -247,6 +262,20 @@ def minimize(
         hparams = chosen_rows(holds, hparams, run.carry.held.hparams, batched)
         value, state = response(now, hparams, batched)
     return Result(hparams, value, state, run.history, run.best, stopped)
+
+
+def _warn_of(report: Trust) -> None:
+    if report.ok:
+        return
+    wrong = {leaf: verdict for leaf, verdict in report.verdicts.items() if verdict != TRUST}
+    helps = [str(advice) for advice in report.advice if advice.helps]
+    warnings.warn(
+        f"over a step of {report.scale:g} the hypergradient at the start cannot be trusted: {wrong}. "
+        + ("What helps, " + "; or ".join(helps) if helps else "Nothing that was tried helps")
+        + ". `foretune.trust` has the whole report.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _check_batches(batches: Any, key: Any) -> None:

@@ -92,11 +92,11 @@ def _log_norms(problem: Problem, hparams: PyTree, key: Any) -> Float[Array, " T"
         v = [leaf[0] for leaf in jax.tree.leaves(out)]
         size = jnp.maximum(length(v), 1e-30)
         now = log + jnp.log(jnp.maximum(length(weights(v)), 1e-30))
-        return (s, [(x / size).astype(x.dtype) for x in v], log + jnp.log(size)), now
+        return (s, [x / size.astype(x.dtype) for x in v], log + jnp.log(size)), now
 
     size = length(v)
-    v = [(x / size).astype(x.dtype) for x in v]
-    _, logs = lax.scan(step, (s_0, v, jnp.zeros(())), system.xs, length=system.steps)
+    v = [x / size.astype(x.dtype) for x in v]
+    _, logs = lax.scan(step, (s_0, v, jnp.zeros((), jnp.float32)), system.xs, length=system.steps)
     return logs
 
 

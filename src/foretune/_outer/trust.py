@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import PyTree
 
 from .._engines.auto import Auto
 from .._engines.base import AbstractEngine, check_engine
@@ -26,11 +26,10 @@ from .constraints import check_constraints
 from .remedies import remedies
 from .rough import Evolution, Smoothed
 from .run import check_outside_programs, feasible
-from .sensitivity import ORDER, Growth, growth_of, low_precision, variants_of
+from .sensitivity import ORDER, growth_of, low_precision, variants_of
 from .slopes import (
     MISLEADS,
     PAIRS,
-    SIZE,
     TRUST,
     Measured,
     Probe,
@@ -39,79 +38,15 @@ from .slopes import (
     descent_probes,
     in_search,
     jitters,
-    judged,
     noise_of,
     points_of,
     random_probes,
 )
+from .verdicts import Advice, Trust, radius_of, verdicts_of
 
 SCALES = (0.1, 0.3, 1.0, 3.0)  # times `scale`
 VARIANTS = 4  # trainings for each change that should not matter
 FEW = 40  # hyperparameters that differences of values are enough for
-
-
-class Advice(NamedTuple):
-    """Something that was tried, or should be, and what came of it."""
-
-    name: str
-    how: str
-    verdicts: dict[str, str] | None = None
-    """Those with it; None where it was not tried."""
-    value: float | None = None
-    """The error with it, at the same hyperparameters."""
-
-    @property
-    def helps(self) -> bool:
-        """Whether all verdicts are "trust" then, or it could not be tried."""
-        return self.verdicts is None or set(self.verdicts.values()) <= {TRUST}
-
-    def __str__(self) -> str:
-        text = f"{self.name}: {self.how}"
-        if self.verdicts is None:
-            return text
-        good = sum(verdict == TRUST for verdict in self.verdicts.values())
-        text += f"; then trust in {good} of {len(self.verdicts)}"
-        return text + (f", error {self.value:.4g}" if self.value is not None else "")
-
-
-class Trust(NamedTuple):
-    """The report of `trust`; prints as a table, `plot()` draws it."""
-
-    slopes: list[Slope]
-    """Predicted and measured change for each direction and scale."""
-    scale: float
-    verdicts: dict[str, str]
-    """By leaf, and for the direction of descent: "trust"; "size", where the sign is right and the size
-    is not; or "misleads"."""
-    radius: dict[str, float]
-    """By leaf: the largest scale up to which sign and size hold, 0 where there is none."""
-    value: float
-    """The error at the hyperparameters (the sum of them, where there are several)."""
-    growth: Growth | None
-    spread: dict[str, float]
-    """Standard deviation of the error under changes that should not matter."""
-    fresh: list[float]
-    """The error with fresh batches, starts or keys."""
-    advice: list[Advice]
-    """What helps, and what was tried and does not."""
-    engine: AbstractEngine
-    """The engine to use: the one given where it can be trusted, else the best that was tried."""
-    trainings: int
-    """How many trainings it took, besides hypergradients."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the gradient can be trusted in all leaves and along the descent."""
-        return set(self.verdicts.values()) <= {TRUST}
-
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
-
-    def plot(self, axes: Any = None) -> Any:
-        """Draw the error along each direction beside what the gradient predicts; return the axes."""
-        from .trust_plot import plot_trust
-
-        return plot_trust(self, axes)
 
 
 def trust(
@@ -119,13 +54,13 @@ def trust(
     hparams: PyTree,
     *,
     engine: Any = None,
-    scale: float = 0.1,
+    scale: Any = 0.1,
     constraints: PyTree = None,
-    directions: int = 2,
-    key: Key[Array, ""] | None = None,
-    fresh: Callable[[Any], Problem] | None = None,
+    directions: Any = 2,
+    key: Any = None,
+    fresh: Any = None,
     advice: bool = True,
-    chunk: int | None = None,
+    chunk: Any = None,
     verbose: bool = True,
 ) -> Trust:
     """Compare what a hypergradient predicts with what happens over a step of tuning.
@@ -253,7 +188,7 @@ def _report(
         fresh += found
     spread["changes a tenth as long"] = float(around.noise.max()) * math.sqrt(2)
     report = Trust(
-        slopes, scale, _verdicts(slopes, scale), _radius(slopes, scale),
+        slopes, scale, verdicts_of(slopes, scale), radius_of(slopes, scale),
         float(sum(jax.tree.leaves(value))), growth, spread, fresh, [], engine, 0,
     )  # fmt: skip
     advice, best = list(_about_noise(report)), engine
@@ -261,34 +196,6 @@ def _report(
         engines, best = _tried_engines(study, report, around, engine)
         advice = [*engines, *advice, *_tried_remedies(study, report, engine)]
     return report._replace(advice=advice, engine=best, trainings=study.run.count)
-
-
-def _verdicts(slopes: list[Slope], scale: float) -> dict[str, str]:
-    """Return, for each leaf, the worst verdict up to the scale."""
-    worst: dict[str, str] = {}
-    for leaf, by_scale in _by_leaf(slopes).items():
-        found = [judged(rows, scale) for s, rows in by_scale.items() if s <= scale * (1 + 1e-6)]
-        worst[leaf] = max(found, key=[TRUST, SIZE, MISLEADS].index)
-    return worst
-
-
-def _radius(slopes: list[Slope], at: float) -> dict[str, float]:
-    """Return, for each leaf, the largest scale up to which it can be trusted."""
-    radius: dict[str, float] = {}
-    for leaf, by_scale in _by_leaf(slopes).items():
-        radius[leaf] = 0.0
-        for scale in sorted(by_scale):
-            if judged(by_scale[scale], at) != TRUST:
-                break
-            radius[leaf] = scale
-    return radius
-
-
-def _by_leaf(slopes: list[Slope]) -> dict[str, dict[float, list[Slope]]]:
-    found: dict[str, dict[float, list[Slope]]] = {}
-    for slope in slopes:
-        found.setdefault(slope.leaf, {}).setdefault(slope.scale, []).append(slope)
-    return found
 
 
 def _about_noise(report: Trust) -> Iterator[Advice]:
@@ -326,7 +233,7 @@ def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Ite
             around, value = study.around(remedy.problem, [study.scale])
             slopes = around.slopes(study.in_search(grad))
             slopes += study.downhill(remedy.problem, grad, [study.scale], around.noise)
-        verdicts = _verdicts(slopes, study.scale)
+        verdicts = verdicts_of(slopes, study.scale)
         yield Advice(remedy.name, remedy.how, verdicts, float(value.sum()))
 
 
@@ -345,7 +252,7 @@ def _tried_engines(
         radius = [candidate.radius]
         slopes = [s for s in around.slopes(study.in_search(grad)) if s.scale == candidate.radius]
         slopes += study.downhill(study.problem, grad, radius, around.noise)
-        verdicts = _verdicts(slopes, candidate.radius)
+        verdicts = verdicts_of(slopes, candidate.radius)
         good = sum(verdict == TRUST for verdict in verdicts.values())
         if good > most:
             best, most = candidate, good
@@ -428,24 +335,3 @@ def _bar(verbose: bool, study: _Study, others: dict[str, Any], advise: bool) -> 
             bar.update(task, completed=finished, total=max(points, finished))
 
         yield done
-
-
-def _lines(report: Trust) -> Iterator[str]:
-    width = max(len(leaf) for leaf in report.verdicts)
-    at = [s for s in report.slopes if s.scale == report.scale]
-    yield f"{'':<{width}}  {'predicted':>10} {'measured':>10} {'noise':>8} {'radius':>7}  verdict"
-    for leaf, verdict in report.verdicts.items():
-        rows = [s for s in at if s.leaf == leaf]
-        row = max(rows, key=lambda s: (s.verdict == verdict, abs(s.measured)))
-        numbers = f"{row.predicted:>10.3g} {row.measured:>10.3g} {row.noise:>8.1g}"
-        yield f"{leaf:<{width}}  {numbers} {report.radius[leaf]:>7.3g}  {verdict}"
-    yield f"change of the error over a change of the hyperparameters by {report.scale:g}"
-    if report.growth is not None:
-        yield str(report.growth)
-    for name, deviation in report.spread.items():
-        yield f"error {report.value:.4g}, +- {deviation:.1g} by {name}"
-    if report.fresh:
-        yield f"error of other runs: {np.mean(report.fresh):.4g} in the mean of {len(report.fresh)}"
-    helps = [advice for advice in report.advice if advice.helps]
-    yield from (f"advice: {advice}" for advice in helps)
-    yield from (f"tried: {advice}" for advice in report.advice if not advice.helps)

@@ -194,7 +194,8 @@ class Training(Dynamics, eqx.Module):
         Parameters and batch are cast inside the loss; the parameters themselves, their gradients
         and the optimizer stay as they are.
         """
-        return eqx.tree_at(lambda training: training.loss, self, _Cast(self.loss, dtype))
+        loss = self.loss.loss if isinstance(self.loss, _Cast) else self.loss
+        return eqx.tree_at(lambda training: training.loss, self, _Cast(loss, dtype))
 
     def _optimizer(self, hparams: PyTree) -> optax.GradientTransformationExtraArgs:
         optimizer: Any = self.optimizer

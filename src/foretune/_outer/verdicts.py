@@ -1,0 +1,132 @@
+"""The report of `trust`: a verdict for each leaf, and how it reads."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._engines.base import AbstractEngine
+from .sensitivity import Growth
+from .slopes import MISLEADS, SIZE, TRUST, Slope, judged
+
+
+class Advice(NamedTuple):
+    """Something that was tried, or should be, and what came of it."""
+
+    name: str
+    how: str
+    verdicts: dict[str, str] | None = None
+    """Those with it; None where it was not tried."""
+    value: float | None = None
+    """The error with it, at the same hyperparameters."""
+
+    @property
+    def helps(self) -> bool:
+        """Whether all verdicts are "trust" then, or it could not be tried."""
+        return self.verdicts is None or set(self.verdicts.values()) <= {TRUST}
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.how}"
+        if self.verdicts is None:
+            return text
+        good = sum(verdict == TRUST for verdict in self.verdicts.values())
+        text += f"; then trust in {good} of {len(self.verdicts)}"
+        return text + (f", error {self.value:.4g}" if self.value is not None else "")
+
+
+class Trust(NamedTuple):
+    """The report of `trust`; prints as a table, `plot()` draws it."""
+
+    slopes: list[Slope]
+    """Predicted and measured change for each direction and scale."""
+    scale: float
+    verdicts: dict[str, str]
+    """By leaf, and for the direction of descent: "trust"; "size", where the sign is right and the size
+    is not; or "misleads"."""
+    radius: dict[str, float]
+    """By leaf: the largest scale up to which sign and size hold, 0 where there is none."""
+    value: float
+    """The error at the hyperparameters (the sum of them, where there are several)."""
+    growth: Growth | None
+    spread: dict[str, float]
+    """Standard deviation of the error under changes that should not matter."""
+    fresh: list[float]
+    """The error with fresh batches, starts or keys."""
+    advice: list[Advice]
+    """What helps, and what was tried and does not."""
+    engine: AbstractEngine
+    """The engine to use: the one given where it can be trusted, else the best that was tried."""
+    trainings: int
+    """How many trainings it took, besides hypergradients."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the gradient can be trusted in all leaves and along the descent."""
+        return set(self.verdicts.values()) <= {TRUST}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the error along each direction beside what the gradient predicts; return the axes."""
+        from .trust_plot import plot_trust
+
+        return plot_trust(self, axes)
+
+
+def verdicts_of(slopes: list[Slope], scale: float) -> dict[str, str]:
+    """Return, for each leaf, the worst verdict up to the scale."""
+    worst: dict[str, str] = {}
+    for leaf, by_scale in _by_leaf(slopes).items():
+        found = [judged(rows, scale) for s, rows in by_scale.items() if s <= scale * (1 + 1e-6)]
+        worst[leaf] = max(found, key=[TRUST, SIZE, MISLEADS].index)
+    return worst
+
+
+def radius_of(slopes: list[Slope], at: float) -> dict[str, float]:
+    """Return, for each leaf, the largest scale up to which it can be trusted."""
+    radius: dict[str, float] = {}
+    for leaf, by_scale in _by_leaf(slopes).items():
+        radius[leaf] = 0.0
+        for scale in sorted(by_scale):
+            if judged(by_scale[scale], at) != TRUST:
+                break
+            radius[leaf] = scale
+    return radius
+
+
+def _by_leaf(slopes: list[Slope]) -> dict[str, dict[float, list[Slope]]]:
+    found: dict[str, dict[float, list[Slope]]] = {}
+    for slope in slopes:
+        found.setdefault(slope.leaf, {}).setdefault(slope.scale, []).append(slope)
+    return found
+
+
+def _telling(report: Trust, leaf: str) -> Slope:
+    """Return the direction and scale that decide a verdict: the largest scale that has it."""
+    by_scale = _by_leaf(report.slopes)[leaf]
+    scales = sorted(s for s in by_scale if s <= report.scale * (1 + 1e-6))
+    verdict = report.verdicts[leaf]
+    chosen = [s for s in scales if judged(by_scale[s], report.scale) == verdict][-1]
+    return max(by_scale[chosen], key=lambda s: (s.verdict == verdict, abs(s.measured)))
+
+
+def _lines(report: Trust) -> Iterator[str]:
+    width = max(len(leaf) for leaf in report.verdicts)
+    heads = f"{'change by':>9} {'predicted':>10} {'measured':>10} {'noise':>8} {'radius':>7}"
+    yield f"{'':<{width}} {heads}  verdict"
+    for leaf, verdict in report.verdicts.items():
+        row = _telling(report, leaf)
+        numbers = f"{row.predicted:>10.3g} {row.measured:>10.3g} {row.noise:>8.1g}"
+        yield (
+            f"{leaf:<{width}} {row.scale:>9.3g} {numbers} {report.radius[leaf]:>7.3g}  {verdict}"
+        )
+    if report.growth is not None:
+        yield str(report.growth)
+    for name, deviation in report.spread.items():
+        yield f"error {report.value:.4g}, +- {deviation:.1g} by {name}"
+    if report.fresh:
+        yield f"error of other runs: {np.mean(report.fresh):.4g} in the mean of {len(report.fresh)}"
+    helps = [advice for advice in report.advice if advice.helps]
+    yield from (f"advice: {advice}" for advice in helps)
+    yield from (f"tried: {advice}" for advice in report.advice if not advice.helps)

@@ -1,0 +1,304 @@
+"""Trust: what a gradient predicts beside what happens over a step of tuning."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import foretune as ft
+from foretune._outer.remedies import Damped, Floored, remedies
+from foretune._outer.sensitivity import growth_of, low_precision, variants_of
+from foretune._outer.slopes import Slope
+
+from ..problems import assert_trees_close, regression
+from .test_rough import response
+
+
+def report(f, hparams, **options):
+    return ft.trust(response(f, hparams), hparams, **({"verbose": False} | options))
+
+
+def test_a_smooth_response():
+    problem, hparams = regression(steps=20)
+    found = ft.trust(problem, hparams, verbose=False)
+    assert found.ok
+    assert not found.advice
+    assert found.engine == ft.Reverse()
+    assert found.verdicts == dict.fromkeys(
+        ["hparams['decay']", "hparams['lr']", "descent"], "trust"
+    )
+    assert all(radius == pytest.approx(0.3) for radius in found.radius.values())
+    assert found.value == pytest.approx(float(problem.response(hparams)[0]), rel=1e-5)
+    for slope in (slope for slope in found.slopes if slope.scale <= 0.1):
+        assert slope.predicted == pytest.approx(slope.measured, rel=0.1, abs=3 * slope.noise)
+    down = [slope for slope in found.slopes if slope.leaf == "descent"]
+    assert all(slope.high < found.value < slope.low for slope in down)
+
+
+def test_predicted_and_measured_changes_are_the_formulas():
+    hparams = {"x": jnp.array(2.0), "log": jnp.array(3.0)}
+    found = report(
+        lambda h: h["x"] ** 2 + jnp.log(h["log"]), hparams, constraints={"log": ft.Log()}
+    )
+    by_leaf = {slope.leaf: slope for slope in found.slopes if slope.scale == 0.1}
+    x, log = by_leaf["hparams['x']"], by_leaf["hparams['log']"]
+    assert x.predicted == pytest.approx(4 * 0.2, rel=1e-4)  # 2 x times a tenth of x
+    assert x.measured == pytest.approx((2.2**2 - 1.8**2) / 2, rel=1e-4)
+    assert x.high == pytest.approx(2.2**2 + np.log(3), rel=1e-5)
+    assert log.predicted == pytest.approx(0.1, rel=1e-4)  # in the variable log(x)
+    assert log.measured == pytest.approx(0.1, rel=1e-4)
+
+
+def test_a_leaf_of_zeros_moves_by_the_scale_itself():
+    found = report(lambda h: jnp.sum(h["x"]), {"x": jnp.zeros(3)}, scale=0.5)
+    largest = max(abs(slope.measured) for slope in found.slopes if slope.scale == 0.5)
+    assert largest == pytest.approx(1.5)
+    assert found.ok
+
+
+def wave(x, slope):
+    """A line with waves so short that a step of tuning does not see them."""
+    return x + slope / 6000 * jnp.sin(
+        6000 * x
+    )  # its derivative is 1 + slope at multiples of pi / 3000
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("slope", "verdict"), [(0.5, "trust"), (8.0, "size"), (-8.0, "misleads")])
+def test_verdicts_on_a_jagged_response(slope, verdict):
+    hparams = {"x": jnp.array(2 * np.pi * 1000 / 6000)}
+    found = report(lambda h: wave(h["x"], slope), hparams, advice=False)
+    assert found.verdicts["hparams['x']"] == verdict
+    assert found.ok is (verdict == "trust")
+    assert (found.radius["hparams['x']"] > 0.1) is found.ok
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_engine_that_is_advised_agrees():
+    hparams = {"x": jnp.array([1.0, -2.0, 3.0]), "y": jnp.array(2 * np.pi / 60)}
+    problem = response(lambda h: jnp.sum(h["x"] ** 2) + wave(h["y"], -20.0), hparams)
+    found = ft.trust(problem, hparams, verbose=False)
+    assert found.verdicts["hparams['y']"] == "misleads"
+    assert found.verdicts["hparams['x']"] == "trust"
+    assert isinstance(found.engine, ft.Evolution)
+    assert found.advice[0].helps
+    assert found.advice[0].name.startswith("engine=Evolution(radius=0.1")
+    grad = found.engine(problem, hparams).grad
+    np.testing.assert_allclose(grad["y"], 1.0, atol=0.1)
+    np.testing.assert_allclose(grad["x"], 2 * hparams["x"], atol=0.3)
+    text = str(found)
+    assert "misleads" in text
+    assert "advice: engine=Evolution" in text
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "noise", "verdict"),
+    [
+        (1.0, 1.0, 0.0, "trust"),
+        (2.0, 1.0, 0.0, "trust"),
+        (2.1, 1.0, 0.0, "size"),
+        (0.4, 1.0, 0.0, "size"),
+        (0.4, 1.0, 0.3, "trust"),  # within two deviations
+        (-0.1, 1.0, 0.3, "misleads"),
+        (-0.1, 0.5, 0.3, "trust"),  # nothing is seen, and little predicted
+        (-9.0, 0.5, 0.3, "misleads"),  # nothing is seen, and much predicted
+        (0.0, 0.0, 0.0, "trust"),
+        (1.0, np.nan, 0.0, "misleads"),
+    ],
+)
+def test_the_rule(predicted, measured, noise, verdict):
+    assert Slope("x", 0.1, predicted, measured, noise, 0.0, 0.0).verdict == verdict
+
+
+def test_several_objectives_have_no_common_descent():
+    hparams = {"x": jnp.array(1.0), "y": jnp.array(2.0)}
+    problem = response(lambda h: h["x"], hparams).replace(
+        objective={"x": lambda s, h, _: s["x"] ** 2, "y": lambda s, h, _: -(s["y"] ** 2)}
+    )
+    found = ft.trust(problem, hparams, verbose=False)
+    assert found.verdicts == {"hparams['x']": "trust", "hparams['y']": "trust"}
+    by_leaf = {slope.leaf: slope.measured for slope in found.slopes if slope.scale == 0.1}
+    assert by_leaf["hparams['x']"] > 0 > by_leaf["hparams['y']"]
+
+
+class Growing:
+    """s <- h s in the first half of ten steps, then s stays."""
+
+    def init(self, params, hparams):
+        return params
+
+    def step(self, state, hparams, batch):
+        return jnp.where(batch < 5, hparams["a"], 1.0) * state
+
+
+def test_growth_names_the_steps():
+    problem = ft.Problem(Growing(), lambda s, h, _: jnp.sum(s), jnp.ones(3), jnp.arange(10))
+    growth = growth_of(problem, {"a": jnp.array(10.0)}, jax.random.key(0))
+    np.testing.assert_allclose(growth.norms, 10.0 ** np.minimum(np.arange(1, 11), 5), rtol=1e-4)
+    assert growth.factor == pytest.approx(1e5, rel=1e-4)
+    assert (growth.first, growth.last) == (1, 5)
+    assert "1e+05 times" in str(growth)
+    assert "steps 1 to 5 of 10" in str(growth)
+    still = growth_of(problem, {"a": jnp.array(0.5)}, jax.random.key(0))
+    assert "does not grow" in str(still)
+
+
+def test_a_step_without_forward_mode_has_no_growth():
+    @jax.custom_vjp
+    def twice(x):
+        return 2 * x
+
+    twice.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+
+    class Reversed(Growing):
+        def step(self, state, hparams, batch):
+            return twice(state) * hparams["a"]
+
+    problem = ft.Problem(Reversed(), lambda s, h, _: jnp.sum(s), jnp.ones(3), jnp.arange(4))
+    found = ft.trust(problem, {"a": jnp.array(0.3)}, verbose=False, scale=0.01)
+    assert found.growth is None
+    assert found.ok
+
+
+def minibatches(**options):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(30, 3)).astype(np.float32), rng.normal(size=30).astype(np.float32)
+    batches = ft.Minibatches.shuffled((x, y), batch_size=6, steps=12, key=jax.random.key(0))
+    return regression(batches=batches, **options)
+
+
+def test_other_orders_and_keys_of_the_same_run():
+    problem, _ = minibatches()
+    ((name, others),) = variants_of(problem, 3, jax.random.key(1))
+    assert name == "order of the batches"
+    for other in others:
+        assert not np.array_equal(other.batches.indices, problem.batches.indices)
+        rows = [sorted(map(tuple, np.asarray(p.batches.indices))) for p in (other, problem)]
+        assert rows[0] == rows[1]
+
+    def noisy(params, hparams, batch, key):
+        return jnp.sum((params - jax.random.normal(key)) ** 2)
+
+    dropout = problem.replace(
+        dynamics=ft.Training(noisy, optax.sgd(0.1), key=jax.random.key(3)), init=jnp.zeros(2)
+    )
+    names = {name: others for name, others in variants_of(dropout, 2, jax.random.key(1))}
+    keys = {
+        bytes(np.asarray(jax.random.key_data(other.dynamics.key)))
+        for other in [dropout, *names["key of the loss"]]
+    }
+    assert len(keys) == 3
+
+
+def test_the_error_on_fresh_runs():
+    problem, hparams = minibatches()
+    data = problem.batches.data
+
+    def fresh(key):
+        batches = ft.Minibatches.shuffled(data, batch_size=6, steps=12, key=key)
+        return problem.replace(batches=batches)
+
+    found = ft.trust(problem, hparams, fresh=fresh, verbose=False)
+    assert len(found.fresh) == 4
+    assert len(set(found.fresh)) == 4
+    assert found.spread["fresh batches and starts"] == pytest.approx(np.std(found.fresh, ddof=1))
+    with pytest.raises(
+        TypeError, match=r"fresh\(key\) returns .* a `foretune.Problem` is expected"
+    ):
+        ft.trust(problem, hparams, fresh=lambda key: 3, verbose=False)
+
+
+@pytest.mark.promotes("Adam multiplies floats by a count")
+def test_a_larger_eps_root_is_that_of_adam():
+    problem, hparams = regression(optimizer=lambda h: optax.adam(h["lr"], eps_root=1e-6))
+    exact, _ = regression(optimizer=lambda h: optax.adam(h["lr"], eps_root=1e-6 + 1e-2))
+    floored = problem.replace(dynamics=Floored(problem.dynamics, 1e-2))
+    for engine in (ft.Reverse(), ft.Forward()):
+        expected, found = engine(exact, hparams), engine(floored, hparams)
+        assert_trees_close(found.state.params, expected.state.params, 1e-3)
+        assert_trees_close(found.grad, expected.grad, 5e-3)
+
+
+def test_a_lower_rate_and_a_warm_up_are_those_of_the_optimizer():
+    plain, hparams = regression(optimizer=lambda h: optax.sgd(h["lr"]))
+
+    def scheduled(h):
+        return optax.sgd(lambda t: 0.5 * h["lr"] * jnp.minimum(1.0, (t + 1) / 4))
+
+    exact, _ = regression(optimizer=scheduled)
+    damped = plain.replace(dynamics=Damped(plain.dynamics, 0.5, 4))
+    expected, found = ft.Reverse()(exact, hparams), ft.Reverse()(damped, hparams)
+    assert_trees_close(found.state.params, expected.state.params, 1e-5)
+    assert_trees_close(found.grad, expected.grad, 1e-4)
+
+
+@pytest.mark.promotes("Adam multiplies floats by a count")
+def test_remedies_follow_from_what_was_seen():
+    problem, hparams = minibatches(optimizer=lambda h: optax.adam(h["lr"]))
+    growth = growth_of(problem, hparams, jax.random.key(0))
+    early = growth._replace(factor=1e4, first=1, last=2)
+    names = [r.name for r in remedies(problem, hparams, early, noisy=True, low=None)]
+    assert names[0] == "warm-up"
+    assert "larger batches" in names
+    assert "fewer steps" in names
+    assert "eps_root + 1e-08" in names
+    late = growth._replace(factor=1e4, first=10, last=11)
+    found = {r.name: r for r in remedies(problem, hparams, late, noisy=False, low=None)}
+    assert "warm-up" not in found
+    assert "larger batches" not in found
+    assert found["fewer steps"].problem.steps == 6
+    calm = growth._replace(factor=1.0)
+    assert not list(remedies(problem, hparams, calm, noisy=False, low=None))
+    low = problem.replace(dynamics=problem.dynamics.in_precision(jnp.bfloat16))
+    assert low_precision(low, hparams) == "bfloat16"
+    assert low_precision(problem, hparams) is None
+    (full,) = remedies(low, hparams, calm, noisy=False, low="bfloat16")
+    assert low_precision(full.problem, hparams) is None
+
+
+def test_minimize_warns_of_a_gradient_that_misleads(capsys):
+    problem, hparams = regression()
+    ft.minimize(problem, hparams, steps=1, trust=True)
+    assert "trainings of 10 steps" in capsys.readouterr().out
+    start = {"x": jnp.array(0.25)}
+    jagged = response(lambda h: (h["x"] + 1e-3 * jnp.sin(9e3 * h["x"])) ** 2, start)
+    with pytest.warns(RuntimeWarning, match=r"cannot be trusted: .*hparams\['x'\]"):
+        ft.minimize(jagged, start, steps=1, trust=True, constraints={"x": ft.Box(0.0, 1.0)})
+    with pytest.raises(ValueError, match="looks at one start"):
+        ft.minimize(problem, hparams, steps=1, trust=True, batched=True)
+
+
+def test_a_report_can_be_drawn():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    problem, hparams = regression()
+    found = ft.trust(problem, hparams, verbose=False)
+    axes = found.plot()
+    assert len(axes) == 4
+    assert axes[0].get_title() == "hparams['decay']: trust"
+    assert axes[-1].get_title() == "growth of a small change"
+    with pytest.raises(ValueError, match="needs 4 axes"):
+        found.plot(axes[:2])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"scale": 0}, ValueError, "scale=0.*above 0"),
+        ({"scale": -0.1}, ValueError, "scale=-0.1"),
+        ({"scale": float("nan")}, ValueError, "scale=nan"),
+        ({"scale": "wide"}, ValueError, "scale='wide'"),
+        ({"directions": 0}, ValueError, "directions=0"),
+        ({"chunk": 0}, ValueError, "chunk=0"),
+        ({"key": 3}, TypeError, "key of trust"),
+        ({"engine": "reverse"}, TypeError, "engine must be an engine"),
+        ({"fresh": 3}, TypeError, r"fresh=.*fresh\(key\) -> Problem"),
+        ({"constraints": {"lr": ft.Box(0.1, 0.1)}}, ValueError, r"hparams\['lr'\] cannot be moved"),
+        ({"constraints": {"rate": ft.Log()}}, ValueError, "names no hyperparameter"),
+    ],
+)
+def test_bad_input_is_named(options, error, words):
+    problem, hparams = regression()
+    with pytest.raises(error, match=words):
+        ft.trust(problem, hparams, verbose=False, **options)
