@@ -97,9 +97,7 @@ class TestLeftOut:
 
     def test_a_warning_says_so_where_it_is_much(self):
         problem, hparams = contracting(0.99, 40)
-        with pytest.warns(
-            RuntimeWarning, match=r"leaves out the first 35 of 40 .* hparams\['target'\]"
-        ):
+        with pytest.warns(RuntimeWarning, match=r"the first 35 of 40 .* hparams\['target'\]"):
             ft.Truncated(5)(problem, hparams)
         problem, hparams = contracting(0.5, 40)
         ft.Truncated(8)(problem, hparams)  # and does not where it is not

@@ -9,7 +9,7 @@ import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -291,9 +291,7 @@ def _shown(engine: Any) -> str:
     return f"{type(engine).__name__}({inner}radius={engine.radius:g}, samples={engine.samples})"
 
 
-def _others(
-    problem: Problem, fresh: Callable[[Any], Problem] | None, key: Any
-) -> dict[str, list[Problem]]:
+def _others(problem: Problem, fresh: Any, key: Any) -> dict[str, list[Problem]]:
     """Return problems that should give about the same error, by what differs."""
     if fresh is None:
         return dict(variants_of(problem, VARIANTS, key))
