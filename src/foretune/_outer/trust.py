@@ -219,7 +219,7 @@ def _about_noise(report: Trust) -> Iterator[Advice]:
 
 
 def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[Advice]:
-    """Yield what changes of the training do to the verdicts."""
+    """Yield what changes of the training do to the verdicts, up to the first that helps."""
     step = max(abs(s.measured) for s in report.slopes if s.scale == study.scale)
     noisy = report.spread.get(ORDER, 0.0) > step
     low = low_precision(study.problem, study.hparams)
@@ -234,7 +234,10 @@ def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Ite
             slopes = around.slopes(study.in_search(grad))
             slopes += study.downhill(remedy.problem, grad, [study.scale], around.noise)
         verdicts = verdicts_of(slopes, study.scale)
-        yield Advice(remedy.name, remedy.how, verdicts, float(value.sum()))
+        advice = Advice(remedy.name, remedy.how, verdicts, float(value.sum()))
+        yield advice
+        if advice.helps:
+            return
 
 
 def _tried_engines(
