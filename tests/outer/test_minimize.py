@@ -468,3 +468,35 @@ def test_nothing_is_lost_when_a_run_diverges():
     assert "a smaller outer step" in note
     assert len(run.history) == run.step > 0
     assert float(run.best.score) == min(row["value"] for row in run.history)
+
+
+def test_fresh_batches_are_drawn_anew_at_each_step():
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(30, 3)).astype(np.float32), rng.normal(size=30).astype(np.float32)
+    batches = ft.Minibatches.shuffled(data, batch_size=6, steps=8, key=jax.random.key(0))
+    problem, hparams = regression(batches=batches)
+    options = {"steps": 4, "optimizer": optax.sgd(0.0)}
+    fresh = ft.minimize(problem, hparams, batches="fresh", **options)
+    values = [record["value"] for record in fresh.history]
+    assert len(set(values)) == 5
+    by_hand = ft.minimize(
+        problem,
+        hparams,
+        batches=lambda step, key: batches.reshuffled(key),
+        key=jax.random.key(0),
+        **options,
+    )
+    assert [record["value"] for record in by_hand.history] == values
+    other = ft.minimize(problem, hparams, batches="fresh", key=jax.random.key(1), **options)
+    assert other.history[0]["value"] != values[0]
+
+
+def test_fresh_batches_of_what_cannot_be_drawn():
+    problem, hparams = regression()
+    with pytest.raises(TypeError, match=r"its batches are .*FullBatch"):
+        ft.minimize(problem, hparams, steps=1, batches="fresh")
+    with pytest.raises(ValueError, match='give "fresh" or a function'):
+        ft.minimize(problem, hparams, steps=1, batches="new")
+    gathered = ft.Minibatches(problem.batches.data, np.zeros((3, 2), int), gather=lambda d, i: d)
+    with pytest.raises(ValueError, match="made by a gather"):
+        ft.minimize(problem.replace(batches=gathered), hparams, steps=1, batches="fresh")

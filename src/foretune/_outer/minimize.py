@@ -21,12 +21,14 @@ from jaxtyping import Array, Key, PyTree
 from .._engines.base import check_engine
 from .._engines.nonfinite import NonFiniteError
 from .._engines.reverse import Reverse
+from .._problem.batches import Minibatches
 from .._problem.checks import (
     check_count,
     check_flag,
     check_hparams,
     check_key,
     check_leading_axis,
+    describe,
 )
 from .._problem.equality import reused
 from .._problem.folds import CrossValidated
@@ -90,7 +92,7 @@ def minimize(
     callbacks: Any = (),
     stop: Callable[[Run], str | None] | Iterable[Callable[[Run], str | None]] | None = None,
     key: Key[Array, ""] | None = None,
-    batches: Callable[..., PyTree] | None = None,
+    batches: Any = None,
     evaluate: Callable[[PyTree, PyTree], dict[str, Any]] | None = None,
     evaluate_every: int = 1,
     score: Callable[[dict[str, Any]], Any] | None = None,
@@ -119,8 +121,10 @@ def minimize(
         stop: stopping rules, `NoImprovement(10)`, `SmallGradient(1e-4)`, `TimeLimit(600)` or any
             function of the `Run` that returns a reason to stop, or None.
         key: a random key for `batches`.
-        batches: new batches for each step: `batches(step)`, or `batches(step, key)` with a `key`
-            (the same key at the same step of a resumed run). Same shapes at each step.
+        batches: new batches for each step, so that the hyperparameters are not fitted to one order of
+            them: "fresh" draws the problem's `Minibatches` anew. Or a function `batches(step)`, with a
+            `key` `batches(step, key)` (the same key at the same step of a resumed run), that returns
+            batches of the same shapes at each step.
         evaluate: `evaluate(state, hparams) -> dict` of further scalars on the final inner state,
             compiled once, every `evaluate_every` steps.
         score: what `best` is lowest in, as a function of a record; by default its `value` (the sum
@@ -165,7 +169,7 @@ def minimize(
     check_optimizer(optimizer)
     check_callbacks(callbacks)
     rules = check_functions(stop, evaluate, score)
-    _check_batches(batches, key)
+    batches, key = _checked_batches(problem, batches, key)
     check_count(evaluate_every, f"minimize(evaluate_every={evaluate_every})")
     check_flag(warm_start, f"minimize(warm_start={warm_start!r:.60})")
     check_flag(batched, f"minimize(batched={batched!r:.60})")
@@ -278,7 +282,21 @@ def _warn_of(report: Trust) -> None:
     )
 
 
-def _check_batches(batches: Any, key: Any) -> None:
+def _checked_batches(problem: Problem, batches: Any, key: Any) -> tuple[Any, Any]:
+    """Return the function that makes the batches, and its key, or raise."""
+    if isinstance(batches, str):
+        if batches != "fresh":
+            raise ValueError(f'minimize(batches={batches!r:.60}): give "fresh" or a function.')
+        key = jax.random.key(0) if key is None else key
+        check_key(key, "minimize's key")
+        given = getattr(problem, "batches", None)
+        if not isinstance(given, Minibatches):
+            raise TypeError(
+                f'minimize(batches="fresh") draws the problem\'s `Minibatches` anew, but its batches '
+                f"are {describe(given)}. Give a function `batches(step, key)` that makes them."
+            )
+        given.reshuffled(key)  # raises where it cannot
+        return lambda step, key: given.reshuffled(key), key
     if batches is not None:
         check_function(batches, "batches(step)" if key is None else "batches(step, key)")
     if key is not None:
@@ -288,3 +306,4 @@ def _check_batches(batches: Any, key: Any) -> None:
                 "minimize(key=...) is for `batches(step, key)`, and there is no `batches`. A key of "
                 "the loss goes to `Training(..., key=...)`."
             )
+    return batches, key

@@ -150,11 +150,30 @@ class Minibatches(Batches):
                 "than fit into memory. Draw them in parts, as the steps need them."
             )
         check_key(key, "the key of Minibatches.shuffled")
-        per_epoch = n // batch_size
-        keys = jax.random.split(key, -(-steps // per_epoch))
-        order = jax.vmap(lambda k: jax.random.permutation(k, n))(keys)
-        indices = order[:, : per_epoch * batch_size].reshape(-1, batch_size)
-        return cls(data, indices[:steps])
+        return cls(data, _shuffled(n, batch_size, steps, key))
+
+    def reshuffled(self, key: Any) -> "Minibatches":
+        """Draw as many minibatches of the same size anew, as `shuffled` does.
+
+        >>> import foretune as ft, jax, jax.numpy as jnp
+        >>> key = jax.random.key(0)
+        >>> batches = ft.Minibatches.shuffled(jnp.arange(9.0), batch_size=3, steps=4, key=key)
+        >>> other = batches.reshuffled(jax.random.key(1))
+        >>> other.indices.shape, bool(jnp.all(other.indices == batches.indices))
+        ((4, 3), False)
+        """
+        check_key(key, "the key of Minibatches.reshuffled")
+        if self.gather is not None or self.indices.ndim != 2:
+            made_by = "a gather" if self.gather else f"indices of shape {self.indices.shape}"
+            raise ValueError(
+                f"Minibatches.reshuffled draws rows of the data; these minibatches are made by {made_by}. "
+                "Draw their indices yourself, and give them to `Minibatches`."
+            )
+        n = jax.tree.leaves(self.data)[0].shape[0]
+        steps, batch_size = self.indices.shape
+        if batch_size > n:
+            raise ValueError(f"a batch of {batch_size} cannot be drawn from {n} examples anew.")
+        return self.at(_shuffled(n, batch_size, steps, key).astype(self.indices.dtype))
 
     @property
     def steps(self) -> int:
@@ -175,6 +194,14 @@ class Minibatches(Batches):
     def whole(self) -> PyTree:
         """Return the data, where minibatches are rows of it."""
         return super().whole() if self.gather is not None else self.data
+
+
+def _shuffled(n: int, batch_size: int, steps: int, key: Any) -> Int[Array, "T b"]:
+    """Return indices of minibatches, the n examples in a new order at each epoch."""
+    per_epoch = n // batch_size
+    keys = jax.random.split(key, -(-steps // per_epoch))
+    order = jax.vmap(lambda k: jax.random.permutation(k, n))(keys)
+    return order[:, : per_epoch * batch_size].reshape(-1, batch_size)[:steps]
 
 
 class FullBatch(Batches):
