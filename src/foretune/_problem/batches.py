@@ -166,7 +166,7 @@ class Minibatches(Batches):
         if self.gather is not None or self.indices.ndim != 2:
             made_by = "a gather" if self.gather else f"indices of shape {self.indices.shape}"
             raise ValueError(
-                f"Minibatches.reshuffled draws rows of the data; these minibatches are made by {made_by}. "
+                f"Minibatches.reshuffled draws rows of the data; these are made by {made_by}. "
                 "Draw their indices yourself, and give them to `Minibatches`."
             )
         n = jax.tree.leaves(self.data)[0].shape[0]
