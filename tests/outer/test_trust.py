@@ -269,6 +269,19 @@ def test_minimize_warns_of_a_gradient_that_misleads(capsys):
         ft.minimize(problem, hparams, steps=1, trust=True, batched=True)
 
 
+@pytest.mark.promotes("Adam multiplies floats by a count")
+def test_a_gradient_that_is_not_finite_misleads():
+    problem, hparams = regression(optimizer=lambda h: optax.adam(h["lr"]))
+    zero = problem.replace(batches=ft.FullBatch((np.zeros((6, 3)), np.ones(6)), steps=4))
+    with pytest.raises(ft.NonFiniteError):
+        ft.Reverse()(zero, hparams)
+    found = ft.trust(zero, {"lr": hparams["lr"], "decay": jnp.array(0.0)}, verbose=False)
+    assert found.verdicts["hparams['lr']"] == "misleads"
+    assert "First at step 1 of 4" in str(found)
+    assert "eps_root" in str(found)
+    assert isinstance(found.engine, ft.Evolution)
+
+
 def test_a_report_can_be_drawn():
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

@@ -24,7 +24,7 @@ from .._problem.problem import Problem
 from .._problem.training import TrainState
 from .sensitivity import Growth
 
-GROWS = 10.0  # from this growth on the training is to blame
+GROWS = 2.0  # from this growth on the training is to blame
 EARLY = 0.25  # of the steps: where growth calls for a warm-up
 WARM_UP = 0.1  # of the steps
 EPS_ROOTS = (1e-8, 1e-6)

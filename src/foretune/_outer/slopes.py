@@ -67,7 +67,7 @@ class Slope(NamedTuple):
     def judged(self, deviations: float) -> str:
         """Return the verdict where a change within so many standard deviations may be noise."""
         p, m, doubt = self.predicted, self.measured, deviations * self.noise
-        if not math.isfinite(m):
+        if not (math.isfinite(m) and math.isfinite(p)):
             return MISLEADS
         if abs(m) <= doubt:  # no sign to compare, and no room for a large change
             return TRUST if abs(p) <= FACTOR * (abs(m) + doubt) else MISLEADS
@@ -106,7 +106,7 @@ def descent_probes(
 
     def add(name, owner, parts):
         largest = max(float(jnp.max(jnp.abs(part))) for part in parts)
-        if largest > 0:
+        if 0 < largest < math.inf:
             unit = [part / jnp.asarray(largest, part.dtype) for part in parts]
             probes.append(Probe(name, rows[owner], treedef.unflatten(unit)))
 
@@ -297,7 +297,7 @@ def judged(slopes: list[Slope], scale: float) -> str:
     Below `scale` changes drown in noise, and one of many looks wrong by chance: there the doubt is
     twice as large.
     """
-    if any(not math.isfinite(slope.measured) for slope in slopes):
+    if not all(math.isfinite(s.measured) and math.isfinite(s.predicted) for s in slopes):
         return MISLEADS
     largest = max(abs(slope.measured) for slope in slopes)
     counts = [s for s in slopes if max(abs(s.measured), abs(s.predicted) / FACTOR) >= largest / 10]

@@ -17,8 +17,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._engines.auto import Auto
-from .._engines.base import AbstractEngine, check_engine
-from .._engines.nonfinite import NonFiniteError
+from .._engines.base import AbstractEngine, Hypergradient, check_engine
+from .._engines.nonfinite import NonFiniteError, is_finite
 from .._engines.reverse import Reverse
 from .._problem.checks import check_count, check_hparams, check_key, describe
 from .._problem.problem import Problem, validated
@@ -175,7 +175,7 @@ def _report(
     study: _Study, engine: AbstractEngine, others: dict[str, list[Problem]], advise: bool
 ) -> Trust:
     problem, hparams, scale = study.problem, study.hparams, study.scale
-    value, grad, _ = engine(problem, hparams)
+    (value, grad, _), nonfinite = _hypergradient(engine, problem, hparams)
     scales = [factor * scale for factor in SCALES]
     around, _ = study.around(problem, scales)
     slopes = around.slopes(study.in_search(grad))
@@ -189,13 +189,26 @@ def _report(
     spread["changes a tenth as long"] = float(around.noise.max()) * math.sqrt(2)
     report = Trust(
         slopes, scale, verdicts_of(slopes, scale), radius_of(slopes, scale),
-        float(sum(jax.tree.leaves(value))), growth, spread, fresh, [], engine, 0,
+        float(sum(jax.tree.leaves(value))), growth, spread, fresh, [], engine, 0, nonfinite,
     )  # fmt: skip
     advice, best = list(_about_noise(report)), engine
     if not report.ok and advise:
         engines, best = _tried_engines(study, report, around, engine)
         advice = [*engines, *advice, *_tried_remedies(study, report, engine)]
     return report._replace(advice=advice, engine=best, trainings=study.run.count)
+
+
+def _hypergradient(
+    engine: AbstractEngine, problem: Problem, hparams: PyTree
+) -> tuple[Hypergradient, str]:
+    """Return the hypergradient, and why it is not finite, where only the gradient is not."""
+    try:
+        return engine(problem, hparams), ""
+    except NonFiniteError as error:
+        found = engine.unchecked()(problem, hparams)
+        if not is_finite(found.value):
+            raise
+        return found, str(error)
 
 
 def _about_noise(report: Trust) -> Iterator[Advice]:

@@ -58,6 +58,8 @@ class Trust(NamedTuple):
     """The engine to use: the one given where it can be trusted, else the best that was tried."""
     trainings: int
     """How many trainings it took, besides hypergradients."""
+    nonfinite: str
+    """Why the gradient is not finite, where the error is; else empty."""
 
     @property
     def ok(self) -> bool:
@@ -121,6 +123,8 @@ def _lines(report: Trust) -> Iterator[str]:
         yield (
             f"{leaf:<{width}} {row.scale:>9.3g} {numbers} {report.radius[leaf]:>7.3g}  {verdict}"
         )
+    if report.nonfinite:
+        yield report.nonfinite
     if report.growth is not None:
         yield str(report.growth)
     for name, deviation in report.spread.items():
