@@ -1,8 +1,7 @@
 """Problems whose responses go from smooth to jagged, each with a way to draw starts.
 
 `starts` draws hyperparameters over two decades around a problem's own. Sizes are small: a hypergradient
-takes some hundredths of a second on two CPU cores, that of a transformer a second. `LARGE` has the
-transformer at a size for one large GPU.
+takes some hundredths of a second on two CPU cores. `LARGE` has transformers for one large GPU.
 """
 
 from collections.abc import Callable
@@ -15,9 +14,8 @@ import numpy as np
 import optax
 
 import foretune as ft
+from benchmarks import transformer
 from benchmarks.tasks import digits_arrays
-from benchmarks.transformer import LARGE as LARGE_SIZE
-from benchmarks.transformer import SMALL, language_problem
 
 
 class Response(NamedTuple):
@@ -202,19 +200,14 @@ def convolutions() -> Response:
             x = x.reshape(-1, x.shape[1] // 2, 2, x.shape[2] // 2, 2, x.shape[3]).mean((2, 4))
         return x.reshape(len(x), -1) @ params[-1]
 
-    params = [_network(key, sizes)[0] for key, sizes in
-              zip(jax.random.split(keys[0], 3), [[9, 8], [72, 16], [64, 10]], strict=True)]  # fmt: skip
+    shapes = zip(jax.random.split(keys[0], 3), ([9, 8], [72, 16], [64, 10]), strict=True)
+    params = [_network(key, shape)[0] for key, shape in shapes]
     return _classified(
         lambda h: optax.sgd(h["lr"], h["momentum"]),
         {"lr": jnp.array(0.1), "momentum": jnp.array(0.9), "decay": jnp.array(1e-3)},
         model, params, T=100, batch=50, key=keys[1],
         constraints={"lr": ft.Log(), "momentum": ft.Box(0.0, 0.99), "decay": ft.Log()},
     )  # fmt: skip
-
-
-def transformer(size: dict[str, Any] = SMALL, **options: Any) -> Response:
-    """Weights of eight sources and ten rates of AdamW, of a transformer."""
-    return Response(*language_problem(**size, **options), chunk=1)
 
 
 RESPONSES: dict[str, Callable[[], Response]] = {
@@ -232,22 +225,24 @@ MORE: dict[str, Callable[[], Response]] = {
 }
 
 
-def _transformers(
-    roots: dict[bool, tuple[float, ...]], size: Any
-) -> dict[str, Callable[[], Response]]:
-    """Return variants: with warm-up or without, AdamW's `eps_root` for each, and both precisions."""
+def _transformers(size: Any, roots: dict[bool, tuple[float, ...]]):
+    """Return variants: with warm-up or without, each with values of `eps_root`, in two precisions."""
+
+    def make(**options):
+        return Response(*transformer.language_problem(**size, **options), chunk=1)
+
     return {
-        f"{'warm-up' if warmup else 'transformer'} {eps_root:g}, {precision}": partial(
-            transformer, size, warmup=warmup, eps_root=eps_root, dtype=jnp.dtype(precision)
+        f"transformer{', warm-up' * warmup}, {precision}, eps_root {eps_root:g}": partial(
+            make, warmup=warmup, dtype=jnp.dtype(precision), eps_root=eps_root
         )
-        for warmup in roots
-        for eps_root in roots[warmup]
+        for warmup, values in roots.items()
+        for eps_root in values
         for precision in ("float32", "bfloat16")
     }
 
 
-ALL = RESPONSES | MORE | _transformers({False: (1e-12,), True: (1e-8,)}, SMALL)
-LARGE = _transformers({False: (1e-12, 1e-16), True: (1e-8, 1e-6)}, LARGE_SIZE)
+ALL = RESPONSES | MORE | _transformers(transformer.SMALL, {False: (1e-12,), True: (1e-8,)})
+LARGE = _transformers(transformer.LARGE, {False: (1e-12, 1e-16), True: (1e-8, 1e-6)})
 
 
 def starts(hparams: dict[str, Any], count: int) -> list[dict[str, Any]]:

@@ -8,13 +8,13 @@ own descent, by a scale s of their natural size (of log(x) under `Log`),
     measured = (f(+) - f(-)) / 2,    predicted = <gradient, u(+) - u(-)> / 2,
 
 with u the variable that is searched. A difference counts where it exceeds twice the noise, the spread
-of f over perturbations of s / 1000. For each engine and scale: of the directions that count, the share
-with the right sign, and the share whose size is right as well, up to a factor of 2. The cost is in
-plain trainings. `small` takes some ten minutes on two CPU cores; `large` is the transformer of 10.8
-million weights, for a large GPU. The results are written after every problem.
+of f over perturbations of s / 1000. For each engine and scale: how many directions count, the share of
+them with the right sign, and with the right size as well, up to a factor of 2. The cost is in plain
+trainings. `large` is a transformer for a large GPU. Results are written after every problem.
 """
 
 import argparse
+import functools
 import statistics
 import time
 import warnings
@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 import foretune as ft
 from benchmarks.harness import record
@@ -41,15 +42,15 @@ SIGNS, NOISE = 4, 4  # directions of each leaf, perturbations of each scale
 
 
 class Direction(NamedTuple):
-    """What moves, along which engine's descent (None: random signs), and by how much."""
+    """A change of a leaf, or along an engine's descent, in natural sizes."""
 
-    leaf: str
+    leaf: str  # or "descent"
     engine: str | None
-    change: Any  # in natural sizes, as the hyperparameters
+    change: Any
 
 
 class Truth(NamedTuple):
-    """What the response does along directions: all arrays are scales x directions."""
+    """What the response does along directions, and what engines say: scales x directions."""
 
     directions: list[Direction]
     measured: np.ndarray
@@ -70,13 +71,12 @@ def trained(problem: Any, points: Any, chunk: int) -> Any:
 
 def timed(program: Any, budget: float = 3.0) -> tuple[Any, float]:
     """Return a program's result and its median seconds, of one to three runs."""
-    seconds: list[float] = []
-    while True:
+    result, seconds = None, []
+    while len(seconds) < 3 and sum(seconds) < budget:
         began = time.perf_counter()
         result = jax.block_until_ready(program())
         seconds.append(time.perf_counter() - began)
-        if len(seconds) == 3 or sum(seconds) > budget:
-            return result, statistics.median(seconds)
+    return result, statistics.median(seconds)
 
 
 def hypergradient(engine: Any, problem: Any, hparams: Any) -> tuple[Any, float]:
@@ -114,26 +114,21 @@ def directions_of(hparams: Any, slopes: dict[str, Any]) -> list[Direction]:
             change[i] = jnp.ones_like(leaf) if leaf.size == 1 else _signs(rng, leaf)
             directions.append(Direction(names[i], None, structure.unflatten(change)))
     for name, slope in slopes.items():
-        slope = jax.tree.map(jnp.nan_to_num, slope)
-        largest = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(slope)) or 1.0
-        descent = jax.tree.map(lambda leaf, most=largest: -leaf / most, slope)
+        flat, unravel = ravel_pytree(jax.tree.map(jnp.nan_to_num, slope))
+        descent = unravel(-flat / jnp.maximum(jnp.max(jnp.abs(flat)), 1e-30))
         directions.append(Direction("descent", name, descent))
     return directions
 
 
 def measure(response: Response, grads: dict[str, Any]) -> Truth:
     """Train at both ends of every direction, and beside what engines' gradients predict."""
-    hparams, constraints = (
-        response.hparams,
-        check_constraints(response.constraints, response.hparams),
-    )
+    hparams = response.hparams
+    constraints = check_constraints(response.constraints, hparams)
     u = apply_constraints(constraints, "to_search", hparams)
     back = jax.vjp(lambda u: apply_constraints(constraints, "from_search", u), u)[1]
     searched = {name: back(grad)[0] for name, grad in grads.items()}
-    units = sizes(constraints, u)
-    directions = directions_of(
-        hparams, {name: jax.tree.map(jnp.multiply, g, units) for name, g in searched.items()}
-    )
+    slope = functools.partial(jax.tree.map, jnp.multiply, sizes(constraints, u))
+    directions = directions_of(hparams, {name: slope(g) for name, g in searched.items()})
     signed = [(sign * s, d.change) for s in SCALES for d in directions for sign in (1, -1)]
     changes = [jax.tree.map(lambda leaf, s=s: s * leaf, change) for s, change in signed]
     rng, n = np.random.default_rng(1), len(changes)
@@ -144,13 +139,11 @@ def measure(response: Response, grads: dict[str, Any]) -> Truth:
     values = np.asarray(trained(response.problem, points, response.chunk or len(changes)), float)
     measured = (values[:n:2] - values[1:n:2]).reshape(len(SCALES), -1) / 2
     noise = np.std(values[n:].reshape(len(SCALES), NOISE), 1, ddof=1, keepdims=True) / 2**0.5
-    ends = jax.vmap(lambda h: apply_constraints(constraints, "to_search", h))(points)
+    U = jax.vmap(lambda h: ravel_pytree(apply_constraints(constraints, "to_search", h))[0])(points)
 
     def predicted(gradient):
-        total = np.zeros(n // 2)
-        for g, u in zip(jax.tree.leaves(gradient), jax.tree.leaves(ends), strict=True):
-            total += np.asarray(g * (u[:n:2] - u[1:n:2]) / 2, float).reshape(n // 2, -1).sum(1)
-        return total.reshape(measured.shape)
+        products = (U[:n:2] - U[1:n:2]) / 2 * ravel_pytree(gradient)[0]
+        return np.asarray(products, float).sum(1).reshape(measured.shape)
 
     return Truth(directions, measured, noise, {k: predicted(g) for k, g in searched.items()})
 
@@ -178,13 +171,16 @@ def agreement(truth: Truth, engine: str) -> dict[str, list[Any]]:
 def verdicts(truth: Truth, engine: str) -> dict[str, str]:
     """Return what holds of an engine, leaf by leaf, over a step of tuning."""
     counts, signs, fits = (rows[STEP] for rows in judged(truth, engine))
-    result, size = {}, np.abs(truth.measured[STEP])
-    for leaf in dict.fromkeys(d.leaf for d in truth.directions):
+    size = np.abs(truth.measured[STEP])
+
+    def verdict(leaf):
         here = counts & np.array([d.leaf == leaf for d in truth.directions])
         here &= size > np.max(size[here], initial=0.0) / 10
-        right = "trust" if fits[here].all() else "size"
-        result[leaf] = right if signs[here].all() else "misleads"
-    return result
+        if not here.any():
+            return "unclear"  # all is noise
+        return "misleads" if not signs[here].all() else "trust" if fits[here].all() else "size"
+
+    return {leaf: verdict(leaf) for leaf in dict.fromkeys(d.leaf for d in truth.directions)}
 
 
 def examined(response: Response, large: bool) -> dict[str, Any]:
@@ -209,10 +205,10 @@ def examined(response: Response, large: bool) -> dict[str, Any]:
         "directions": [[d.leaf, d.engine] for d in truth.directions],
         "measured": truth.measured.tolist(),
         "engines": {
-            name: agreement(truth, name)
-            | {"cost": seconds / training, "predicted": truth.predicted[name].tolist()}
+            name: agreement(truth, name) | {"cost": seconds / training}
             for name, (_, seconds) in found.items()
         },
+        "predicted": {name: rows.tolist() for name, rows in truth.predicted.items()},
         "truth": verdicts(truth, "Reverse"),
     }
     if said is not None:
@@ -252,7 +248,8 @@ def main() -> None:
         if arguments.out:
             record(arguments.out, results)
         said = result.get("trust", {}).get("verdicts", {})
-        pairs += [(said[leaf], truth) for leaf, truth in result["truth"].items() if said]
+        truths = result["truth"].items()
+        pairs += [(said[leaf], truth) for leaf, truth in truths if said and truth != "unclear"]
         jax.clear_caches()
     if pairs:
         right, danger = sum(a == b for a, b in pairs), pairs.count(("trust", "misleads"))
