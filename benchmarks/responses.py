@@ -195,8 +195,7 @@ def convolutions() -> Response:
     def model(params, x):
         x = x.reshape(-1, 8, 8, 1)
         for w in params[:-1]:
-            x = convolved(x, w)
-            x = jax.nn.relu(jax.nn.standardize(x, (0, 1, 2)))
+            x = jax.nn.relu(jax.nn.standardize(convolved(x, w), (0, 1, 2)))
             x = x.reshape(-1, x.shape[1] // 2, 2, x.shape[2] // 2, 2, x.shape[3]).mean((2, 4))
         return x.reshape(len(x), -1) @ params[-1]
 

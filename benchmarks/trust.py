@@ -8,14 +8,13 @@ own descent, by a scale s of their natural size (of log(x) under `Log`),
     measured = (f(+) - f(-)) / 2,    predicted = <gradient, u(+) - u(-)> / 2,
 
 with u the variable that is searched. A difference counts where it exceeds twice the noise, the spread
-of f over perturbations of s / 1000. For each engine and scale: how many directions count, the share of
-them with the right sign, and with the right size as well, up to a factor of 2. The cost is in plain
+of f over perturbations of s / 1000. For each engine and scale: how many signs are right, how many
+sizes as well (up to a factor of 2), of how many directions that count. The cost is in plain
 trainings. `large` is a transformer for a large GPU. Results are written after every problem.
 """
 
 import argparse
 import functools
-import statistics
 import time
 import warnings
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 import foretune as ft
-from benchmarks.harness import record
+from benchmarks.harness import record, timed
 from benchmarks.responses import ALL, LARGE, Response
 from foretune._outer.constraints import apply_constraints, check_constraints, sizes
 from foretune._outer.rough import moved
@@ -69,16 +68,6 @@ def trained(problem: Any, points: Any, chunk: int) -> Any:
     return lax.map(error, points, batch_size=chunk)
 
 
-def timed(program: Any, budget: float = 3.0) -> tuple[Any, float]:
-    """Return a program's result and its median seconds, of one to three runs."""
-    result, seconds = None, []
-    while len(seconds) < 3 and sum(seconds) < budget:
-        began = time.perf_counter()
-        result = jax.block_until_ready(program())
-        seconds.append(time.perf_counter() - began)
-    return result, statistics.median(seconds)
-
-
 def hypergradient(engine: Any, problem: Any, hparams: Any) -> tuple[Any, float]:
     """Return an engine's gradient, finite or not, and its seconds without compilation."""
     program = engine.lower(problem, hparams).compile()
@@ -109,9 +98,9 @@ def directions_of(hparams: Any, slopes: dict[str, Any]) -> list[Direction]:
     leaves, structure = jax.tree.flatten(hparams)
     directions = []
     for i, leaf in enumerate(leaves):
-        for _ in range(1 if leaf.size == 1 else SIGNS):
+        for _ in range(min(leaf.size, SIGNS)):
             change = [jnp.zeros_like(other) for other in leaves]
-            change[i] = jnp.ones_like(leaf) if leaf.size == 1 else _signs(rng, leaf)
+            change[i] = _signs(rng, leaf)
             directions.append(Direction(names[i], None, structure.unflatten(change)))
     for name, slope in slopes.items():
         flat, unravel = ravel_pytree(jax.tree.map(jnp.nan_to_num, slope))
@@ -158,14 +147,11 @@ def judged(truth: Truth, engine: str) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return counts, ratio > 0, (ratio >= 0.5) & (ratio <= 2)
 
 
-def agreement(truth: Truth, engine: str) -> dict[str, list[Any]]:
-    """Return, for each scale, how many directions count, and the shares of right signs and sizes."""
+def agreement(truth: Truth, engine: str) -> dict[str, list[int]]:
+    """Return, for each scale, how many directions count, and how many signs and sizes are right."""
     counts, signs, fits = judged(truth, engine)
-
-    def shares(right):
-        return [float(r[c].mean()) if c.any() else None for r, c in zip(right, counts, strict=True)]
-
-    return {"count": counts.sum(1).tolist(), "sign": shares(signs), "size": shares(fits)}
+    rows = {"count": counts, "sign": counts & signs, "size": counts & fits}
+    return {name: row.sum(1).tolist() for name, row in rows.items()}
 
 
 def verdicts(truth: Truth, engine: str) -> dict[str, str]:
@@ -222,9 +208,9 @@ def show(name: str, result: dict[str, Any]) -> None:
     print(f"\n{name}: error {result['error']:.4f}, a training {training:.3f} s, all", end=" ")
     print(f"{result['seconds']:.0f} s, noise", *noise)
     for engine, row in result["engines"].items():
-        cells = [f"{'-' if x is None else f'{x:.0%}':>5}" for x in row["sign"] + row["size"]]
-        cost = f"{row['cost']:>7.1f}  of {row['count']!s:<12}"
-        print(f"  {engine:<10} {cost}  sign", *cells[:3], "  size", *cells[3:])
+        cells = zip(row["count"], row["sign"], row["size"], strict=True)
+        shares = (f"{f'{sign} {size} of {count}':>12}" for count, sign, size in cells)
+        print(f"  {engine:<10} {row['cost']:>7.1f}", *shares)
     said = result.get("trust", {}).get("verdicts", {})
     for leaf, truth in result["truth"].items():
         print(f"  {leaf:<22} {truth}", f"(trust says {said[leaf]})" if said else "", flush=True)
@@ -237,7 +223,7 @@ def main() -> None:
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
     large, results, pairs = arguments.size == "large", {}, []
-    print(f"cost in trainings, shares of right signs and sizes at scales {SCALES}")
+    print(f"cost in trainings; right signs, right sizes, of differences that count, at {SCALES}")
     for name, make in (LARGE if large else ALL).items():
         if arguments.only and not any(part in name for part in arguments.only):
             continue
