@@ -1,0 +1,248 @@
+"""Whose hypergradients hold over a step of tuning, and does `foretune.trust` know?
+
+    python -m benchmarks.trust [--size small|large] [--only NAME ...] [--out FILE]
+
+The truth is measured: each hyperparameter moves along random signs, and all of them along an engine's
+own descent, by a scale s of their natural size (of log(x) under `Log`),
+
+    measured = (f(+) - f(-)) / 2,    predicted = <gradient, u(+) - u(-)> / 2,
+
+with u the variable that is searched. A difference counts where it exceeds twice the noise, the spread
+of f over perturbations of s / 1000. For each engine and scale: how many signs are right, how many
+sizes as well (up to a factor of 2), of how many directions that count. The cost is in plain
+trainings. `large` is a transformer for a large GPU. Results are written after every problem.
+"""
+
+import argparse
+import functools
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+import foretune as ft
+from benchmarks.harness import record, timed
+from benchmarks.responses import ALL, LARGE, Response
+from foretune._outer.constraints import apply_constraints, check_constraints, sizes
+from foretune._outer.rough import moved
+from foretune._problem.arguments import filtered
+from foretune._problem.checks import named_leaves
+from foretune._problem.problem import validated
+from foretune._problem.system import make_system
+
+SCALES = (0.01, 0.1, 0.3)
+STEP = SCALES.index(0.1)  # of tuning
+SIGNS, NOISE = 4, 4  # directions of each leaf, perturbations of each scale
+
+
+class Direction(NamedTuple):
+    """A change of a leaf, or along an engine's descent, in natural sizes."""
+
+    leaf: str  # or "descent"
+    engine: str | None
+    change: Any
+
+
+class Truth(NamedTuple):
+    """What the response does along directions, and what engines say: scales x directions."""
+
+    directions: list[Direction]
+    measured: np.ndarray
+    noise: np.ndarray
+    predicted: dict[str, np.ndarray]  # by engine
+
+
+@filtered
+def trained(problem: Any, points: Any, chunk: int) -> Any:
+    """Return the error at each point, `chunk` trainings side by side."""
+
+    def error(hparams):
+        system = make_system(problem, hparams)
+        return system.errors(system.run(hparams), hparams)[0]
+
+    return lax.map(error, points, batch_size=chunk)
+
+
+def hypergradient(engine: Any, problem: Any, hparams: Any) -> tuple[Any, float]:
+    """Return an engine's gradient, finite or not, and its seconds without compilation."""
+    program = engine.lower(problem, hparams).compile()
+    arrays, _ = validated(problem, hparams, smooth=engine.differentiates)
+    (_, grad, *_), seconds = timed(lambda: program(arrays))
+    return grad, seconds
+
+
+def engines_of(response: Response, large: bool) -> dict[str, Any]:
+    m = sum(leaf.size for leaf in jax.tree.leaves(response.hparams))
+    samples = 8 if large else max(8, min(2 * m, 24))
+    engines = {
+        "Reverse": ft.Reverse(),
+        "Truncated": ft.Truncated(response.problem.steps // 10),
+        "Smoothed": ft.Smoothed(ft.Reverse(), 0.1, 4),
+        "Evolution": ft.Evolution(0.1, samples, chunk=response.chunk),
+    }
+    return {name: engine.within(response.constraints) for name, engine in engines.items()}
+
+
+def _signs(rng: np.random.Generator, leaf: Any) -> Any:
+    return jnp.asarray(rng.choice([-1.0, 1.0], leaf.shape), leaf.dtype)
+
+
+def directions_of(hparams: Any, slopes: dict[str, Any]) -> list[Direction]:
+    """Return random signs of each leaf, and the descents of slopes in natural sizes, at most 1."""
+    rng, names = np.random.default_rng(0), list(named_leaves(hparams, "hparams"))
+    leaves, structure = jax.tree.flatten(hparams)
+    directions = []
+    for i, leaf in enumerate(leaves):
+        for _ in range(min(leaf.size, SIGNS)):
+            change = [jnp.zeros_like(other) for other in leaves]
+            change[i] = _signs(rng, leaf)
+            directions.append(Direction(names[i], None, structure.unflatten(change)))
+    for name, slope in slopes.items():
+        flat, unravel = ravel_pytree(jax.tree.map(jnp.nan_to_num, slope))
+        descent = unravel(-flat / jnp.maximum(jnp.max(jnp.abs(flat)), 1e-30))
+        directions.append(Direction("descent", name, descent))
+    return directions
+
+
+def measure(response: Response, grads: dict[str, Any]) -> Truth:
+    """Train at both ends of every direction, and beside what engines' gradients predict."""
+    hparams = response.hparams
+    constraints = check_constraints(response.constraints, hparams)
+    u = apply_constraints(constraints, "to_search", hparams)
+    back = jax.vjp(lambda u: apply_constraints(constraints, "from_search", u), u)[1]
+    searched = {name: back(grad)[0] for name, grad in grads.items()}
+    slope = functools.partial(jax.tree.map, jnp.multiply, sizes(constraints, u))
+    directions = directions_of(hparams, {name: slope(g) for name, g in searched.items()})
+    signed = [(sign * s, d.change) for s in SCALES for d in directions for sign in (1, -1)]
+    changes = [jax.tree.map(lambda leaf, s=s: s * leaf, change) for s, change in signed]
+    rng, n = np.random.default_rng(1), len(changes)
+    for s in np.repeat(SCALES, NOISE):
+        changes.append(jax.tree.map(lambda leaf, s=s: 1e-3 * float(s) * _signs(rng, leaf), hparams))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *changes)
+    points = jax.vmap(lambda change: moved(constraints, hparams, change))(stacked)
+    values = np.asarray(trained(response.problem, points, response.chunk or len(changes)), float)
+    measured = (values[:n:2] - values[1:n:2]).reshape(len(SCALES), -1) / 2
+    noise = np.std(values[n:].reshape(len(SCALES), NOISE), 1, ddof=1, keepdims=True) / 2**0.5
+    U = jax.vmap(lambda h: ravel_pytree(apply_constraints(constraints, "to_search", h))[0])(points)
+
+    def predicted(gradient):
+        products = (U[:n:2] - U[1:n:2]) / 2 * ravel_pytree(gradient)[0]
+        return np.asarray(products, float).sum(1).reshape(measured.shape)
+
+    return Truth(directions, measured, noise, {k: predicted(g) for k, g in searched.items()})
+
+
+def judged(truth: Truth, engine: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what counts for an engine, where its sign is right, and where its size is, too."""
+    own = np.array([d.engine in (None, engine) for d in truth.directions])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = truth.predicted[engine] / truth.measured
+    # A training that diverges measures nothing; a gradient that is not finite is wrong.
+    counts = own & (np.abs(truth.measured) > 2 * truth.noise)
+    return counts, ratio > 0, (ratio >= 0.5) & (ratio <= 2)
+
+
+def agreement(truth: Truth, engine: str) -> dict[str, list[int]]:
+    """Return, for each scale, how many directions count, and how many signs and sizes are right."""
+    counts, signs, fits = judged(truth, engine)
+    rows = {"count": counts, "sign": counts & signs, "size": counts & fits}
+    return {name: row.sum(1).tolist() for name, row in rows.items()}
+
+
+def verdicts(truth: Truth, engine: str) -> dict[str, str]:
+    """Return what holds of an engine, leaf by leaf, over a step of tuning."""
+    counts, signs, fits = (rows[STEP] for rows in judged(truth, engine))
+    size = np.abs(truth.measured[STEP])
+
+    def verdict(leaf):
+        here = counts & np.array([d.leaf == leaf for d in truth.directions])
+        here &= size > np.max(size[here], initial=0.0) / 10
+        if not here.any():
+            return "unclear"  # all is noise
+        return "misleads" if not signs[here].all() else "trust" if fits[here].all() else "size"
+
+    return {leaf: verdict(leaf) for leaf in dict.fromkeys(d.leaf for d in truth.directions)}
+
+
+def examined(response: Response, large: bool) -> dict[str, Any]:
+    """Return the agreement and cost of each engine on one problem, and what `trust` says."""
+    problem, hparams, said, began = response.problem, response.hparams, None, time.perf_counter()
+    engines = engines_of(response, large)
+    if hasattr(ft, "trust"):
+        said = ft.trust(  # pyright: ignore[reportAttributeAccessIssue]
+            problem, hparams, engine=ft.Reverse(), scale=0.1, constraints=response.constraints,
+            key=jax.random.key(1), verbose=False,
+        )  # fmt: skip
+        engines["advised"] = said.engine.within(response.constraints)
+    asked, one = time.perf_counter() - began, jax.tree.map(lambda leaf: leaf[None], hparams)
+    trained(problem, one, 1)
+    error, training = timed(lambda: trained(problem, one, 1))
+    found = {name: hypergradient(engine, problem, hparams) for name, engine in engines.items()}
+    truth = measure(response, {name: grad for name, (grad, _) in found.items()})
+    result: dict[str, Any] = {
+        "error": float(error[0]),
+        "seconds of a training": training,
+        "noise": truth.noise[:, 0].tolist(),
+        "directions": [[d.leaf, d.engine] for d in truth.directions],
+        "measured": truth.measured.tolist(),
+        "engines": {
+            name: agreement(truth, name) | {"cost": seconds / training}
+            for name, (_, seconds) in found.items()
+        },
+        "predicted": {name: rows.tolist() for name, rows in truth.predicted.items()},
+        "truth": verdicts(truth, "Reverse"),
+    }
+    if said is not None:
+        leaves = {leaf: str(said.verdicts[leaf]) for leaf in result["truth"]}
+        result["trust"] = {"verdicts": leaves, "engine": repr(said.engine), "seconds": asked}
+    return result | {"seconds": time.perf_counter() - began}
+
+
+def show(name: str, result: dict[str, Any]) -> None:
+    training, noise = result["seconds of a training"], [f"{x:.1e}" for x in result["noise"]]
+    print(f"\n{name}: error {result['error']:.4f}, a training {training:.3f} s, all", end=" ")
+    print(f"{result['seconds']:.0f} s, noise", *noise)
+    for engine, row in result["engines"].items():
+        cells = zip(row["count"], row["sign"], row["size"], strict=True)
+        shares = (f"{f'{sign} {size} of {count}':>12}" for count, sign, size in cells)
+        print(f"  {engine:<10} {row['cost']:>7.1f}", *shares)
+    said = result.get("trust", {}).get("verdicts", {})
+    for leaf, truth in result["truth"].items():
+        print(f"  {leaf:<22} {truth}", f"(trust says {said[leaf]})" if said else "", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--size", choices=("small", "large"), default="small")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names, or parts, of problems")
+    parser.add_argument("--out", help="write the results to this JSON file")
+    arguments = parser.parse_args()
+    large, results, pairs = arguments.size == "large", {}, []
+    print(f"cost in trainings; right signs, right sizes, of differences that count, at {SCALES}")
+    for name, make in (LARGE if large else ALL).items():
+        if arguments.only and not any(part in name for part in arguments.only):
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of trainings that diverge
+            result = results[name] = examined(make(), large)
+        show(name, result)
+        if arguments.out:
+            record(arguments.out, results)
+        said = result.get("trust", {}).get("verdicts", {})
+        truths = result["truth"].items()
+        pairs += [(said[leaf], truth) for leaf, truth in truths if said and truth != "unclear"]
+        jax.clear_caches()
+    if pairs:
+        right, danger = sum(a == b for a, b in pairs), pairs.count(("trust", "misleads"))
+        print(
+            f"\ntrust agrees on {right} of {len(pairs)} leaves; {danger} that mislead are trusted"
+        )
+
+
+if __name__ == "__main__":
+    main()
