@@ -84,7 +84,11 @@ def _normed(x, gain):
 
 def logits(params: dict[str, Any], tokens: Any, heads: int) -> Any:
     """Return the logits of the byte after each: layer norm first, learned positions, a tied head."""
-    x = params["embed"][tokens] + params["position"]
+    # a product: the transpose of a gather adds in an order, and so to a result, that varies on a GPU
+    x = (
+        jax.nn.one_hot(tokens, 256, dtype=params["embed"].dtype) @ params["embed"]
+        + params["position"]
+    )
 
     def layer(x, w):
         qkv = _normed(x, w["norms"][0]) @ w["qkv"]

@@ -38,6 +38,7 @@ from foretune._problem.system import make_system
 SCALES = (0.01, 0.1, 0.3)
 STEP = SCALES.index(0.1)  # of tuning
 SIGNS, NOISE = 4, 4  # directions of each leaf, perturbations of each scale
+ENGINES = ("Reverse", "Truncated", "Smoothed", "Evolution", "advised")
 
 
 class Direction(NamedTuple):
@@ -76,16 +77,17 @@ def hypergradient(engine: Any, problem: Any, hparams: Any) -> tuple[Any, float]:
     return grad, seconds
 
 
-def engines_of(response: Response, large: bool) -> dict[str, Any]:
+def engines_of(response: Response, names: list[str]) -> dict[str, Any]:
     m = sum(leaf.size for leaf in jax.tree.leaves(response.hparams))
-    samples = 8 if large else max(8, min(2 * m, 24))
+    samples = max(8, min(2 * m, 24))
     engines = {
         "Reverse": ft.Reverse(),
         "Truncated": ft.Truncated(response.problem.steps // 10),
         "Smoothed": ft.Smoothed(ft.Reverse(), 0.1, 4),
         "Evolution": ft.Evolution(0.1, samples, chunk=response.chunk),
     }
-    return {name: engine.within(response.constraints) for name, engine in engines.items()}
+    constraints = response.constraints
+    return {name: engines[name].within(constraints) for name in engines if name in names}
 
 
 def _signs(rng: np.random.Generator, leaf: Any) -> Any:
@@ -169,15 +171,16 @@ def verdicts(truth: Truth, engine: str) -> dict[str, str]:
     return {leaf: verdict(leaf) for leaf in dict.fromkeys(d.leaf for d in truth.directions)}
 
 
-def examined(response: Response, large: bool) -> dict[str, Any]:
+def examined(response: Response, names: list[str]) -> dict[str, Any]:
     """Return the agreement and cost of each engine on one problem, and what `trust` says."""
     problem, hparams, said, began = response.problem, response.hparams, None, time.perf_counter()
-    engines = engines_of(response, large)
-    if hasattr(ft, "trust"):
-        said = ft.trust(  # pyright: ignore[reportAttributeAccessIssue]
-            problem, hparams, engine=ft.Reverse(), scale=0.1, constraints=response.constraints,
-            key=jax.random.key(1), verbose=False,
+    engines = engines_of(response, names)
+    if "advised" in names:
+        said = ft.trust(
+            problem, hparams, constraints=response.constraints, key=jax.random.key(1),
+            advice="engine", chunk=response.chunk, verbose=False,
         )  # fmt: skip
+        print(said, flush=True)
         engines["advised"] = said.engine.within(response.constraints)
     asked, one = time.perf_counter() - began, jax.tree.map(lambda leaf: leaf[None], hparams)
     trained(problem, one, 1)
@@ -199,7 +202,13 @@ def examined(response: Response, large: bool) -> dict[str, Any]:
     }
     if said is not None:
         leaves = {leaf: str(said.verdicts[leaf]) for leaf in result["truth"]}
-        result["trust"] = {"verdicts": leaves, "engine": repr(said.engine), "seconds": asked}
+        result["trust"] = {
+            "verdicts": leaves,
+            "engine": repr(said.engine),
+            "trainings": said.trainings,
+            "seconds": asked,
+            "report": str(said),
+        }
     return result | {"seconds": time.perf_counter() - began}
 
 
@@ -220,6 +229,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", choices=("small", "large"), default="small")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names, or parts, of problems")
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="by default all"
+    )
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
     large, results, pairs = arguments.size == "large", {}, []
@@ -229,7 +241,7 @@ def main() -> None:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of trainings that diverge
-            result = results[name] = examined(make(), large)
+            result = results[name] = examined(make(), arguments.engines)
         show(name, result)
         if arguments.out:
             record(arguments.out, results)

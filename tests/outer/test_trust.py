@@ -304,6 +304,7 @@ def test_a_report_can_be_drawn():
         ({"scale": "wide"}, ValueError, "scale='wide'"),
         ({"directions": 0}, ValueError, "directions=0"),
         ({"chunk": 0}, ValueError, "chunk=0"),
+        ({"advice": "all"}, ValueError, "advice='all'"),
         ({"key": 3}, TypeError, "key of trust"),
         ({"engine": "reverse"}, TypeError, "engine must be an engine"),
         ({"fresh": 3}, TypeError, r"fresh=.*fresh\(key\) -> Problem"),

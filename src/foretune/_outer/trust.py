@@ -59,7 +59,7 @@ def trust(
     directions: Any = 2,
     key: Any = None,
     fresh: Any = None,
-    advice: bool = True,
+    advice: bool | str = True,
     chunk: Any = None,
     verbose: bool = True,
 ) -> Trust:
@@ -83,7 +83,8 @@ def trust(
         fresh: `fresh(key)` returns the problem with fresh batches and, if you like, another start:
             the error with these is reported. By default the same batches in other orders, and another
             key of the loss.
-        advice: whether remedies are tried where the gradient cannot be trusted.
+        advice: whether remedies are tried where the gradient cannot be trusted: engines and changes of
+            the training (True), engines alone ("engine"), or none (False).
         chunk: how many trainings run side by side; by default as many as memory allows.
         verbose: print what it will cost, a progress bar, and the report.
 
@@ -106,6 +107,8 @@ def trust(
     check_count(directions, f"trust(directions={directions!r:.60})")
     if chunk is not None:
         check_count(chunk, f"trust(chunk={chunk!r:.60})")
+    if advice not in (True, False, "engine"):
+        raise ValueError(f'trust(advice={advice!r:.60}): give True, False or "engine".')
     key = jax.random.key(0) if key is None else key
     check_key(key, "the key of trust")
     if fresh is not None and not callable(fresh):
@@ -172,7 +175,7 @@ class _Study(NamedTuple):
 
 
 def _report(
-    study: _Study, engine: AbstractEngine, others: dict[str, list[Problem]], advise: bool
+    study: _Study, engine: AbstractEngine, others: dict[str, list[Problem]], advise: bool | str
 ) -> Trust:
     problem, hparams, scale = study.problem, study.hparams, study.scale
     (value, grad, _), nonfinite = _hypergradient(engine, problem, hparams)
@@ -194,7 +197,9 @@ def _report(
     advice, best = list(_about_noise(report)), engine
     if not report.ok and advise:
         engines, best = _tried_engines(study, report, around, engine)
-        advice = [*engines, *advice, *_tried_remedies(study, report, engine)]
+        advice = [*engines, *advice]
+        if advise != "engine":
+            advice += _tried_remedies(study, report, engine)
     return report._replace(advice=advice, engine=best, trainings=study.run.count)
 
 
@@ -322,7 +327,7 @@ def _others(problem: Problem, fresh: Any, key: Any) -> dict[str, list[Problem]]:
 
 
 @contextlib.contextmanager
-def _bar(verbose: bool, study: _Study, others: dict[str, Any], advise: bool) -> Iterator[Any]:
+def _bar(verbose: bool, study: _Study, others: dict[str, Any], advise: Any) -> Iterator[Any]:
     """Say what it will cost, then show a bar of trainings."""
     if not verbose:
         yield lambda count: None
