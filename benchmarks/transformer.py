@@ -18,7 +18,7 @@ import foretune as ft
 
 BLOCKS = 10  # of steps, each with a rate
 SMALL: dict[str, Any] = {
-    "layers": 2, "width": 32, "context": 32, "batch": 8, "steps": 60, "heads": 2,
+    "layers": 2, "width": 32, "context": 16, "batch": 8, "steps": 60, "heads": 2,
     "rate": 0.01, "validation": 32,
 }  # fmt: skip
 LARGE: dict[str, Any] = {  # 10.8 million weights, for one large GPU
