@@ -2,7 +2,7 @@
 
     python -m benchmarks.learnt_schedules [--tasks mnist text] [--steps 30] [--out FILE.json]
 
-Trainings of 300 minibatches of 50: MNIST (images halved to 14 x 14), a network 196-64-64-10 and AdamW; a
+Trainings of 300 minibatches of 50: MNIST (images halved to 14 x 14), network 196-64-64-10, AdamW; and a
 byte-level language model (eight bytes to the next, 64 units) of speeches, SGD with momentum. Learnt are
 the constants of a warm-up and cosine (peak, length of the warm-up, final rate) or the rates of 15
 blocks, from a rate three times below the middle one of three cosines. "4 runs": the mean error of
@@ -11,8 +11,9 @@ four starts, with new orders of the minibatches at each outer step. "1 run": one
 Schedules are tuned on validation data. The table is over `--fresh` starts and orders that no tuning has
 seen, the same for each schedule: validation error, error and accuracy on test data, and how far the
 test error is above that of the cosine with the lowest validation error, run by run; each with the
-standard error of its mean. The cost is in trainings. Settings of `minimize` were chosen on `--tasks
-digits`, the peaks such that the best lies among them. `text` needs FORETUNE_DATA/text.
+standard error of its mean. The cost is in trainings: hypergradients times what one costs, measured on
+one run. Settings of `minimize` were chosen on `--tasks digits`; the peaks, on validation data, so that
+three times higher and lower are worse. `text` needs FORETUNE_DATA/text.
 """
 
 import argparse
