@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .._engines.auto import Auto
 from .._engines.base import AbstractEngine
@@ -79,6 +79,30 @@ def moved(constraints: PyTree, hparams: PyTree, change: PyTree) -> PyTree:
     )
 
 
+def balanced_signs(key: Any, n: int, m: int) -> Int[Array, "n m"]:
+    """Return n rows of m random signs, the columns as little alike as n allows.
+
+    They are rows of a Hadamard matrix of order N >= m, H_ij = (-1)^(number of bits in i & j), with rows
+    and columns in random order and random signs of the columns. Columns of N rows are orthogonal.
+    Independent signs are not: with a few rows two columns may agree in all, and a least-squares slope
+    cannot tell their hyperparameters apart.
+    """
+    order = 1 << (m - 1).bit_length()
+    rows = min(n, order)
+
+    def block(key):
+        keys = jax.random.split(key, 3)
+        i = jax.random.permutation(keys[0], order)[:rows].astype(jnp.uint32)
+        j = jax.random.permutation(keys[1], order)[:m].astype(jnp.uint32)
+        odd = lax.population_count(i[:, None] & j[None, :]) & jnp.uint32(1)
+        return (1 - 2 * odd.astype(jnp.int32)) * jax.random.rademacher(keys[2], (m,), jnp.int32)[
+            None
+        ]
+
+    blocks = jax.vmap(block)(jax.random.split(key, -(-n // rows)))
+    return blocks.reshape(-1, m)[:n]
+
+
 class _Rough(RandomEngine):
     """What `Smoothed` and `Evolution` share: points in pairs around the hyperparameters."""
 
@@ -109,9 +133,9 @@ class _Rough(RandomEngine):
         """Return n pairs of points, with axes of 2 and n, and the differences between them."""
         flat, unravel = ravel_pytree(hparams)
         key = mixed_key(jax.random.wrap_key_data(jnp.array(self.seed, jnp.uint32)), flat)
-        shape = self.samples, flat.size
-        draw = jax.random.uniform if uniform else jax.random.rademacher
-        U = draw(key, shape, flat.dtype, *((-1.0, 1.0) if uniform else ()))
+        U = balanced_signs(key, self.samples, flat.size).astype(flat.dtype)
+        if uniform:
+            U = U * jax.random.uniform(jax.random.fold_in(key, 1), U.shape, flat.dtype)
         constraints = check_constraints(self.space.constraints, hparams)
 
         def at(u):
@@ -148,8 +172,9 @@ class Evolution(_Rough):
     """The slope of the response over a neighbourhood, from values alone: 2 `samples` + 1 trainings.
 
     Use it where exact gradients mislead, and for responses that have no derivative, an accuracy say.
-    With fewer samples than hyperparameters, m, its standard error is about sqrt(m / samples) of the
-    gradient's length: it is for few of them.
+    With fewer samples than hyperparameters, m, its standard error is up to sqrt(m / samples) of the
+    gradient's length: it is for few of them. Powers of 2 above m are the best numbers of samples: then
+    no two hyperparameters move alike.
 
     Args:
         radius: of the neighbourhood, relative to each hyperparameter (in log(x) under `Log`).

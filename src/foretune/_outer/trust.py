@@ -300,7 +300,8 @@ def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterato
     radius = next((scale for scale in scales if seen[scale] > 4 * noise), study.scale)
     m = sum(leaf.size for leaf in jax.tree.leaves(study.hparams))
     if m <= FEW and not isinstance(engine, Evolution):
-        samples = max(8, math.ceil(1.5 * m))
+        order = 1 << (m - 1).bit_length()  # of the balanced signs that it draws
+        samples = max(8, order * math.ceil(1.5 * m / order))
         chunk = study.run.beside(study.problem, study.hparams)
         yield Evolution(radius, samples, chunk=min(chunk, 2 * samples)).within(study.constraints)
     if engine.differentiates and not isinstance(engine, Smoothed | Auto):
