@@ -30,6 +30,7 @@ from benchmarks.harness import record, timed
 from benchmarks.responses import ALL, LARGE, Response
 from foretune._outer.constraints import apply_constraints, check_constraints, sizes
 from foretune._outer.rough import moved
+from foretune._outer.slopes import in_search
 from foretune._problem.arguments import filtered
 from foretune._problem.checks import named_leaves
 from foretune._problem.problem import validated
@@ -212,6 +213,33 @@ def examined(response: Response, names: list[str]) -> dict[str, Any]:
     return result | {"seconds": time.perf_counter() - began}
 
 
+def quickly_examined(response: Response) -> dict[str, Any]:
+    """Return the same, where trainings are dear, from those that `trust` makes anyway."""
+    began = time.perf_counter()
+    said = ft.trust(
+        response.problem, response.hparams, constraints=response.constraints,
+        key=jax.random.key(1), directions=3, advice="engine", chunk=response.chunk,
+    )  # fmt: skip
+    constraints = check_constraints(response.constraints, response.hparams)
+    advised = said.around.slopes(in_search(constraints, response.hparams, said.grad))
+    result: dict[str, Any] = {"engines": {}, "error": said.value, "report": str(said)}
+    for name, slopes in {"Reverse": said.slopes, "advised": advised}.items():
+        scales = sorted({slope.scale for slope in slopes})
+        rows = [
+            [s for s in slopes if s.scale == x and abs(s.measured) > 2 * s.noise] for x in scales
+        ]
+        result["engines"][name] = {
+            "scales": scales,
+            "count": list(map(len, rows)),
+            "sign": [sum(s.measured * s.predicted > 0 for s in row) for row in rows],
+            "size": [sum(0.5 <= s.predicted / s.measured <= 2 for s in row) for row in rows],
+            "slopes": [slope._asdict() for slope in slopes],
+        }
+        print(name, {k: v for k, v in result["engines"][name].items() if k != "slopes"}, flush=True)
+    seconds = time.perf_counter() - began
+    return result | {"trainings": said.trainings, "seconds": seconds, "engine": repr(said.engine)}
+
+
 def show(name: str, result: dict[str, Any]) -> None:
     training, noise = result["seconds of a training"], [f"{x:.1e}" for x in result["noise"]]
     print(f"\n{name}: error {result['error']:.4f}, a training {training:.3f} s, all", end=" ")
@@ -232,6 +260,9 @@ def main() -> None:
     parser.add_argument(
         "--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="by default all"
     )
+    parser.add_argument(
+        "--quick", action="store_true", help="judge by the trainings that `trust` itself makes"
+    )
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
     large, results, pairs = arguments.size == "large", {}, []
@@ -241,6 +272,12 @@ def main() -> None:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of trainings that diverge
+            if arguments.quick:
+                print(name, flush=True)
+                results[name] = quickly_examined(make())
+                if arguments.out:
+                    record(arguments.out, results)
+                continue
             result = results[name] = examined(make(), arguments.engines)
         show(name, result)
         if arguments.out:

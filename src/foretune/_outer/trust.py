@@ -192,15 +192,17 @@ def _report(
     spread["changes a tenth as long"] = float(around.noise.max()) * math.sqrt(2)
     report = Trust(
         slopes, scale, verdicts_of(slopes, scale), radius_of(slopes, scale),
-        float(sum(jax.tree.leaves(value))), growth, spread, fresh, [], engine, 0, nonfinite,
+        float(sum(jax.tree.leaves(value))), growth, spread, fresh, [], engine, grad, around, 0,
+        nonfinite,
     )  # fmt: skip
-    advice, best = list(_about_noise(report)), engine
+    advice = list(_about_noise(report))
     if not report.ok and advise:
-        engines, best = _tried_engines(study, report, around, engine)
+        engines, best, grad = _tried_engines(study, report)
         advice = [*engines, *advice]
         if advise != "engine":
             advice += _tried_remedies(study, report, engine)
-    return report._replace(advice=advice, engine=best, trainings=study.run.count)
+        report = report._replace(engine=best, grad=grad)
+    return report._replace(advice=advice, trainings=study.run.count)
 
 
 def _hypergradient(
@@ -258,30 +260,28 @@ def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Ite
             return
 
 
-def _tried_engines(
-    study: _Study, report: Trust, around: Measured, engine: AbstractEngine
-) -> tuple[list[Advice], AbstractEngine]:
-    """Return engines for rough responses, tried on the same directions, and the best of them."""
-    tried, best, most = [], engine, -1
-    for candidate in _candidates(study, report, engine):
+def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], AbstractEngine, PyTree]:
+    """Return engines for rough responses, tried on the same directions, the best, and its gradient."""
+    tried, best, best_grad, most = [], report.engine, report.grad, -1
+    for candidate in _candidates(study, report, report.engine):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # trainings that diverge
             try:
                 _, grad, _ = candidate(study.problem, study.hparams)
             except NonFiniteError:
                 continue
-        radius = [candidate.radius]
-        slopes = [s for s in around.slopes(study.in_search(grad)) if s.scale == candidate.radius]
-        slopes += study.downhill(study.problem, grad, radius, around.noise)
-        verdicts = verdicts_of(slopes, candidate.radius)
+        radius = candidate.radius
+        slopes = [s for s in report.around.slopes(study.in_search(grad)) if s.scale == radius]
+        slopes += study.downhill(study.problem, grad, [radius], report.around.noise)
+        verdicts = verdicts_of(slopes, radius)
         good = sum(verdict == TRUST for verdict in verdicts.values())
         if good > most:
-            best, most = candidate, good
+            best, best_grad, most = candidate, grad, good
         tried.append(Advice(f"engine={_shown(candidate)}", _WHAT[type(candidate)], verdicts))
         if tried[-1].helps:
             break
     tried.sort(key=lambda advice: -sum(v == TRUST for v in (advice.verdicts or {}).values()))
-    return tried, best
+    return tried, best, best_grad
 
 
 _WHAT = {

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import PyTree
 
 from .._engines.base import AbstractEngine
 from .sensitivity import Growth
-from .slopes import MISLEADS, SIZE, TRUST, Slope, judged
+from .slopes import MISLEADS, SIZE, TRUST, Measured, Slope, judged
 
 
 class Advice(NamedTuple):
@@ -56,6 +57,11 @@ class Trust(NamedTuple):
     """What helps, and what was tried and does not."""
     engine: AbstractEngine
     """The engine to use: the one given where it can be trusted, else the best that was tried."""
+    grad: PyTree
+    """Its gradient."""
+    around: Measured
+    """The errors along the random directions: `around.slopes(gradient)` judges another gradient, in the
+    variable that is searched in, by the same trainings."""
     trainings: int
     """How many trainings it took, besides hypergradients."""
     nonfinite: str
