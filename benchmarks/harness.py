@@ -59,7 +59,9 @@ def record(path: str, results: dict[str, Any], packages: Sequence[str] = ()) -> 
     device = jax.devices()[0]
     names = ("foretune", "jax", "jaxlib", "optax", "equinox", *packages)
     document = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(
+            ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
+        ),
         "date": datetime.date.today().isoformat(),
         "device": f"{device.platform}: {device.device_kind}",
         "machine": f"{platform.machine()}, {_cores()} CPU cores",

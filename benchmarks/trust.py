@@ -26,6 +26,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 import foretune as ft
+from benchmarks import transformer
 from benchmarks.harness import record, timed
 from benchmarks.responses import ALL, LARGE, Response
 from foretune._outer.constraints import apply_constraints, check_constraints, sizes
@@ -131,6 +132,7 @@ def measure(response: Response, grads: dict[str, Any]) -> Truth:
     values = np.asarray(trained(response.problem, points, response.chunk or len(changes)), float)
     measured = (values[:n:2] - values[1:n:2]).reshape(len(SCALES), -1) / 2
     noise = np.std(values[n:].reshape(len(SCALES), NOISE), 1, ddof=1, keepdims=True) / 2**0.5
+    noise = np.maximum.accumulate(noise)  # what a small perturbation does, a larger one does too
     U = jax.vmap(lambda h: ravel_pytree(apply_constraints(constraints, "to_search", h))[0])(points)
 
     def predicted(gradient):
@@ -213,12 +215,13 @@ def examined(response: Response, names: list[str]) -> dict[str, Any]:
     return result | {"seconds": time.perf_counter() - began}
 
 
-def quickly_examined(response: Response) -> dict[str, Any]:
+def quickly_examined(response: Response, directions: int, advice: bool) -> dict[str, Any]:
     """Return the same, where trainings are dear, from those that `trust` makes anyway."""
     began = time.perf_counter()
     said = ft.trust(
         response.problem, response.hparams, constraints=response.constraints,
-        key=jax.random.key(1), directions=3, advice="engine", chunk=response.chunk,
+        key=jax.random.key(1), directions=directions, advice="engine" if advice else False,
+        chunk=response.chunk,
     )  # fmt: skip
     constraints = check_constraints(response.constraints, response.hparams)
     advised = said.around.slopes(in_search(constraints, response.hparams, said.grad))
@@ -263,9 +266,13 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="judge by the trainings that `trust` itself makes"
     )
+    parser.add_argument("--directions", type=int, default=3, help="of each leaf, with --quick")
+    parser.add_argument("--plain", action="store_true", help="with --quick: no engine is advised")
+    parser.add_argument("--batch", type=int, default=64, help="of the large transformer")
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
     large, results, pairs = arguments.size == "large", {}, []
+    transformer.LARGE["batch"] = arguments.batch
     print(f"cost in trainings; right signs, right sizes, of differences that count, at {SCALES}")
     for name, make in (LARGE if large else ALL).items():
         if arguments.only and not any(part in name for part in arguments.only):
@@ -274,7 +281,7 @@ def main() -> None:
             warnings.simplefilter("ignore")  # of trainings that diverge
             if arguments.quick:
                 print(name, flush=True)
-                results[name] = quickly_examined(make())
+                results[name] = quickly_examined(make(), arguments.directions, not arguments.plain)
                 if arguments.out:
                     record(arguments.out, results)
                 continue
