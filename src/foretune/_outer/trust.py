@@ -224,7 +224,7 @@ def _about_noise(report: Trust) -> Iterator[Advice]:
     if not report.fresh:
         return
     mean, deviation = np.mean(report.fresh), np.std(report.fresh, ddof=1)
-    if report.value < mean - 3 * deviation:
+    if report.value < mean - max(3 * deviation, step):
         yield Advice(
             "fresh batches",
             f"the error of this run is {report.value:.4g}, of others {mean:.4g}: the hyperparameters "
