@@ -56,7 +56,7 @@ from .run import (
     started,
 )
 from .slopes import TRUST
-from .steps import chosen_rows, evaluated, gradient_norms, outer_init, outer_update, response, shown
+from .steps import chosen_rows, evaluated, outer_init, outer_update, response, shown
 from .trust import trust as report_trust
 from .verdicts import Trust
 
@@ -193,6 +193,7 @@ def minimize(
             check_evaluate(evaluate, state, single, RECORD)
     constraints = check_constraints(constraints, single)
     engine = engine.within(constraints)
+    quiet = engine if engine.check_finite else engine.unchecked()
     hparams = feasible(hparams, constraints, batched)
     outer = Outer(optimizer, constraints, in_units=optimizer is DEFAULT_OPTIMIZER)
     inner = problem.start(hparams) if warm_start else None
@@ -228,9 +229,10 @@ def minimize(
             if warm_start:
                 now = now.continued(run.carry.inner)
             try:
-                hyper, holds = evaluated(
-                    engine, now, run, batched, comparable=not warm_start, noisy=batches is not None
-                )
+                hyper, norms, holds = evaluated(
+                    engine, quiet, now, run, batched,
+                    comparable=not warm_start, noisy=batches is not None,
+                )  # fmt: skip
             except NonFiniteError as error:
                 error.add_note(
                     f"foretune: this was step {run.step} of minimize, with {shown(run.hparams)}. "
@@ -240,7 +242,6 @@ def minimize(
                 error.run = run
                 raise
             run.value, run.grad, run.state = hyper
-            norms = gradient_norms(hyper.grad, batched)
             record = {"step": run.step, "value": hyper.value, "gradient_norm": norms}
             if take_back:
                 record["taken_back"] = ~holds

@@ -24,24 +24,30 @@ from .guard import RESTART, Held, chosen, is_held, next_held, nothing_held
 from .run import Outer, Run
 
 
-def evaluated(engine: Any, problem: Problem, run: Run, batched: bool, **rule: bool) -> tuple:
-    """Return the hypergradient, and whether the step to it is held (for each descent)."""
+def evaluated(
+    engine: Any, quiet: Any, problem: Problem, run: Run, batched: bool, **rule: bool
+) -> tuple:
+    """Return the hypergradient, its norm, and whether the step to it is held (for each descent).
+
+    `quiet` is the engine that does not check what is finite, since the rule does.
+    """
     held = run.carry.held
     if held is None:
         hyper = _of_members(engine, problem, run) if batched else engine(problem, run.hparams)
-        return hyper, np.ones(np.shape(run.best.score), bool)
-    quiet = engine if engine.check_finite else engine.unchecked()
+        holds = np.ones(np.shape(run.best.score), bool)
+        return hyper, _norms(hyper.grad, batched), holds
     if batched:
         hyper = _batched_hypergradient(quiet, problem, run.hparams)
     else:
         hyper = quiet(problem, run.hparams)
-    holds, finite = jax.device_get(_judged(held, hyper.value, hyper.grad, batched, rule))
+    judged = _judged(held, hyper.value, hyper.grad, batched, rule)
+    norms, holds, finite = jax.device_get(judged)
     if finite.all():
-        return hyper, holds
+        return hyper, norms, holds
     silent, run.nan_reported = run.nan_reported, True  # the score's NaN is no news
     if run.step == 0:  # there is nothing to go back to
         hyper = _of_members(engine, problem, run) if batched else engine(problem, run.hparams)
-        return hyper, holds
+        return hyper, _norms(hyper.grad, batched), holds
     started = np.isfinite(jax.device_get(held.values)).any(-1)
     if (started & ~finite).any() and not silent:
         which = f" of descents {np.flatnonzero(started & ~finite).tolist()}" if batched else ""
@@ -53,7 +59,7 @@ def evaluated(engine: Any, problem: Problem, run: Run, batched: bool, **rule: bo
             RuntimeWarning,
             stacklevel=3,
         )
-    return hyper, holds
+    return hyper, norms, holds
 
 
 @filtered
@@ -67,9 +73,10 @@ def outer_init(outer: Outer, hparams: PyTree, batched: bool) -> tuple[PyTree, He
 @filtered
 def _judged(
     held: Held, value: Any, grad: PyTree, batched: bool, rule: dict[str, bool]
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     def judge(held, value, grad):
-        return is_held(held, value, grad, **rule), is_finite((value, grad))
+        holds = is_held(held, value, grad, **rule)
+        return optax.tree.norm(grad), holds, is_finite((value, grad))
 
     return (jax.vmap(judge) if batched else judge)(held, value, grad)
 
@@ -173,6 +180,6 @@ _rows_finite = jax.jit(jax.vmap(is_finite))
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def gradient_norms(grad: PyTree, batched: bool) -> Array:
+def _norms(grad: PyTree, batched: bool) -> Array:
     norm = jax.vmap(optax.tree.norm) if batched else optax.tree.norm
     return norm(grad)
