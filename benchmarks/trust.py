@@ -39,7 +39,7 @@ from foretune._problem.system import make_system
 
 SCALES = (0.01, 0.1, 0.3)
 STEP = SCALES.index(0.1)  # of tuning
-SIGNS, NOISE = 4, 4  # directions of each leaf, perturbations of each scale
+SIGNS, NOISE = 8, 4  # directions of each leaf, perturbations of each scale
 ENGINES = ("Reverse", "Truncated", "Smoothed", "Evolution", "advised")
 
 

@@ -30,6 +30,7 @@ from .sensitivity import ORDER, growth_of, low_precision, variants_of
 from .slopes import (
     MISLEADS,
     PAIRS,
+    SIZE,
     TRUST,
     Measured,
     Probe,
@@ -46,6 +47,7 @@ from .verdicts import Advice, Trust, radius_of, verdicts_of
 
 SCALES = (0.1, 0.3, 1.0, 3.0)  # times `scale`
 VARIANTS = 4  # trainings for each change that should not matter
+POINTS = {TRUST: 1.0, SIZE: 0.5, MISLEADS: 0.0}  # of a direction, by which engines are compared
 FEW = 40  # hyperparameters that differences of values are enough for
 
 
@@ -262,7 +264,7 @@ def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Ite
 
 def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], AbstractEngine, PyTree]:
     """Return engines for rough responses, tried on the same directions, the best, and its gradient."""
-    tried, best, best_grad, most = [], report.engine, report.grad, -1
+    tried, best, best_grad, most = [], report.engine, report.grad, -1.0
     for candidate in _candidates(study, report, report.engine):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # trainings that diverge
@@ -274,13 +276,13 @@ def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], Abstract
         slopes = [s for s in report.around.slopes(study.in_search(grad)) if s.scale == radius]
         slopes += study.downhill(study.problem, grad, [radius], report.around.noise)
         verdicts = verdicts_of(slopes, radius)
-        good = sum(verdict == TRUST for verdict in verdicts.values())
-        if good > most:
-            best, best_grad, most = candidate, grad, good
         tried.append(Advice(f"engine={_shown(candidate)}", _WHAT[type(candidate)], verdicts))
-        if tried[-1].helps:
+        points = float(np.mean([POINTS[slope.verdict] for slope in slopes]))
+        if points > most:
+            best, best_grad, most = candidate, grad, points
+            tried.insert(0, tried.pop())
+        if tried[0].helps:
             break
-    tried.sort(key=lambda advice: -sum(v == TRUST for v in (advice.verdicts or {}).values()))
     return tried, best, best_grad
 
 
