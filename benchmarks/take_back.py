@@ -2,10 +2,10 @@
 
     python -m benchmarks.take_back [--steps 20] [--out benchmarks/results/take-back-cpu.json]
 
-Beside it what the descent was before: COCOB on the hyperparameters as they are, no step taken back, and
-the same with the defaults of today but no step taken back. A start that is not finite is left out; a
-descent that fails counts as one that ends above its start. The last column is the time of a descent in
-which nothing is taken back, over that of one with `take_back=False`.
+Beside it what the descent was before: COCOB on the hyperparameters as they are, no step taken back. A
+start that is not finite is left out; a descent that fails counts as one that ends above its start. The
+last column is the time of a descent in which nothing is taken back, over that of one with
+`take_back=False`.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from benchmarks.responses import RESPONSES, starts
 
 METHODS: dict[str, dict[str, Any]] = {
     "COCOB as before": {"optimizer": optax.contrib.cocob(alpha=100.0), "take_back": False},
-    "COCOB in units": {"take_back": False},
     "default": {},
 }
 

@@ -15,7 +15,6 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
-import optax.contrib
 from jaxtyping import Array, Key, PyTree
 
 from .._engines.base import check_engine
@@ -60,7 +59,7 @@ from .steps import chosen_rows, evaluated, outer_init, outer_update, response, s
 from .trust import trust as report_trust
 from .verdicts import Trust
 
-DEFAULT_OPTIMIZER = optax.contrib.cocob(alpha=10.0)  # first steps of a tenth, in units of the start
+DEFAULT_OPTIMIZER = optax.adam(0.1)  # steps of a tenth, in units of the start
 RECORD = ("step", "value", "gradient_norm", "taken_back")  # what a record has besides metrics
 
 
@@ -108,9 +107,10 @@ def minimize(
         hparams: where to start; projected onto the constraints, with a warning, if outside.
         steps: the number of updates. The error is evaluated `steps + 1` times, ends included.
         engine: how the hypergradient is computed; `Reverse()` by default.
-        optimizer: an Optax optimizer for the hyperparameters. By default
-            `optax.contrib.cocob(alpha=10)`, which needs no hyper-learning rate (docs/outer.md has the
-            comparison behind this choice), on hyperparameters in units of their own size at the start.
+        optimizer: an Optax optimizer for the hyperparameters. By default `optax.adam(0.1)` on
+            hyperparameters in units of their own size at the start (of log(x) under `Log`): steps of
+            about a tenth, shortened where they raise the error. docs/outer.md has the comparison
+            behind this choice.
             Gradient clipping is Optax's: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
         constraints: sets (`Box`, `CappedSimplex`, ...) or changes of variable (`Log`, `Logit`) as a
             prefix of the hyperparameters, `{"lr": Log()}` say: a dict by name (of a key, or of a field
