@@ -46,6 +46,7 @@ from .slopes import (
 from .verdicts import Advice, Trust, radius_of, verdicts_of
 
 SCALES = (0.1, 0.3, 1.0, 3.0)  # times `scale`
+FRESH = "fresh batches and starts"
 VARIANTS = 4  # trainings for each change that should not matter
 POINTS = {TRUST: 1.0, SIZE: 0.5, MISLEADS: 0.0}  # of a direction, by which engines are compared
 FEW = 40  # hyperparameters that differences of values are enough for
@@ -191,6 +192,10 @@ def _report(
         found = [float(study.run.one(variant, hparams).sum()) for variant in variants]
         spread[name] = float(np.std(found, ddof=1))
         fresh += found
+    if jax.default_backend() != "cpu":  # which computes in full precision anyway
+        with jax.default_matmul_precision("highest"):
+            precise = float(study.run.one(problem, hparams).sum())
+        spread["precision of products"] = abs(precise - float(sum(jax.tree.leaves(value))))
     spread["changes a tenth as long"] = float(around.noise.max()) * math.sqrt(2)
     report = Trust(
         slopes, scale, verdicts_of(slopes, scale), radius_of(slopes, scale),
@@ -243,7 +248,7 @@ def _about_noise(report: Trust) -> Iterator[Advice]:
 def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[Advice]:
     """Yield what changes of the training do to the verdicts, up to the first that helps."""
     step = max(abs(s.measured) for s in report.slopes if s.scale == study.scale)
-    noisy = report.spread.get(ORDER, 0.0) > step
+    noisy = max(report.spread.get(name, 0.0) for name in (ORDER, FRESH)) > step
     low = low_precision(study.problem, study.hparams)
     for remedy in remedies(study.problem, study.hparams, report.growth, noisy, low):
         with remedy.context():
@@ -326,7 +331,7 @@ def _others(problem: Problem, fresh: Any, key: Any) -> dict[str, list[Problem]]:
                 f"trust's fresh(key) returns {describe(other)}; a `foretune.Problem` is expected, "
                 "`lambda key: problem.replace(batches=...)` say."
             )
-    return {"fresh batches and starts": problems}
+    return {FRESH: problems}
 
 
 @contextlib.contextmanager
