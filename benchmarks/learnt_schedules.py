@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 
 import foretune as ft
 from benchmarks.harness import record, time_in_turns
@@ -174,11 +175,11 @@ def measured(task: Task, problem: ft.CrossValidated, hparams: Any) -> dict[str, 
 def compared(task: Task, steps: int, fresh: int) -> dict[str, Any]:
     """Print and return a row for each schedule, the hand-tried ones first."""
     constants, rates = cosine_of(task.peaks[0], 0.01), {"lr": jnp.full(BLOCKS, task.peaks[0])}
-    adam = optax.adam(0.1)
+    adam, cocob = optax.adam(0.1), optax.contrib.cocob(alpha=10.0)
     ways = {  # schedule, start, runs, outer optimizer
         "cosine's constants, 4 runs": (cosine, constants, 4, None),
         "15 rates, 4 runs, adam(0.1)": (blocks, rates, 4, adam),
-        "15 rates, 4 runs, default": (blocks, rates, 4, None),
+        "15 rates, 4 runs, COCOB": (blocks, rates, 4, cocob),
         "cosine's constants, 1 run": (cosine, constants, 1, None),
         "15 rates, 1 run, adam(0.1)": (blocks, rates, 1, adam),
     }
