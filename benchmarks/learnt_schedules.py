@@ -177,10 +177,10 @@ def compared(task: Task, steps: int, fresh: int) -> dict[str, Any]:
     constants, rates = cosine_of(task.peaks[0], 0.01), {"lr": jnp.full(BLOCKS, task.peaks[0])}
     adam, cocob = optax.adam(0.1), optax.contrib.cocob(alpha=10.0)
     ways = {  # schedule, start, runs, outer optimizer
-        "cosine's constants, 4 runs": (cosine, constants, 4, None),
+        "cosine's constants, 4 runs": (cosine, constants, 4, cocob),
         "15 rates, 4 runs, adam(0.1)": (blocks, rates, 4, adam),
         "15 rates, 4 runs, COCOB": (blocks, rates, 4, cocob),
-        "cosine's constants, 1 run": (cosine, constants, 1, None),
+        "cosine's constants, 1 run": (cosine, constants, 1, cocob),
         "15 rates, 1 run, adam(0.1)": (blocks, rates, 1, adam),
     }
     unseen = {schedule: trainings(task, schedule, FRESH, fresh) for schedule in CONSTRAINTS}
