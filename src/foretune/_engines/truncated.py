@@ -154,12 +154,16 @@ class Truncated(AbstractEngine):
         if report is None:
             return
         found = self._left_out(report)
-        worst = max(found.fraction, key=lambda name: found.fraction[name])
-        if found.fraction[worst] > TOLERATED:
+        much = {name: part for name, part in found.fraction.items() if part > TOLERATED}
+        if much:
+            parts = [
+                f"{min(part, 0.99):.0%} of the gradient of {name}" for name, part in much.items()
+            ]
+            more = f" and of {len(parts) - 3} more" if len(parts) > 3 else ""
             warnings.warn(
                 f"Truncated({self.steps}) leaves out the first {found.of - self.steps} of {found.of} "
-                f"steps, by their trend {found.fraction[worst]:.1g} of the gradient of {worst}. Take "
-                "more steps, or `Reverse(store=...)`, which is exact in as little memory; "
+                f"steps, by the trend of the others about {', '.join(parts[:3])}{more}. Take more "
+                "steps, or `Reverse(store=...)`, which is exact in as little memory; "
                 f"`Truncated({self.steps}).left_out(problem, hparams)` has the parts by step.",
                 RuntimeWarning,
                 stacklevel=3,

@@ -35,9 +35,9 @@ from .._problem.problem import Problem, validated
 from .._problem.validation import noting
 from .constraints import check_constraints
 from .guard import Held
+from .interrupt import Interrupt
 from .run import (
     Best,
-    Interrupt,
     Outer,
     Result,
     Run,
@@ -120,7 +120,7 @@ def minimize(
             or your own `Callback`.
         stop: stopping rules, `NoImprovement(10)`, `SmallGradient(1e-4)`, `TimeLimit(600)` or any
             function of the `Run` that returns a reason to stop, or None.
-        key: a random key for `batches`.
+        key: a random key for `batches`; of "fresh" ones `jax.random.key(0)` by default.
         batches: new batches for each step, so that the hyperparameters are not fitted to one order of
             them: "fresh" draws the problem's `Minibatches` anew. Or a function `batches(step)`, with a
             `key` `batches(step, key)` (the same key at the same step of a resumed run), that returns
@@ -219,7 +219,8 @@ def minimize(
 
     with Interrupt() as interrupt, started(callbacks, run):
         if trust and not run.resumed:
-            _warn_of(report_trust(problem, hparams, engine=engine, constraints=constraints))
+            with interrupt.paused():
+                _warn_of(report_trust(problem, hparams, engine=engine, constraints=constraints))
         stopped, now, holds = None, problem, np.array(True)
         while stopped is None:
             now = problem

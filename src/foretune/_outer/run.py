@@ -9,8 +9,6 @@ variable).
 import contextlib
 import functools
 import hashlib
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +27,7 @@ from .._problem.arguments import filtered
 from .._problem.checks import check_signature, describe, named_leaves
 from .callbacks import Callback
 from .constraints import apply_constraints, check_starts, sizes
+from .interrupt import Interrupt
 
 DIGEST = "sha256:"  # what the digest of arrays begins with
 UNTRACEABLE = (
@@ -155,7 +154,7 @@ class Run:
             )
         return _better(self.best, hparams, jnp.asarray(now, float), record["step"])
 
-    def reasons(self, rules: list[Any], interrupt: "Interrupt") -> list[str]:
+    def reasons(self, rules: list[Any], interrupt: Interrupt) -> list[str]:
         """Return the reasons to stop, if any."""
         # An interrupt comes first: whoever asked for the run asks whether it was one.
         reasons = ["interrupted"] if interrupt.asked else []
@@ -340,9 +339,9 @@ def check_outside_programs(name: str, *given: PyTree) -> None:
     leaves = [jnp.zeros(()), *jax.tree.leaves(given)]
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         raise TypeError(
-            f"{name} is a loop in Python (callbacks, checkpoints, stopping rules) and cannot be "
-            "traced: call it outside of jax.jit, jax.vmap and jax.grad. Inside a program use an "
-            "engine, `foretune.Reverse()(problem, hparams)`, or `RealTime.update`."
+            f"{name} is a loop in Python and cannot be traced: call it outside of jax.jit, jax.vmap "
+            "and jax.grad. Inside a program use an engine, `foretune.Reverse()(problem, hparams)`, or "
+            "`RealTime.update`."
         )
 
 
@@ -479,30 +478,3 @@ def _plain(tree: Any, name: str) -> Any:
     if tree is None or jax.tree_util.all_leaves([tree]):
         return tree
     return {path: _plain(leaf, path) for path, leaf in named_leaves(tree, name).items()}
-
-
-class Interrupt:
-    """Turns the first Ctrl-C, or SIGTERM, into a request; the second acts as usual.
-
-    A program that handles SIGTERM by itself continues to.
-    """
-
-    def __init__(self):
-        self.asked = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Interrupt":
-        if threading.current_thread() is threading.main_thread():
-            ours = [signal.SIGINT]
-            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                ours.append(signal.SIGTERM)
-            self._before = {number: signal.signal(number, self._ask) for number in ours}
-        return self
-
-    def _ask(self, *_):
-        self.asked = True
-        self.__exit__()
-
-    def __exit__(self, *_):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

@@ -166,8 +166,8 @@ def points_of(
             list(scales)[still.argmax() % number],
         )
         raise ValueError(
-            f"{leaf} cannot be moved by {scale:g} of its size: its constraint leaves no room, or the "
-            "number type has too few digits. Give constraints that leave room, or a larger scale."
+            f"{leaf} cannot be moved: its constraint leaves no room (or {scale:g} of it is below the "
+            "digits of its type). To hold it fixed, leave it out of the hyperparameters."
         )
     return points
 
@@ -182,6 +182,7 @@ class Trainings:
 
     def __init__(self, chunk: int | None, progress: Callable[[int], None]):
         self.chunk, self.progress, self.count = chunk, progress, 0
+        self.say: Callable[[str], Any] = lambda text: None  # what is tried next
 
     def __call__(self, problem: Problem, points: PyTree) -> Float[np.ndarray, "n K"]:
         """Return the errors at points that are stacked on a leading axis."""

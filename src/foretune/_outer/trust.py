@@ -20,6 +20,7 @@ from .._engines.auto import Auto
 from .._engines.base import AbstractEngine, Hypergradient, check_engine
 from .._engines.nonfinite import NonFiniteError, is_finite
 from .._engines.reverse import Reverse
+from .._engines.truncated import Truncated
 from .._problem.checks import check_count, check_hparams, check_key, describe
 from .._problem.problem import Problem, validated
 from .constraints import check_constraints
@@ -43,6 +44,7 @@ from .slopes import (
     points_of,
     random_probes,
 )
+from .steps import shown
 from .verdicts import Advice, Trust, radius_of, verdicts_of
 
 SCALES = (0.1, 0.3, 1.0, 3.0)  # times `scale`
@@ -89,7 +91,7 @@ def trust(
         advice: whether remedies are tried where the gradient cannot be trusted: engines and changes of
             the training (True), engines alone ("engine"), or none (False).
         chunk: how many trainings run side by side; by default as many as memory allows.
-        verbose: print what it will cost, a progress bar, and the report.
+        verbose: print what it will cost, a progress bar (in a terminal or notebook), and the report.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -125,6 +127,8 @@ def trust(
     points_of(constraints, hparams, probes, [SCALES[0] * scale])  # raises where one cannot move
     run = Trainings(chunk, lambda count: None)
     study = _Study(problem, hparams, constraints, float(scale), probes, key, run)
+    if verbose:
+        run.say = lambda text: print(text, flush=True)
     with _bar(verbose, study, others, advice) as run.progress:
         report = _report(study, engine, others, advice)
     if verbose:
@@ -182,7 +186,7 @@ def _report(
 ) -> Trust:
     problem, hparams, scale = study.problem, study.hparams, study.scale
     (value, grad, _), nonfinite = _hypergradient(engine, problem, hparams)
-    scales = [factor * scale for factor in SCALES]
+    scales = [round(factor * scale, 12) for factor in SCALES]
     around, _ = study.around(problem, scales)
     slopes = around.slopes(study.in_search(grad))
     slopes += study.downhill(problem, grad, scales, around.noise)
@@ -196,9 +200,9 @@ def _report(
         with jax.default_matmul_precision("highest"):
             precise = float(study.run.one(problem, hparams).sum())
         spread["precision of products"] = abs(precise - float(sum(jax.tree.leaves(value))))
-    spread["changes a tenth as long"] = float(around.noise.max()) * math.sqrt(2)
+    title = f"trust in {_shown(engine)} at {shown(hparams)}"
     report = Trust(
-        slopes, scale, verdicts_of(slopes, scale), radius_of(slopes, scale),
+        title, slopes, scale, verdicts_of(slopes, scale), radius_of(slopes, scale),
         float(sum(jax.tree.leaves(value))), growth, spread, fresh, [], engine, grad, around, 0,
         nonfinite,
     )  # fmt: skip
@@ -235,13 +239,14 @@ def _about_noise(report: Trust) -> Iterator[Advice]:
         yield Advice(
             "fresh batches",
             f"the error of this run is {report.value:.4g}, of others {mean:.4g}: the hyperparameters "
-            "are fitted to its batches; give `minimize` new ones at each step, `batches=`",
+            'are fitted to its batches; let `minimize` draw new ones at each step, `batches="fresh"`',
         )
     elif deviation > step:
         yield Advice(
             "fresh batches",
-            f"other batches move the error by {deviation:.2g}, a step of tuning by {step:.2g}: give "
-            "`minimize` new ones at each step, `batches=`, or average the objective over several runs",
+            f"other batches move the error by {deviation:.2g}, a step of tuning by {step:.2g}: let "
+            '`minimize` draw new ones at each step, `batches="fresh"`, or tune the mean over several '
+            "runs, `CrossValidated`",
         )
 
 
@@ -251,6 +256,7 @@ def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Ite
     noisy = max(report.spread.get(name, 0.0) for name in (ORDER, FRESH)) > step
     low = low_precision(study.problem, study.hparams)
     for remedy in remedies(study.problem, study.hparams, report.growth, noisy, low):
+        study.run.say(f"trying {remedy.name}: {remedy.how}")
         with remedy.context():
             try:
                 _, grad, _ = engine(remedy.problem, study.hparams)
@@ -271,6 +277,7 @@ def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], Abstract
     """Return engines for rough responses, tried on the same directions, the best, and its gradient."""
     tried, best, best_grad, most = [], report.engine, report.grad, -1.0
     for candidate in _candidates(study, report, report.engine):
+        study.run.say(f"trying {_shown(candidate)}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # trainings that diverge
             try:
@@ -316,8 +323,11 @@ def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterato
 
 
 def _shown(engine: Any) -> str:
-    inner = f"{type(engine.engine).__name__}(), " if isinstance(engine, Smoothed) else ""
-    return f"{type(engine).__name__}({inner}radius={engine.radius:g}, samples={engine.samples})"
+    name = type(engine).__name__
+    if not isinstance(engine, Smoothed | Evolution):
+        return f"{name}({engine.steps})" if isinstance(engine, Truncated) else f"{name}()"
+    inner = f"{_shown(engine.engine)}, " if isinstance(engine, Smoothed) else ""
+    return f"{name}({inner}radius={engine.radius:g}, samples={engine.samples})"
 
 
 def _others(problem: Problem, fresh: Any, key: Any) -> dict[str, list[Problem]]:
@@ -352,7 +362,8 @@ def _bar(verbose: bool, study: _Study, others: dict[str, Any], advise: Any) -> I
             "; where it cannot be trusted, up to as many again for each remedy that is tried "
             "(`advice=False` tries none)"
         )
-    print(f"trust: one hypergradient and {points} trainings of {study.problem.steps} steps{more}.")
+    cost = f"one hypergradient and {points} trainings of {study.problem.steps} steps"
+    print(f"trust: {cost}, and their compilation{more}.", flush=True)
     shown = sys.stdout.isatty() or get_console().is_jupyter
     with progress.Progress(disable=not shown) as bar:
         task = bar.add_task("trainings", total=points)

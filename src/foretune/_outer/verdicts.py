@@ -36,8 +36,16 @@ class Advice(NamedTuple):
 
 
 class Trust(NamedTuple):
-    """The report of `trust`; prints as a table, `plot()` draws it."""
+    """The report of `trust`; prints as a table, `plot()` draws it.
 
+    `ok` and `verdicts` (by leaf) are what it comes to, `radius` (by leaf) how far the gradient holds,
+    `advice` and `engine` (with its gradient, `grad`) what to do. `slopes` has predicted and measured
+    changes, `value` the error, `fresh` that of other runs, `spread` how much it varies, `growth` what
+    becomes of a small change, `nonfinite` why the gradient is not finite; `trainings` is the cost.
+    """
+
+    title: str
+    """What it is about."""
     slopes: list[Slope]
     """Predicted and measured change for each direction and scale."""
     scale: float
@@ -74,6 +82,8 @@ class Trust(NamedTuple):
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    __repr__ = __str__
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the error along each direction beside what the gradient predicts; return the axes."""
@@ -120,6 +130,7 @@ def _telling(report: Trust, leaf: str) -> Slope:
 
 
 def _lines(report: Trust) -> Iterator[str]:
+    yield f"{report.title}: {'ok' if report.ok else 'not ok'}"
     width = max(len(leaf) for leaf in report.verdicts)
     heads = f"{'change by':>9} {'predicted':>10} {'measured':>10} {'noise':>8} {'radius':>7}"
     yield f"{'':<{width}} {heads}  verdict"
@@ -133,10 +144,12 @@ def _lines(report: Trust) -> Iterator[str]:
         yield report.nonfinite
     if report.growth is not None:
         yield str(report.growth)
-    for name, deviation in report.spread.items():
-        yield f"error {report.value:.4g}, +- {deviation:.1g} by {name}"
     if report.fresh:
-        yield f"error of other runs: {np.mean(report.fresh):.4g} in the mean of {len(report.fresh)}"
+        runs = f"{np.mean(report.fresh):.4g} in the mean of {len(report.fresh)} other runs"
+        yield f"error {report.value:.4g} here, {runs}"
+    varies = (f"{deviation:.2g} by {name}" for name, deviation in report.spread.items())
+    if report.spread:
+        yield f"the error varies by {', '.join(varies)}"
     helps = [advice for advice in report.advice if advice.helps]
     yield from (f"advice: {advice}" for advice in helps)
     yield from (f"tried: {advice}" for advice in report.advice if not advice.helps)

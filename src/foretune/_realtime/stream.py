@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._outer.interrupt import Interrupt
 from .._outer.run import (
     Best,
-    Interrupt,
     Result,
     Run,
     check_callbacks,
