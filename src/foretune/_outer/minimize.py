@@ -55,7 +55,7 @@ from .run import (
     started,
 )
 from .slopes import TRUST
-from .steps import chosen_rows, evaluated, outer_init, outer_update, response, shown
+from .steps import chosen_rows, evaluated, hypergradient, outer_init, outer_update, shown
 from .trust import trust as report_trust
 from .verdicts import Trust
 
@@ -264,9 +264,9 @@ def minimize(
                     inner = hyper.state
                 run.move(run.step + 1, Carry(new, opt_state, run.best, inner, held))
     hparams, value, state = run.hparams, run.value, run.state
-    if not holds.all():  # the last evaluation that was held, made again
+    if not holds.all():  # the last evaluation that was held, made again by the same program
         hparams = chosen_rows(holds, hparams, run.carry.held.hparams, batched)
-        value, state = response(now, hparams, batched)
+        value, _, state = hypergradient(quiet, now, hparams, batched)
     return Result(hparams, value, state, run.history, run.best, stopped)
 
 

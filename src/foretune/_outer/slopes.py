@@ -69,12 +69,11 @@ class Slope(NamedTuple):
         p, m, doubt = self.predicted, self.measured, deviations * self.noise
         if not (math.isfinite(m) and math.isfinite(p)):
             return MISLEADS
-        if abs(m) <= doubt:  # no sign to compare, and no room for a large change
-            return TRUST if abs(p) <= FACTOR * (abs(m) + doubt) else MISLEADS
-        if p * m <= 0:
+        if abs(p - m) <= doubt:
+            return TRUST
+        if abs(m) <= doubt or p * m <= 0:  # what was predicted did not happen, or the contrary did
             return MISLEADS
-        near = abs(m) / FACTOR <= abs(p) <= FACTOR * abs(m) or abs(p - m) <= doubt
-        return TRUST if near else SIZE
+        return TRUST if abs(m) / FACTOR <= abs(p) <= FACTOR * abs(m) else SIZE
 
 
 def random_probes(problem: Problem, hparams: PyTree, count: int, key: Any) -> list[Probe]:

@@ -19,7 +19,6 @@ from .._engines.nonfinite import NonFiniteError, explain, is_finite
 from .._problem.arguments import filtered
 from .._problem.checks import named_leaves
 from .._problem.problem import Problem
-from .._problem.system import make_system
 from .guard import RESTART, Held, chosen, is_held, next_held, nothing_held
 from .run import Outer, Run
 
@@ -36,10 +35,7 @@ def evaluated(
         hyper = _of_members(engine, problem, run) if batched else engine(problem, run.hparams)
         holds = np.ones(np.shape(run.best.score), bool)
         return hyper, _norms(hyper.grad, batched), holds
-    if batched:
-        hyper = _batched_hypergradient(quiet, problem, run.hparams)
-    else:
-        hyper = quiet(problem, run.hparams)
+    hyper = hypergradient(quiet, problem, run.hparams, batched)
     judged = _judged(held, hyper.value, hyper.grad, batched, rule)
     norms, holds, finite = jax.device_get(judged)
     if finite.all():
@@ -118,16 +114,6 @@ def chosen_rows(holds: Any, yes: PyTree, no: PyTree, batched: bool) -> PyTree:
     return (jax.vmap(chosen) if batched else chosen)(holds, yes, no)
 
 
-@filtered
-def response(problem: Problem, hparams: PyTree, batched: bool) -> tuple[PyTree, PyTree]:
-    def train(hparams):
-        system = make_system(problem, hparams)
-        s_T = system.run(hparams)
-        return system.value(system.errors(s_T, hparams)), system.restore(s_T)
-
-    return (eqx.filter_vmap(train) if batched else train)(hparams)
-
-
 def shown(hparams: PyTree, most: int = 6) -> str:
     """Return the hyperparameters' values, or their range, the first few of them."""
     parts = []
@@ -169,6 +155,13 @@ def _reason(engine: Any, problem: Problem, hparams: PyTree) -> str:
     except NonFiniteError as error:
         return str(error)
     return "not finite: its value or hypergradient."
+
+
+def hypergradient(engine: Any, problem: Problem, hparams: PyTree, batched: bool) -> Hypergradient:
+    """Return an engine's result, of all descents at once where there are several."""
+    if batched:
+        return _batched_hypergradient(engine, problem, hparams)
+    return engine(problem, hparams)
 
 
 @filtered

@@ -29,6 +29,7 @@ from .rough import Evolution, Smoothed
 from .run import check_outside_programs, feasible
 from .sensitivity import ORDER, growth_of, low_precision, variants_of
 from .slopes import (
+    DESCENT,
     MISLEADS,
     PAIRS,
     SIZE,
@@ -190,6 +191,9 @@ def _report(
     around, _ = study.around(problem, scales)
     slopes = around.slopes(study.in_search(grad))
     slopes += study.downhill(problem, grad, scales, around.noise)
+    if nonfinite:  # it has no direction
+        nan, noise = math.nan, float(around.noise[0])
+        slopes += [Slope(DESCENT, x, nan, nan, noise, nan, nan) for x in scales]
     growth = growth_of(problem, hparams, jax.random.fold_in(study.key, 4))
     spread, fresh = {}, []
     for name, variants in others.items():
