@@ -3,11 +3,12 @@
 warm-up, lower rate    w_t = w_{t-1} + a_t (w'_t - w_{t-1}), with w'_t what the step gives
 eps_root               Adam's second moment v_t raised, so that v_hat_t + e is in its root
 larger batches         the indices of two steps in one
-fewer steps            the first half of the batches
+fewer steps            the batches before the growth, half of them at most
 full precision         the loss in float32, products of matrices at the highest precision
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ WARM_UP = 0.1  # of the steps
 EPS_ROOTS = (1e-8, 1e-6)
 LOWER = (0.5, 0.1)  # times the rate
 FEWEST = 5  # steps, from twice as many on fewer are tried
+
+_highest = functools.partial(jax.default_matmul_precision, "highest")
 
 
 class Remedy(NamedTuple):
@@ -69,13 +72,13 @@ class Floored(Wrapper):
         """Return s_t, the second moments raised while it is computed.
 
         v_t = b2 v_{t-1} + (1 - b2) g^2 and v_hat_t = v_t / (1 - b2^t): with v_{t-1} larger by
-        r = e (1 - b2^t) / b2 the root is of v_hat_t + e. Then b2 r is taken away again.
+        r = e (1 - b2^t) / b2 the root is of v_hat_t + e. The moments that are kept are the plain ones.
         """
         plain, loss = super().advance(state, hparams, batch)
-        one, _ = super().advance(_raised(state, state, 1.0), hparams, batch)
+        one, _ = super().advance(_raised(state, 1.0), hparams, batch)
         b2, count = _difference(one, plain), _adam(state)[0].count + 1
         r = jax.lax.stop_gradient(self.eps_root * (1 - b2**count) / b2)
-        new, _ = super().advance(_raised(state, state, r), hparams, batch)
+        new, _ = super().advance(_raised(state, r), hparams, batch)
         nus = [adam.nu for adam in _adam(plain)]
         return _with_nu(new, nus), loss
 
@@ -98,8 +101,8 @@ def _with_nu(state: Any, nus: list[PyTree]) -> Any:
     return state._replace(opt_state=replaced)
 
 
-def _raised(state: Any, like: Any, by: Any) -> Any:
-    nus = [jax.tree.map(lambda x: x + jnp.asarray(by, x.dtype), adam.nu) for adam in _adam(like)]
+def _raised(state: Any, by: Any) -> Any:
+    nus = [jax.tree.map(lambda x: x + jnp.asarray(by, x.dtype), adam.nu) for adam in _adam(state)]
     return _with_nu(state, nus)
 
 
@@ -149,12 +152,6 @@ def remedies(
     if T >= 2 * FEWEST and grows:
         n = T // 2 if growth is None else min(T // 2, max(growth.first - 1, FEWEST))
         yield Remedy("fewer steps", f"{n} steps, not {T}", _shorter(problem, n))
-
-
-@contextlib.contextmanager
-def _highest() -> Iterator[None]:
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def _larger(problem: Problem) -> Problem:

@@ -186,7 +186,7 @@ class Trainings:
     def __call__(self, problem: Problem, points: PyTree) -> Float[np.ndarray, "n K"]:
         """Return the errors at points that are stacked on a leading axis."""
         n = len(jax.tree.leaves(points)[0])
-        chunk = min(n, self.chunk or self._fitting(problem, points))
+        chunk = min(n, self.beside(problem, jax.tree.map(lambda leaf: leaf[0], points)))
         values = []
         for i in range(0, n, chunk):
             rows = np.minimum(np.arange(i, i + chunk), n - 1)  # the last chunk is filled up
@@ -206,18 +206,21 @@ class Trainings:
         self.progress(count)
 
     def beside(self, problem: Problem, hparams: PyTree) -> int:
-        """Return how many trainings run side by side."""
-        return self.chunk or self._fitting(problem, jax.tree.map(lambda leaf: leaf[None], hparams))
+        """Return how many trainings run side by side: found out once, with the first problem."""
+        if self.chunk is None:
+            self.chunk = _fitting(problem, hparams)
+        return self.chunk
 
-    def _fitting(self, problem: Problem, points: PyTree) -> int:
-        single = jax.tree.map(lambda leaf: leaf[:1], points)
-        if jax.default_backend() == "cpu":
-            state = eqx.filter_eval_shape(problem.start, jax.tree.map(lambda leaf: leaf[0], points))
-            numbers = sum(leaf.size for leaf in jax.tree.leaves(state) if hasattr(leaf, "size"))
-            return 8 if numbers < SMALL_ON_CPU else 1
-        lowered = _errors.lower(problem, single)  # pyright: ignore[reportFunctionMemberAccess]
-        held = getattr(lowered.compile().memory_analysis(), "temp_size_in_bytes", 0)
-        return max(1, min(MOST_BESIDE, int(0.5 * free_bytes() / max(held, 1))))
+
+def _fitting(problem: Problem, hparams: PyTree) -> int:
+    if jax.default_backend() == "cpu":
+        state = eqx.filter_eval_shape(problem.start, hparams)
+        numbers = sum(leaf.size for leaf in jax.tree.leaves(state) if hasattr(leaf, "size"))
+        return 8 if numbers < SMALL_ON_CPU else 1
+    single = jax.tree.map(lambda leaf: leaf[None], hparams)
+    lowered = _errors.lower(problem, single)  # pyright: ignore[reportFunctionMemberAccess]
+    held = getattr(lowered.compile().memory_analysis(), "temp_size_in_bytes", 0)
+    return max(1, min(MOST_BESIDE, int(0.5 * free_bytes() / max(held, 1))))
 
 
 @filtered
