@@ -3,9 +3,9 @@
     python -m benchmarks.take_back [--steps 20] [--out benchmarks/results/take-back-cpu.json]
 
 Beside it what the descent was before: COCOB on the hyperparameters as they are, no step taken back. A
-start that is not finite is left out; a descent that fails counts as one that ends above its start. The
-last column is the time of a descent in which nothing is taken back, over that of one with
-`take_back=False`.
+start that is not finite is left out; a descent whose hypergradient is not finite, at a point that it has
+no step to take back for, fails with an error, is counted apart and not in the median. The last column is
+the time of a descent in which nothing is taken back, over that of one with `take_back=False`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def ends(problem, hparams, constraints, steps: int, options: dict[str, Any]) -> tuple[float, float]:
-    """Return the first and last error of a descent, infinite where it fails.
+    """Return the first and last error of a descent, the last infinite where it fails.
 
     Both are of one program: where training is chaotic another one, that rounds otherwise, has another.
     """
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
-    heads = (f"{method + ': above':>24} {'error':>8}" for method in METHODS)
+    heads = (f"{method + ': above, fail':>30} {'error':>8}" for method in METHODS)
     print(f"{'':<24} {'starts':>7} {'error':>8}", *heads, "   time")
     for name, make in RESPONSES.items():
         response = make()
@@ -81,10 +81,11 @@ def main() -> None:
         summary: dict[str, Any] = {"starts": len(rows), "time with / without the rule": ratio}
         cells = []
         for method in METHODS:
-            above = sum(row[f"{method}: above"] for row in rows)
-            median = float(np.median([row[method] for row in rows]))
-            summary[method] = {"above the start": above, "median error": median}
-            cells.append(f"{above:>24} {median:>8.3f}")
+            ended = [row for row in rows if np.isfinite(row[method])]
+            above, fail = sum(row[f"{method}: above"] for row in ended), len(rows) - len(ended)
+            median = float(np.median([row[method] for row in ended]))
+            summary[method] = {"above the start": above, "fail": fail, "median error": median}
+            cells.append(f"{above:>27} {fail:>2} {median:>8.3f}")
         summary["start"] = float(np.median([row["start"] for row in rows]))
         results[name] = summary | {"rows": rows}
         began = f"{name:<24} {len(rows):>7} {summary['start']:>8.3f}"

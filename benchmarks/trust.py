@@ -215,18 +215,22 @@ def examined(response: Response, names: list[str]) -> dict[str, Any]:
     return result | {"seconds": time.perf_counter() - began}
 
 
-def quickly_examined(response: Response, directions: int, advice: bool) -> dict[str, Any]:
+def quickly_examined(
+    response: Response, directions: int, advice: bool, radius: float | None
+) -> dict[str, Any]:
     """Return the same, where trainings are dear, from those that `trust` makes anyway."""
     began = time.perf_counter()
+    engine = None if radius is None else ft.Evolution(radius, 32, chunk=response.chunk)
     said = ft.trust(
-        response.problem, response.hparams, constraints=response.constraints,
+        response.problem, response.hparams, engine=engine, constraints=response.constraints,
         key=jax.random.key(1), directions=directions, advice="engine" if advice else False,
         chunk=response.chunk,
     )  # fmt: skip
     constraints = check_constraints(response.constraints, response.hparams)
     advised = said.around.slopes(in_search(constraints, response.hparams, said.grad))
     result: dict[str, Any] = {"engines": {}, "error": said.value, "report": str(said)}
-    for name, slopes in {"Reverse": said.slopes, "advised": advised}.items():
+    first = "Reverse" if engine is None else "Evolution"
+    for name, slopes in {first: said.slopes, "advised": advised}.items():
         scales = sorted({slope.scale for slope in slopes})
         rows = [
             [s for s in slopes if s.scale == x and abs(s.measured) > 2 * s.noise] for x in scales
@@ -268,6 +272,9 @@ def main() -> None:
     )
     parser.add_argument("--directions", type=int, default=3, help="of each leaf, with --quick")
     parser.add_argument("--plain", action="store_true", help="with --quick: no engine is advised")
+    parser.add_argument(
+        "--radius", type=float, help="with --quick: `Evolution` over this radius, not `Reverse`"
+    )
     parser.add_argument("--batch", type=int, default=64, help="of the large transformer")
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
@@ -281,7 +288,9 @@ def main() -> None:
             warnings.simplefilter("ignore")  # of trainings that diverge
             if arguments.quick:
                 print(name, flush=True)
-                results[name] = quickly_examined(make(), arguments.directions, not arguments.plain)
+                results[name] = quickly_examined(
+                    make(), arguments.directions, not arguments.plain, arguments.radius
+                )
                 if arguments.out:
                     record(arguments.out, results)
                 continue

@@ -279,7 +279,8 @@ def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Ite
 
 def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], AbstractEngine, PyTree]:
     """Return engines for rough responses, tried on the same directions, the best, and its gradient."""
-    tried, best, best_grad, most = [], report.engine, report.grad, -1.0
+    here = [POINTS[slope.verdict] for slope in report.slopes if slope.scale == study.scale]
+    tried, best, best_grad, most = [], report.engine, report.grad, float(np.mean(here))
     for candidate in _candidates(study, report, report.engine):
         study.run.say(f"trying {_shown(candidate)}")
         with warnings.catch_warnings():
@@ -309,7 +310,7 @@ _WHAT = {
 
 
 def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[Any]:
-    """Yield engines over a neighbourhood as large as a change that can be told from noise."""
+    """Yield engines over a neighbourhood as large as a change that can be told from noise, or larger."""
     scales = sorted({s.scale for s in report.slopes if s.scale >= study.scale})
     seen = {
         scale: max(abs(s.measured) for s in report.slopes if s.scale == scale) for scale in scales
@@ -317,13 +318,20 @@ def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterato
     noise = max(s.noise for s in report.slopes)
     radius = next((scale for scale in scales if seen[scale] > 4 * noise), study.scale)
     m = sum(leaf.size for leaf in jax.tree.leaves(study.hparams))
-    if m <= FEW and not isinstance(engine, Evolution):
+    by_values = m <= FEW and not isinstance(engine, Evolution)
+
+    def evolution(radius):
         order = 1 << (m - 1).bit_length()  # of the balanced signs that it draws
         samples = max(8, order * math.ceil(1.5 * m / order))
         chunk = study.run.beside(study.problem, study.hparams)
-        yield Evolution(radius, samples, chunk=min(chunk, 2 * samples)).within(study.constraints)
+        return Evolution(radius, samples, chunk=min(chunk, 2 * samples)).within(study.constraints)
+
+    if by_values:
+        yield evolution(radius)
     if engine.differentiates and not isinstance(engine, Smoothed | Auto):
         yield Smoothed(engine, radius, 4).within(study.constraints)
+    if by_values and radius < scales[-1]:  # waves as long as a step average out over a longer way
+        yield evolution(scales[-1])
 
 
 def _shown(engine: Any) -> str:
