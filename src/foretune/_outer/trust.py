@@ -310,7 +310,7 @@ _WHAT = {
 
 
 def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[Any]:
-    """Yield engines over a neighbourhood as large as a change that can be told from noise, or larger."""
+    """Yield engines over a neighbourhood in which changes can be told from noise, or a larger one."""
     scales = sorted({s.scale for s in report.slopes if s.scale >= study.scale})
     seen = {
         scale: max(abs(s.measured) for s in report.slopes if s.scale == scale) for scale in scales

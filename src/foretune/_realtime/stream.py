@@ -47,6 +47,7 @@ from .._problem.checks import (
     named_leaves,
 )
 from .._problem.validation import noting
+from .window import warn_of_dropped
 
 REMEMBERED = 256  # entries of a memory, before it is begun again
 _CAPACITY: dict[Any, int] = {}  # the longest window seen, by the program it is for
@@ -359,6 +360,7 @@ def run_stream(
             run.note(record)
             run.move(run.step + 1, RealTimeCarry(state, best))
             _warn_where_all_is_undone(run)
+            warn_of_dropped(state, log, stacklevel=3)
             for callback in callbacks:
                 callback.step(run)
             if failure is not None:
@@ -371,7 +373,8 @@ def run_stream(
 
 END = object()  # of a stream
 UNDONE = 10  # windows in a row, after which a run warns
-_RECORD = {"step", "value", "gradient_norm", "loss", "hparams", "z_norm", "undone", "outliers"}
+_NOTED = ("loss", "hparams", "z_norm", "undone", "outliers", "dropped")  # of a window's log
+_RECORD = {"step", "value", "gradient_norm", *_NOTED}
 
 
 def _record(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -> dict[str, Any]:
@@ -380,7 +383,7 @@ def _record(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -
     wide = jax.tree.map(lambda g: np.asarray(g, np.float64), numbers["hypergradient"])
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(wide)))
     record = {"step": step, "value": numbers["value"], "gradient_norm": norm}
-    record |= {name: numbers[name] for name in ("loss", "hparams", "z_norm", "undone", "outliers")}
+    record |= {name: numbers[name] for name in _NOTED}
     if evaluate and (step % every == 0 or step == run.steps):
         record |= metrics_of(evaluate, state.train, state.hparams)
     return plain(record)

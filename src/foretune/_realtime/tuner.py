@@ -70,6 +70,7 @@ from .window import (
     not_finite,
     number,
     run_window,
+    warn_of_dropped,
 )
 
 DEFAULT_OPTIMIZER = relative_adam()
@@ -217,7 +218,8 @@ class RealTime:
         nothing = jnp.full((), -jnp.inf)
         opt_state = Outer(settings.optimizer, constraints).init(hparams)
         window = jnp.zeros((), jnp.int32)
-        train, nothing_yet = system.restore(s_0), (window, nothing, nothing, jnp.array(False))
+        train, none = system.restore(s_0), jnp.zeros((), jnp.int32)
+        nothing_yet = window, nothing, nothing, jnp.array(False), none, none
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((train, hparams))):
             _check_start(train, hparams)
         state = RealTimeState(train, hparams, Z, opt_state, *nothing_yet)
@@ -239,8 +241,10 @@ class RealTime:
         Returns:
             The new state, and the log, a dict: `value` and `hypergradient` after the window at the
             `hparams` it ran with, the norm of Z by hyperparameter `z_norm`, the mean training
-            `loss` (None for a dynamics that reports none), whether the window was `undone`, and how
-            many of its minibatches were passed over as `outliers`.
+            `loss` (None for a dynamics that reports none), whether the window was `undone`, how many
+            of its minibatches were passed over as `outliers`, and whether a derivative was `dropped`:
+            one that is not finite where the training itself is counts as 0, and there is a warning,
+            also inside `jit` (`nonfinite` has, for each leaf, the first minibatch after which, or -1).
 
         Raises:
             NonFiniteError: where something is not finite, with the window and the leaf. The state
@@ -249,6 +253,7 @@ class RealTime:
         new, log, fault = self.dispatch(state, window, validation, donate=self.donate)
         if not isinstance(fault, Tracer) and fault:
             raise self.fault(new, window, validation)
+        warn_of_dropped(new, log, stacklevel=2)
         return new, log
 
     def run(
@@ -290,8 +295,8 @@ class RealTime:
         Returns:
             A `Result`; its `state` is the tuner's state, with the trained weights in `state.train`.
             `history` has a record for each window: `step` (from 1), `value`, `gradient_norm`,
-            `loss`, `hparams` (those it ran with), `z_norm`, `undone`, `outliers` and what `evaluate`
-            adds.
+            `loss`, `hparams` (those it ran with), `z_norm`, `undone`, `outliers`, `dropped` and what
+            `evaluate` adds.
 
         Where ten windows in a row are undone, a `RuntimeWarning` says so. Ctrl-C, or SIGTERM, ends the
         run after the current window. `NonFiniteError` has the `run` until then and the `state` before

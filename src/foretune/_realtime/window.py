@@ -4,12 +4,14 @@
     then:                lambda <- P(lambda - step(grad E(s) Z + dE/dlambda))   (`finish`)
 
 All here are pure functions, to be traced; `RealTime` runs them over a window in one program, `tuned`
-spreads them over calls. `_realtime.py` says what they compute and why.
+spreads them over calls. `tuner.py` says what they compute and why.
 """
 
 import contextlib
+import functools
 import math
 import numbers
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -42,6 +45,7 @@ from .._problem.training import TrainState
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
 SPIKE = 1.25  # a loss this many times what it was has spiked
 OUTLIER = 10.0  # a minibatch with this many times the highest loss is an outlier
+DEAD = 0.1  # a network of which the error depends on less than this share of what it did has died
 SMALL = 0.02  # an error below this share of the first is not worth undoing a window for
 
 
@@ -64,6 +68,10 @@ class RealTimeState(NamedTuple):
     """The highest loss at the beginning of a window so far."""
     passed: Bool[Array, ""]
     """Whether the last minibatch was an outlier, and passed over."""
+    dropped: Int[Array, ""]
+    """The number of windows in which a derivative was not finite, and was dropped."""
+    alive: Int[Array, ""]
+    """How many numbers of the training state the error depended on after the last window."""
 
 
 class TunerSettings(eqx.Module):
@@ -118,6 +126,9 @@ class Progressing(NamedTuple):
     highest: Float[Array, ""]
     calm: Bool[Array, ""]  # whether the loss is finite and has not spiked
     passed: Bool[Array, ""]  # whether the last minibatch was passed over
+    nonfinite: Int[
+        Array, " leaves"
+    ]  # of Z: the first minibatch after which it was not finite, or -1
     outliers: Int[Array, ""]  # how many have been
 
 
@@ -151,7 +162,10 @@ def begin(tuner: TunerSettings, state: RealTimeState) -> Progressing:
     flat = jax.tree.map(jnp.zeros_like, state.hparams)
     count = jnp.zeros((), jnp.int32)
     calm = jnp.array(True)
-    return Progressing(count, s, Z, zero, flat, zero, state.highest, calm, state.passed, count)
+    sound = jnp.full(len(jax.tree.leaves(Z)), -1, jnp.int32)
+    return Progressing(
+        count, s, Z, zero, flat, zero, state.highest, calm, state.passed, sound, count
+    )
 
 
 def make_step(
@@ -200,7 +214,9 @@ def make_step(
     def step(window: Progressing, i: Any) -> Progressing:
         x = _entry(system, i)
         (s, loss), (Z, d_loss) = advance(window.s, window.Z, x)
-        after = window._replace(steps=window.steps + 1, s=s, Z=Z)
+        Z, broken = _mended(Z)
+        nonfinite = jnp.where(broken & (window.nonfinite < 0), window.steps, window.nonfinite)
+        after = window._replace(steps=window.steps + 1, s=s, Z=Z, nonfinite=nonfinite)
         if loss is None:
             return after
         loss = loss.astype(window.highest.dtype)
@@ -241,43 +257,52 @@ def finish(
     value = system.value(errors)
     norms = column_norms(end.Z)
 
-    finite = is_finite((value, grad, norms, end.s, end.total)) & end.calm
+    trained = is_finite((value, end.s, end.total)) & end.calm
+    derived = is_finite((grad, norms))
     sound = is_finite(problem.batches.batch(_entry(system, last)))  # else the data is at fault
     broken_start = [jnp.any(mask) for mask in not_finite(state.train, hparams).values()]
     sound &= ~jnp.any(jnp.array(broken_start))
     if end.loss is not None:  # where no loss has ever been finite, it is not the hyperparameters
         sound &= jnp.isfinite(end.highest)
     spiked = ~end.calm & sound
-    first, diverged = state.first, jnp.array(False)
+    first, diverged, dead = state.first, jnp.array(False), jnp.array(False)
+    alive = _alive(alpha)
     if tuner.rollback is not None:
         was, now = (sum(E) for E in (system.errors(before, hparams), errors))
         first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
         rise = (tuner.rollback - 1) * jnp.maximum(jnp.abs(was), SMALL * first)
         broken = jnp.isfinite(was) & sound & ~is_finite((errors, end.s))
-        diverged = spiked | broken | (finite & (now > was + rise))
-    fault = ~diverged & ~finite
+        start = lambda: _alive(error_gradients(system, before, hparams)[1])  # noqa: E731
+        lived = lax.cond(state.window == 0, start, lambda: state.alive)
+        dead = trained & (alive < DEAD * lived) & (now > SMALL * first)
+        diverged = spiked | broken | dead | (trained & (now > was + rise))
+    fault = ~diverged & ~trained
     # Away from a divergence, down the loss's last slope; where there is none, towards 0.
     away = jax.tree.map(lambda slope, h: jnp.where(slope == 0, h, slope), end.slope, hparams)
-    direction = _select(diverged & ~(finite & ~spiked), away, grad)
+    away = _select(dead, hparams, away)
+    direction = _select(diverged & ~(trained & derived & ~spiked & ~dead), away, grad)
 
     outer = Outer(tuner.optimizer, check_constraints(tuner.constraints, hparams))
     stepped = outer.update(hparams, state.opt_state, value, direction)
     retreat = _back_off(outer, hparams, direction), state.opt_state
     moved = _select(diverged, retreat, stepped)
-    new_hparams, opt_state = _select(fault, (hparams, state.opt_state), moved)
+    new_hparams, opt_state = _select(diverged | derived & ~fault, moved, (hparams, state.opt_state))
 
-    Z, lost = end.Z, diverged | fault
+    Z, lost = end.Z, diverged | fault  # where only the derivative is not finite, training continues
+    dropped = ~lost & (~derived | jnp.any(end.nonfinite >= 0))
     if tuner.z_cap is not None:
         Z = _scaled(Z, jnp.minimum(1.0, tuner.z_cap / jnp.maximum(norms, tuner.z_cap)))
     new = RealTimeState(
         system.restore(_select(lost, before, end.s)),
         new_hparams,
-        _select(lost, jax.tree.map(jnp.zeros_like, Z), Z),
+        _select(lost | ~derived, jax.tree.map(jnp.zeros_like, Z), Z),
         opt_state,
         state.window + jnp.where(fault, 0, 1),
         first,
         jnp.where(fault, state.highest, end.highest),
         end.passed,
+        state.dropped + dropped,
+        jnp.where(lost, state.alive, alive),
     )
     loss = end.total  # the mean of the steps that count
     if loss is not None:
@@ -290,8 +315,65 @@ def finish(
         "loss": loss,
         "undone": diverged,
         "outliers": end.outliers,
+        "nonfinite": jnp.where(dropped, end.nonfinite, -1),
+        "dropped": dropped,
     }
     return new, log, fault
+
+
+def warn_of_dropped(state: RealTimeState, log: dict[str, Any], *, stacklevel: int = 1) -> None:
+    """Warn, the first time, where a derivative was dropped in the window that ended at `state`.
+
+    In a program that is being traced, the warning comes when it runs.
+    """
+    first = log["dropped"] & (state.dropped == 1)
+    moving = eqx.filter(state.train, eqx.is_inexact_array)
+    names = list(named_leaves(moving, "state.train"))
+    found = first, state.window - 1, log["nonfinite"]
+    if not isinstance(first, Tracer):
+        _warn(names, *found, stacklevel=stacklevel + 1)
+        return
+    say = lambda: jax.debug.callback(functools.partial(_warn, names), *found)  # noqa: E731
+    lax.cond(first, say, lambda: None)
+
+
+def _warn(names: list[str], first: Any, window: Any, nonfinite: Any, stacklevel: int = 1) -> None:
+    if not first:
+        return
+    steps = {name: int(i) for name, i in zip(names, nonfinite, strict=True) if i >= 0}
+    what, where = "the hypergradient", "the error's own derivative, or an overflow, is the cause"
+    if steps:
+        leaf = min(steps, key=lambda name: steps[name])
+        more = f" (and of {len(steps) - 1} more leaves)" if len(steps) > 1 else ""
+        what = f"the derivative of {leaf}{more} in the hyperparameters"
+        where = f"first after minibatch {steps[leaf]} of the window (counted from 0)"
+    warnings.warn(
+        f"window {int(window)} (counted from 0): {what} is not finite, {where}, while the training is. "
+        "Training continues; what is not finite counts as 0 in the hypergradient. Adam and its kin "
+        "have an infinite derivative where a gradient is exactly 0, at pixels that are always 0 say: "
+        "give them `eps_root=1e-8`. This is said once; `state.dropped` counts such windows.",
+        RuntimeWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _mended(Z: PyTree) -> tuple[PyTree, Bool[Array, " leaves"]]:
+    """Return Z with 0 for what is not finite, and the leaves that have such entries.
+
+    Left as they are they would spread to all others within a step or two. They are seen at once where a
+    derivative is infinite by construction, and what has it hardly moves: Adam's where a gradient is
+    exactly 0, say.
+    """
+    columns = Z.columns if isinstance(Z, Unstacked) else (Z,)
+    wrong = [[jnp.any(~jnp.isfinite(z)) for z in jax.tree.leaves(column)] for column in columns]
+    Z = jax.tree.map(lambda z: jnp.where(jnp.isfinite(z), z, 0), Z)
+    return Z, jnp.any(jnp.array(wrong, bool), 0)
+
+
+def _alive(alpha: PyTree) -> Int[Array, ""]:
+    """Return the number of entries of the state that the error has a derivative in."""
+    counts = [jnp.count_nonzero(row) for row in jax.tree.leaves(alpha)]
+    return sum(counts, jnp.zeros((), int)).astype(jnp.int32)
 
 
 def column_norms(Z: PyTree) -> Float[Array, " m"]:
