@@ -28,7 +28,7 @@ from .checks import check_flag, check_key, describe
 LEAST = 1e-3
 
 
-def dropout(x: Any, rate: Any, *, key: Any, inference: bool = False) -> Float[Array, "..."]:
+def dropout(x: Any, rate: Any, *, key: Any, inference: Any = False) -> Float[Array, "..."]:
     """Return x with multiplicative noise: dropout whose rate can be tuned, as it has a derivative.
 
     The result is `x * (1 + sigma * eps)` with normal eps and `sigma**2 = rate / (1 - rate)`: the mean

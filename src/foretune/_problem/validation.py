@@ -77,10 +77,11 @@ def check_shapes(
 @functools.lru_cache(maxsize=256)
 def warn_of_choices(structure: Structure, paths: tuple[str, ...]) -> None:
     """Warn, once for each problem, of hyperparameters with a gradient that is not all of it."""
-    sets, its = ("sets", "its gradient") if len(paths) == 1 else ("set", "their gradients")
+    gradient = "its gradient" if len(paths) == 1 else "their gradients"
     warnings.warn(
-        f"{', '.join(paths)} {sets} the probabilities of random choices (a comparison with random "
-        f"numbers, as in `jax.random.bernoulli`), which have no derivative: {its} would leave out the "
+        f"the probabilities of random choices depend on {', '.join(paths)} (a comparison with random "
+        "numbers, as in `jax.random.bernoulli`). A choice has no derivative: "
+        f"{gradient} would leave out the "
         "effect on what is chosen, which units are dropped say, and be wrong. For a dropout rate, use "
         "`foretune.dropout(x, rate, key=key)`, which has a derivative in the rate. Otherwise keep it "
         "out of hparams, or use `foretune.Evolution`, which needs values only. Where the effect is "
