@@ -291,11 +291,11 @@ def warn_of_rows(batches: Any, validation: PyTree) -> None:
             "have the same shape: it looks like a whole data set, and a step would train on a single "
             "row. Give `FullBatch(data, steps=T)` or `Minibatches.shuffled(data, ...)`; or stack "
             "minibatches on a leading axis of steps, (T, batch size, ...).",
-            stacklevel=_users_level(sys._getframe()),
+            stacklevel=users_level(sys._getframe()),
         )
 
 
-def _users_level(frame: Any) -> int:
+def users_level(frame: Any) -> int:
     """Return the stack level, for a warning in this frame, of the first code outside of the library."""
     level = 1
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARY:

@@ -20,7 +20,7 @@ from .checks import (
 )
 from .dynamics import Continued, as_dynamics
 from .system import make_system
-from .validation import check_shapes
+from .validation import check_shapes, warn_of_choices
 
 
 class Problem(eqx.Module):
@@ -93,7 +93,7 @@ class Problem(eqx.Module):
 
         No gradient, and no check that the value is finite.
         """
-        arrays, structure = validated(self, hparams)
+        arrays, structure, _ = _checked(self, hparams)
         value, state = _response(structure, arrays)
         return value, state.tree()
 
@@ -130,15 +130,27 @@ class Problem(eqx.Module):
 def validated(
     problem: Any, hparams: PyTree, *, smooth: bool = True
 ) -> tuple[list[Array], Structure]:
-    """Return `(problem, hparams)`, flattened, after every check that needs no arithmetic."""
+    """Return `(problem, hparams)`, flattened, after every check that needs no arithmetic.
+
+    `smooth` says that the response is to be differentiated.
+    """
+    arrays, structure, chosen = _checked(problem, hparams, smooth)
+    if chosen:
+        warn_of_choices(structure, chosen)
+    return arrays, structure
+
+
+def _checked(
+    problem: Any, hparams: PyTree, smooth: bool = True
+) -> tuple[list[Array], Structure, tuple[str, ...]]:
     if not isinstance(problem, Problem):
         raise TypeError(
             f"the first argument must be a `foretune.Problem`, got {describe(problem)}. Call an engine "
             "as `engine(problem, hparams)`."
         )
     arrays, structure = flatten((problem, check_hparams(hparams)))
-    check_shapes(structure, tuple((array.shape, array.dtype) for array in arrays), smooth)
-    return arrays, structure
+    shapes = tuple((array.shape, array.dtype) for array in arrays)
+    return arrays, structure, check_shapes(structure, shapes, smooth)
 
 
 @functools.partial(Compiled, static=1)

@@ -6,6 +6,8 @@ of structures and shapes.
 
 import contextlib
 import functools
+import sys
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +18,9 @@ from jax.interpreters import partial_eval
 from jaxtyping import PyTree
 
 from .arguments import Structure, unflatten
+from .batches import users_level
 from .checks import describe, describe_tree, named_leaves
+from .choices import cut_hparams
 from .system import make_system, objectives_of, owners, rows_of
 from .training import Training
 
@@ -39,10 +43,11 @@ def _is_abstract(leaf: Any) -> bool:
 @functools.lru_cache(maxsize=256)
 def check_shapes(
     structure: Structure, shapes: tuple[tuple[Any, Any], ...], smooth: bool = True
-) -> None:
+) -> tuple[str, ...]:
     """Raise where the parts of a problem do not fit each other, or the hyperparameters.
 
     Where the response need not be `smooth`, it may depend on the hyperparameters without a derivative.
+    Where it must be, return the paths of those that set the probabilities of random choices.
     """
     problem, hparams = unflatten(structure, (jax.ShapeDtypeStruct(*shape) for shape in shapes))
     _check_names(problem, hparams)
@@ -66,7 +71,23 @@ def check_shapes(
                 hparams,
             )
         _check_scalar(value, label)
-    _check_dependence(problem, hparams, smooth)
+    return _check_dependence(problem, hparams, smooth)
+
+
+@functools.lru_cache(maxsize=256)
+def warn_of_choices(structure: Structure, paths: tuple[str, ...]) -> None:
+    """Warn, once for each problem, of hyperparameters with a gradient that is not all of it."""
+    gradient = "its gradient" if len(paths) == 1 else "their gradients"
+    warnings.warn(
+        f"the probabilities of random choices depend on {', '.join(paths)} (a comparison with random "
+        "numbers, as in `jax.random.bernoulli`). A choice has no derivative: "
+        f"{gradient} would leave out the "
+        "effect on what is chosen, which units are dropped say, and be wrong. For a dropout rate, use "
+        "`foretune.dropout(x, rate, key=key)`, which has a derivative in the rate. Otherwise keep it "
+        "out of hparams, or use `foretune.Evolution`, which needs values only. Where the effect is "
+        "left out on purpose, say so by `jax.lax.stop_gradient` on the probabilities.",
+        stacklevel=users_level(sys._getframe()),
+    )
 
 
 @contextlib.contextmanager
@@ -159,8 +180,11 @@ def _check_scalar(value: Any, name: str) -> None:
         )
 
 
-def _check_dependence(problem: Any, hparams: PyTree, smooth: bool) -> None:
-    """Raise for a hyperparameter that cannot influence its error: its gradient would be 0."""
+def _check_dependence(problem: Any, hparams: PyTree, smooth: bool) -> tuple[str, ...]:
+    """Raise for a hyperparameter that cannot influence its error: its gradient would be 0.
+
+    Return the paths of those with a gradient that leaves out their influence on random choices.
+    """
     arrays, static = eqx.partition(problem, jax.tree.map(_is_abstract, problem))
 
     def errors(arrays, hparams):
@@ -194,7 +218,8 @@ def _check_dependence(problem: Any, hparams: PyTree, smooth: bool) -> None:
     if unused:
         remedy = (
             "Use it in the loss, the optimizer, the initial state or the objective (not only under "
-            "`stop_gradient`, an integer cast or a comparison), or take it out of hparams."
+            "`stop_gradient`, an integer cast or a comparison), or take it out of hparams. A dropout "
+            "rate needs `foretune.dropout`."
         )
         if len(unused) == len(paths):
             remedy = (
@@ -211,3 +236,9 @@ def _check_dependence(problem: Any, hparams: PyTree, smooth: bool) -> None:
             f"the response does not depend on {', '.join(unused)}: the hypergradient there would "
             f"be 0 whatever its value. {remedy}"
         )
+    if not smooth:
+        return ()
+    leaves = jax.tree.leaves(arrays)
+    positions = range(len(leaves), len(leaves) + len(paths))
+    cut = cut_hparams(jaxpr, positions)
+    return tuple(path for path, i in zip(paths, positions, strict=True) if i in cut)

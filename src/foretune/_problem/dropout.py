@@ -1,0 +1,86 @@
+"""Dropout that can be differentiated in its rate: multiplicative Gaussian noise.
+
+    y = x (1 + sigma eps),    eps ~ N(0, 1),    sigma^2 = rate / (1 - rate)
+
+A unit that is dropped with probability `rate`, and else divided by 1 - rate, has mean x and variance
+x^2 rate / (1 - rate), and so has y. But whether it is dropped has no derivative in the rate, so that
+the gradient sees the division alone. In y the rate is a scale of noise that does not depend on it:
+with the keys held fixed the response is smooth in the rate, every engine's hypergradient is its exact
+derivative, and the mean over keys is the derivative of the mean response.
+
+At rate 0 the square root has an infinite derivative, though the mean response has a finite one. So a
+little noise remains there, sigma^2 = rate / (1 - rate) + 0.001, and the formula holds with it.
+References: Srivastava et al., JMLR 2014, Section 10; Kingma, Salimans and Welling, NeurIPS 2015.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float
+
+from .checks import check_flag, check_key, describe
+
+# The variance of the noise at rate 0. The derivative of one sample has a standard deviation
+# proportional to 1 / (2 sigma): with less noise, hypergradients at rate 0 would be too noisy.
+LEAST = 1e-3
+
+
+def dropout(x: Any, rate: Any, *, key: Any, inference: Any = False) -> Float[Array, "..."]:
+    """Return x with multiplicative noise: dropout whose rate can be tuned, as it has a derivative.
+
+    The result is `x * (1 + sigma * eps)` with normal eps and `sigma**2 = rate / (1 - rate)`: the mean
+    and the variance of dropout with division by `1 - rate`, whose own masks have no derivative in the
+    rate. No unit is exactly 0. (Gaussian dropout: Srivastava et al., 2014.)
+
+    A rate that is an array gets 0.001 more variance: at rate 0 the derivative of a square root is
+    infinite, and this makes it finite, so that a descent may begin there. Noise of 3% remains at
+    rate 0; a Python number as a rate, which is not tuned, has none. Keep a tuned rate in its range by
+    a constraint, `foretune.Box(0.0, 0.9)`.
+
+    Args:
+        x: what to disturb, in floating point.
+        rate: in [0, 1): one number, or an array that broadcasts to the shape of x.
+        key: a random key, the one that `Training(..., key=...)` gives to the loss, split where it is
+            used more than once.
+        inference: return x as it is.
+
+    >>> import foretune as ft, jax, jax.numpy as jnp, optax
+    >>> def loss(w, h, batch, key):
+    ...     x, y = batch
+    ...     return jnp.mean((ft.dropout(x, h["rate"], key=key) @ w - y) ** 2)
+    >>> x = jax.random.normal(jax.random.key(0), (2, 20, 5))
+    >>> data, validation = [(x, jnp.sum(x, axis=1)) for x in x]
+    >>> problem = ft.Problem(
+    ...     ft.Training(loss, optax.sgd(0.1), key=jax.random.key(1)),
+    ...     lambda state, h, v: jnp.mean((v[0] @ state.params - v[1]) ** 2),
+    ...     init=jnp.zeros(5), batches=ft.FullBatch(data, steps=20), validation=validation)
+    >>> grad = ft.Forward()(problem, {"rate": jnp.array(0.3)}).grad
+    >>> bool(grad["rate"] > 0)  # nothing to regularise here
+    True
+    """
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        raise TypeError(f"dropout: x must be floating-point, got {describe(x)}.")
+    check_flag(inference, "dropout: inference")
+    _check_rate(rate)
+    if inference:
+        return x
+    check_key(key, "the key of dropout")
+    x, least = jnp.asarray(x), 0.0 if isinstance(rate, int | float) else LEAST
+    rate = jnp.broadcast_to(jnp.asarray(rate, x.dtype), x.shape)
+    sigma = jnp.sqrt(rate / (1 - rate) + least)
+    return x * (1 + sigma * jax.random.normal(key, x.shape, x.dtype))
+
+
+def _check_rate(rate: Any) -> None:
+    """Raise for a rate that is known, and not in [0, 1)."""
+    if isinstance(rate, Tracer):
+        return
+    numbers = np.asarray(rate)
+    if not np.issubdtype(numbers.dtype, np.number) or not np.all((numbers >= 0) & (numbers < 1)):
+        raise ValueError(
+            f"dropout: the rate must lie in [0, 1), got {rate!r:.60}. A rate that is tuned is kept "
+            "there by a constraint, `foretune.Box(0.0, 0.9)`."
+        )
