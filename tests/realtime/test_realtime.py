@@ -397,14 +397,98 @@ def test_nan_in_the_validation_data_is_named():
         realtime.update(realtime.init(params, hparams), windows[0], (x, y))
 
 
-def test_a_derivative_that_is_not_finite_is_no_divergence():
+def with_a_constant_pixel():
+    """Return a window, validation data and a start with a gradient that is exactly 0."""
     (x, y), validation = data(windows=1)[0][0], data()[1]
-    x[..., 1] = 0.0  # a constant pixel: its gradient is exactly 0
+    x[..., 1] = 0.0
     params, hparams = start(decay=0.0)
     params["w"][1] = 0.0
-    realtime = tuner(lambda h: optax.adam(h["lr"], b1=h["momentum"]))
-    with pytest.raises(ft.NonFiniteError, match="eps_root"):
-        realtime.update(realtime.init(params, hparams), (x, y), validation)
+    return (x, y), validation, params, hparams
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_derivative_that_is_not_finite_does_not_stop_the_training(traced):
+    window, validation, params, hparams = with_a_constant_pixel()
+    realtime = tuner(lambda h: optax.adam(h["lr"], b1=h["momentum"]), outer=None)
+    plain = ft.Problem(realtime.settings.dynamics, squared_error, params, window, validation)
+    value, _ = plain.response(hparams)
+    update = jax.jit(realtime.update) if traced else realtime.update
+    state = realtime.init(params, hparams)
+    with pytest.warns(RuntimeWarning, match=r"window 0 .*train\.\S*\['w'\].*minibatch 0.*eps_root"):
+        state, log = jax.block_until_ready(update(state, window, validation))
+    assert_trees_close(log["value"], value, 1e-6)  # trained as without tuning
+    assert log["dropped"]
+    assert state.dropped == 1
+    assert state.window == 1
+    state, log = update(state, window, validation)  # said once
+    jax.effects_barrier()
+    assert state.dropped == 2
+    assert log["value"] < value
+    assert state.hparams["lr"] != hparams["lr"]  # tuned by what is finite
+    # A pixel that is always 0 has a weight that does not move: without it, nothing is lost.
+    other = tuner(lambda h: optax.adam(h["lr"], b1=h["momentum"]), outer=None)
+    less = lambda x: np.delete(x, 1, -1)  # noqa: E731
+    fewer = params | {"w": less(params["w"])}
+    small = (less(window[0]), window[1]), (less(validation[0]), validation[1])
+    state = other.init(fewer, hparams)
+    for _ in range(2):
+        state, expected = other.update(state, *small)
+    assert_trees_close(log["hypergradient"], expected["hypergradient"], 1e-4)
+
+
+def test_a_hypergradient_that_is_not_finite_leaves_the_hyperparameters():
+    (window, *_), validation = data()
+    params, hparams = start()
+
+    def error(state, hparams, batch):  # with an infinite derivative at 0
+        return squared_error(state, hparams, batch) + jnp.sqrt(0.0 * jnp.sum(state.params["w"]))
+
+    realtime = tuner(outer=None, objective=error)
+    with pytest.warns(RuntimeWarning, match="the hypergradient is not finite"):
+        state, log = realtime.update(realtime.init(params, hparams), window, validation)
+    assert log["dropped"]
+    assert not log["undone"]
+    assert_trees_close(state.hparams, hparams, 0)
+    assert not np.allclose(state.train.params["w"], params["w"])
+    assert all(np.all(np.asarray(z) == 0) for z in jax.tree.leaves(state.Z))
+
+
+def test_a_network_that_dies_is_brought_back():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, 10, 20, 4)).astype(np.float32)
+    y = np.sign(x[..., 0] * x[..., 1])
+    validation = (x[0].reshape(-1, 4), y[0].reshape(-1))
+    keys = jax.random.split(jax.random.key(0))
+    params = {"a": jax.random.normal(keys[0], (4, 16)), "b": jax.random.normal(keys[1], (16,)) / 8}
+
+    def mean_error(params, batch):
+        return jnp.mean((jax.nn.relu(batch[0] @ params["a"]) @ params["b"] - batch[1]) ** 2)
+
+    class Killing(ft.Dynamics):  # above a rate of 0.5 all hidden units die, at a lower error
+        def init(self, params, hparams):
+            return params
+
+        def step_and_loss(self, state, hparams, batch):
+            loss, grads = jax.value_and_grad(mean_error)(state, batch)
+            alive = jnp.where(hparams["lr"] > 0.5, 0.0, 1.0)
+            return jax.tree.map(lambda w, g: alive * (w - hparams["lr"] * g), state, grads), loss
+
+        def step(self, state, hparams, batch):
+            return self.step_and_loss(state, hparams, batch)[0]
+
+    realtime = ft.RealTime(
+        Killing(),
+        lambda state, h, batch: mean_error(state, batch),
+        constraints={"lr": ft.NonNegative()},
+    )
+    state = realtime.init(params, {"lr": jnp.array(1.5)})
+    undone = []
+    for window in zip(x, y, strict=True):
+        state, log = realtime.update(state, window, validation)
+        undone.append(bool(log["undone"]))
+    assert undone[:2] == [True, True]
+    assert state.hparams["lr"] < 0.5
+    assert np.any(state.train["a"] != 0)
 
 
 def in_entry(array, value):

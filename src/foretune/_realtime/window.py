@@ -45,7 +45,8 @@ from .._problem.training import TrainState
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
 SPIKE = 1.25  # a loss this many times what it was has spiked
 OUTLIER = 10.0  # a minibatch with this many times the highest loss is an outlier
-DEAD = 0.1  # a network of which the error depends on less than this share of what it did has died
+DEAD = 0.6  # where the error depends on less than this share of the weights that it did, they have died
+LEARNT = 0.5  # ... unless it has fallen to this share of the first
 SMALL = 0.02  # an error below this share of the first is not worth undoing a window for
 
 
@@ -71,7 +72,7 @@ class RealTimeState(NamedTuple):
     dropped: Int[Array, ""]
     """The number of windows in which a derivative was not finite, and was dropped."""
     alive: Int[Array, ""]
-    """How many numbers of the training state the error depended on after the last window."""
+    """How many numbers of the training state the error depended on before the first window."""
 
 
 class TunerSettings(eqx.Module):
@@ -266,15 +267,15 @@ def finish(
         sound &= jnp.isfinite(end.highest)
     spiked = ~end.calm & sound
     first, diverged, dead = state.first, jnp.array(False), jnp.array(False)
-    alive = _alive(alpha)
+    alive = state.alive
     if tuner.rollback is not None:
         was, now = (sum(E) for E in (system.errors(before, hparams), errors))
         first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
         rise = (tuner.rollback - 1) * jnp.maximum(jnp.abs(was), SMALL * first)
         broken = jnp.isfinite(was) & sound & ~is_finite((errors, end.s))
         start = lambda: _alive(error_gradients(system, before, hparams)[1])  # noqa: E731
-        lived = lax.cond(state.window == 0, start, lambda: state.alive)
-        dead = trained & (alive < DEAD * lived) & (now > SMALL * first)
+        alive = lax.cond(state.window == 0, start, lambda: state.alive)
+        dead = trained & (_alive(alpha) < DEAD * alive) & (now > LEARNT * first)
         diverged = spiked | broken | dead | (trained & (now > was + rise))
     fault = ~diverged & ~trained
     # Away from a divergence, down the loss's last slope; where there is none, towards 0.
@@ -302,7 +303,7 @@ def finish(
         jnp.where(fault, state.highest, end.highest),
         end.passed,
         state.dropped + dropped,
-        jnp.where(lost, state.alive, alive),
+        alive,
     )
     loss = end.total  # the mean of the steps that count
     if loss is not None:
