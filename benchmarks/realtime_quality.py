@@ -1,36 +1,32 @@
-"""Real-time tuning from badly chosen starts, beside random search, Optuna and no tuning.
+"""Real-time tuning from seven starts, beside the schedules that people use without tuning.
 
-    FORETUNE_DATA=... python -m benchmarks.realtime_quality [--tasks digits mnist cnn] [--seeds 5]
+    FORETUNE_DATA=... python -m benchmarks.realtime_quality [--tasks digits mnist ...] [--seeds 5]
         [--out benchmarks/results/realtime-quality-cpu.json]
-    python -m benchmarks.realtime_quality --options [--out ...]
+    python -m benchmarks.realtime_quality --options [--tasks digits] [--out ...]
 
-Learning rate and momentum of SGD, on three tasks: a network 64-64-10 on scikit-learn's digits (1,000
-steps), a network 784-128-64-10 on MNIST (4,000 steps) and a small convolutional network on MNIST (2,000
-steps). Real-time tuning starts from learning rates over decades, and from 0, and trains once, in 100
-windows with its default options. Beside
-it: the same constants untuned; the best by validation error of 20 random trials (learning rate
-log-uniform in [1e-4, 10], momentum uniform in [0, 1]); and Optuna's TPE over the same ranges within
-the wall-clock time of the real-time run. Trials and real-time runs train for the same number of steps
-on the same minibatches, and figures are accuracies on test data that none of them sees.
+Learning rate and momentum of SGD are tuned, from learning rates over five decades (momentum 0.5) and
+from 0, in one run of 100 windows that knows its horizon. Beside it: Adam with 1e-3 and 3e-3 and SGD with
+0.1 and momentum 0.9, each with a cosine to 0; schedule-free AdamW; Prodigy with a cosine; and the best,
+by validation error, of 20 random trials (constant learning rate log-uniform in [1e-4, 10], momentum
+uniform in [0, 1]). All train on the same minibatches, and figures are accuracies on test data that none
+of them sees. The costs are in plain trainings. Results are written after every task.
 
-With `--options`, the options of `RealTime` one at a time instead.
+With `--options`, the options of `RealTime` one at a time instead, without a horizon.
 """
 
 import argparse
-import functools
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+import optax.contrib
 
 import foretune as ft
 from benchmarks.harness import record
-from benchmarks.tasks import digits_arrays, mnist_arrays
+from benchmarks.realtime_tasks import TASKS
 
 STARTS = {
     "null": (0.0, 0.0),
@@ -44,87 +40,44 @@ STARTS = {
 CONSTRAINTS = {"lr": ft.NonNegative(), "momentum": ft.Box(0.0, 0.999)}
 
 
-class Task(NamedTuple):
-    """Data, sizes and a network as init and apply functions."""
+def defaults(steps: int) -> dict[str, Any]:
+    """Return what people train with: name -> optimizer."""
 
-    parts: tuple[Any, Any, Any]  # training, validation, test
-    batch_size: int
-    steps: int
-    init: Callable[[Any], Any]
-    apply: Callable[[Any, Any], Any]
+    def cosine(rate):
+        return optax.cosine_decay_schedule(rate, steps)
 
-
-def mlp_init(sizes: tuple[int, ...], key: Any) -> list[dict[str, Any]]:
-    keys = jax.random.split(key, len(sizes) - 1)
-    return [
-        {"w": jax.random.normal(k, (a, b)) * (2 / a) ** 0.5, "b": jnp.zeros(b)}
-        for k, a, b in zip(keys, sizes[:-1], sizes[1:], strict=True)
-    ]
-
-
-def mlp(params, x):
-    for layer in params[:-1]:
-        x = jax.nn.relu(x @ layer["w"] + layer["b"])
-    return x @ params[-1]["w"] + params[-1]["b"]
-
-
-def cnn_init(key: Any) -> dict[str, Any]:
-    k = jax.random.split(key, 3)
     return {
-        "c1": jax.random.normal(k[0], (9, 8)) * (2 / 9) ** 0.5,
-        "b1": jnp.zeros(8),
-        "c2": jax.random.normal(k[1], (72, 16)) * (2 / 72) ** 0.5,
-        "b2": jnp.zeros(16),
-        "w": jax.random.normal(k[2], (784, 10)) * (2 / 784) ** 0.5,
-        "b": jnp.zeros(10),
+        "Adam 1e-3, cosine": optax.adam(cosine(1e-3)),
+        "Adam 3e-3, cosine": optax.adam(cosine(3e-3)),
+        "SGD 0.1/0.9, cosine": optax.sgd(cosine(0.1), 0.9),
+        "schedule-free AdamW": optax.contrib.schedule_free_adamw(2.5e-3, warmup_steps=steps // 20),
+        "Prodigy, cosine": optax.contrib.prodigy(cosine(1.0)),
     }
-
-
-def cnn(params, x):
-    def layer(x, w, b):  # 3x3, stride 2
-        patches = lax.conv_general_dilated_patches(
-            x, (3, 3), (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-        return jax.nn.relu(patches @ w + b)
-
-    x = layer(x.reshape(-1, 28, 28, 1), params["c1"], params["b1"])
-    x = layer(x, params["c2"], params["b2"])
-    return x.reshape(x.shape[0], -1) @ params["w"] + params["b"]
-
-
-def make_task(name: str) -> Task:
-    if name == "digits":
-        x, y = digits_arrays(seed=0)
-        parts = ((x[:900], y[:900]), (x[900:1200], y[900:1200]), (x[1200:], y[1200:]))
-        return Task(parts, 50, 1000, functools.partial(mlp_init, (64, 64, 10)), mlp)
-    x, y, x_test, y_test = mnist_arrays()
-    parts = ((x[:50000], y[:50000]), (x[50000:52000], y[50000:52000]), (x_test, y_test))
-    if name == "mnist":
-        return Task(parts, 100, 4000, functools.partial(mlp_init, (784, 128, 64, 10)), mlp)
-    return Task(parts, 100, 2000, cnn_init, cnn)
 
 
 class Bench:
     """One task: plain training, real-time tuning and the score of a trained network."""
 
     def __init__(self, name: str):
-        self.task = task = make_task(name)
+        self.task = task = TASKS[name]()
         train, validation, test = task.parts
 
         def mean_loss(params, batch):
             logits = task.apply(params, batch[0])
             return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
 
+        self.loss = mean_loss
         self.dynamics = ft.Training(
             lambda params, h, batch: mean_loss(params, batch),
             lambda h: optax.sgd(h["lr"], h["momentum"]),
         )
         self.error = lambda state, h, batch: mean_loss(state.params, batch)
         self.accuracy = jax.jit(
-            lambda params: jnp.mean(jnp.argmax(task.apply(params, test[0]), 1) == test[1])
+            lambda params: 100 * jnp.mean(jnp.argmax(task.apply(params, test[0]), 1) == test[1])
         )
         self.data = jax.device_put(train)
         self.validation = jax.device_put(validation)
+        self.tuners: dict[Any, Any] = {}
 
     def start(self, seed: int):
         """Return the initial parameters and the minibatches of a seed."""
@@ -142,13 +95,30 @@ class Bench:
         began = time.perf_counter()
         value, state = jax.block_until_ready(problem.response(hparams))
         seconds = time.perf_counter() - began
-        return float(value), 100 * float(self.accuracy(state.params)), seconds
+        return float(value), float(self.accuracy(state.params)), seconds
+
+    def untuned(self, optimizer: Any, seeds: int) -> list[float]:
+        """Return the test accuracies with an optimizer of Optax's."""
+        dynamics = ft.Training(lambda params, h, batch: self.loss(params, batch), optimizer)
+        accuracies = []
+        for seed in range(seeds):
+            params, batches = self.start(seed)
+            problem = ft.Problem(dynamics, lambda s, h, b: h["none"], params, batches, None)
+            state: Any = problem.response({"none": jnp.array(0.0)})[1]
+            params = state.params
+            if isinstance(state.opt_state, optax.contrib.ScheduleFreeState):
+                params = optax.contrib.schedule_free_eval_params(state.opt_state, params)
+            accuracies.append(float(self.accuracy(params)))
+        return accuracies
 
     def realtime(self, start, seed: int, windows: int = 100, make: Any = ft.RealTime, **options):
         """Return test accuracy, seconds and the last hyperparameters of one tuned training."""
         params, batches = self.start(seed)
         window = self.task.steps // windows
-        tuner = make(self.dynamics, self.error, constraints=CONSTRAINTS, **options)
+        key = make, windows, str(options)
+        if key not in self.tuners:
+            self.tuners[key] = make(self.dynamics, self.error, constraints=CONSTRAINTS, **options)
+        tuner = self.tuners[key]
         state = tuner.init(params, {"lr": jnp.array(start[0]), "momentum": jnp.array(start[1])})
         pieces = list(ft.windows(batches, window))
         tuner.lower(state, pieces[0], self.validation)  # its checks are not part of the training
@@ -161,7 +131,7 @@ class Bench:
         jax.block_until_ready(state)
         seconds = time.perf_counter() - began
         hparams = jax.tree.map(float, state.hparams)
-        return 100 * float(self.accuracy(state.train.params)), seconds, hparams
+        return float(self.accuracy(state.train.params)), seconds, hparams
 
     def random_search(self, seed: int, trials: int = 20) -> float:
         """Return the test accuracy of the trial that is best on validation."""
@@ -171,54 +141,39 @@ class Bench:
         ]
         return min((r for r in results if np.isfinite(r[0])), key=lambda r: r[0])[1]
 
-    def optuna(self, seed: int, seconds: float) -> tuple[float, int]:
-        """Return the test accuracy of the best trial within the time, and the number of trials."""
-        try:
-            import optuna  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise SystemExit("The comparison needs Optuna: pip install optuna.") from None
 
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        accuracies = {}
-
-        def objective(trial):
-            lr = trial.suggest_float("lr", 1e-4, 10, log=True)
-            value, accuracy, _ = self.plain(lr, trial.suggest_float("momentum", 0, 1), seed)
-            accuracies[trial.number] = accuracy
-            return value if np.isfinite(value) else 1e9
-
-        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
-        study.optimize(objective, timeout=seconds)
-        return accuracies[study.best_trial.number], len(study.trials)
-
-
-def compare(name: str, seeds: int) -> dict[str, Any]:
+def compare(name: str, seeds: int, search: bool) -> dict[str, Any]:
     bench = Bench(name)
+    result: dict[str, Any] = {"untuned": {}, "tuned": {}}
+    for label, optimizer in defaults(bench.task.steps).items():
+        result["untuned"][label] = _summary(bench.untuned(optimizer, seeds))
+        print(f"{name}: {label} {result['untuned'][label]['mean']:.2f}", flush=True)
+    best = max(row["mean"] for row in result["untuned"].values())
+    horizon = {"horizon": bench.task.steps}
     bench.plain(0.1, 0.5, 0)
-    bench.realtime((0.1, 0.5), 0)  # compiled before anything is timed
-    rows: dict[str, dict[str, list[float]]] = {s: {"tuned": [], "untuned": []} for s in STARTS}
-    search, optuna, trials, cost = [], [], [], []
-    for seed in range(seeds):
-        search.append(bench.random_search(seed))
-        times = []
-        for label, start in STARTS.items():
-            _, accuracy, plain_seconds = bench.plain(*start, seed)
-            tuned, seconds, hparams = bench.realtime(start, seed)
-            rows[label]["tuned"].append(tuned)
-            rows[label]["untuned"].append(accuracy)
-            times.append(seconds)
+    bench.realtime((0.1, 0.5), 0, **horizon)  # compiled before anything is timed
+    cost = []
+    for label, start in STARTS.items():
+        accuracies, before = [], []
+        for seed in range(seeds):
+            _, plain, plain_seconds = bench.plain(*start, seed)
+            tuned, seconds, _ = bench.realtime(start, seed, **horizon)
+            accuracies.append(tuned)
+            before.append(plain)
             cost.append(seconds / plain_seconds)
-            print(f"{name} seed {seed} from {label:>5}: {accuracy:6.2f} -> {tuned:6.2f}  {hparams}")
-        best, count = bench.optuna(seed, float(np.median(times)))
-        optuna.append(best)
-        trials.append(count)
-        print(f"{name} seed {seed}: search {search[-1]:.2f}, Optuna {best:.2f} ({count} trials)")
-    return {
-        "random search of 20": _summary(search),
-        "Optuna in the same time": _summary(optuna) | {"trials": trials},
-        "starts": {s: {k: _summary(v) for k, v in row.items()} for s, row in rows.items()},
-        "cost of a real-time run in training runs (median)": float(np.median(cost)),
-    }
+        row = _summary(accuracies) | {"constant": float(np.mean(before))}
+        result["tuned"][label] = row | {"above the best untuned": row["mean"] - best}
+        print(
+            f"{name}: from {label:>5} {row['mean']:.2f} ({row['mean'] - best:+.2f}), "
+            f"constant {row['constant']:.2f}", flush=True,
+        )  # fmt: skip
+    if search:
+        found = [bench.random_search(seed) for seed in range(seeds)]
+        result["random search of 20"] = _summary(found)
+        print(f"{name}: best of 20 random trials {np.mean(found):.2f}")
+    result["cost of a tuned run, in plain ones"] = float(np.median(cost))
+    print(f"{name}: a tuned run costs {np.median(cost):.1f} plain ones", flush=True)
+    return result
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -252,40 +207,29 @@ def options(names: list[str], seeds: int) -> dict[str, Any]:
     return results
 
 
-def _summary(values: list[float]) -> dict[str, float]:
-    return {"mean": float(np.mean(values)), "std": float(np.std(values))}
-
-
-def show(results: dict[str, Any]) -> None:
-    for name, result in results.items():
-        search = result["random search of 20"]["mean"]
-        print(f"\n{name}: random search {search:.2f}, ", end="")
-        print(f"Optuna in the same time {result['Optuna in the same time']['mean']:.2f}, ", end="")
-        cost = result["cost of a real-time run in training runs (median)"]
-        print(f"a real-time run costs {cost:.1f} training runs")
-        print(f"{'start':>6} {'untuned':>8} {'tuned':>7} {'std':>5} {'- search':>9}")
-        for label, row in result["starts"].items():
-            tuned, untuned = row["tuned"], row["untuned"]["mean"]
-            gap = tuned["mean"] - search
-            print(
-                f"{label:>6} {untuned:>8.2f} {tuned['mean']:>7.2f} {tuned['std']:>5.2f} {gap:>+9.2f}"
-            )
+def _summary(values: list[float]) -> dict[str, Any]:
+    return {"mean": float(np.mean(values)), "std": float(np.std(values)), "seeds": values}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tasks", nargs="+", default=["digits", "mnist", "cnn"])
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--options", action="store_true", help="the options one at a time")
+    parser.add_argument("--no-search", action="store_true", help="without the random trials")
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
     if arguments.options:
         results = options(arguments.tasks, arguments.seeds)
-    else:
-        results = {name: compare(name, arguments.seeds) for name in arguments.tasks}
-        show(results)
-    if arguments.out:
-        record(arguments.out, results)
+        if arguments.out:
+            record(arguments.out, results)
+        return
+    results = {}
+    for name in arguments.tasks:
+        results[name] = compare(name, arguments.seeds, not arguments.no_search)
+        if arguments.out:
+            record(arguments.out, results)
+        jax.clear_caches()
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python -m benchmarks.take_back [--steps 20] [--out benchmarks/results/take-back-cpu.json]
 
 Beside it what the descent was before: COCOB on the hyperparameters as they are, no step taken back. A
-start that is not finite is left out; a descent whose hypergradient is not finite, at a point that it has
-no step to take back for, fails with an error, is counted apart and not in the median. The last column is
-the time of a descent in which nothing is taken back, over that of one with `take_back=False`.
+start that is not finite is left out; a descent whose hypergradient is not finite at its start fails with
+an error, is counted separately and not in the median. The last column is the time of a descent in which
+nothing is taken back, over that of one with `take_back=False`.
 """
 
 import argparse

@@ -47,8 +47,8 @@ from ._outer.verdicts import Advice as Advice
 from ._outer.verdicts import Trust as Trust
 from ._problem.batches import FullBatch as FullBatch
 from ._problem.batches import Minibatches as Minibatches
-from ._problem.dynamics import Dynamics as Dynamics
 from ._problem.dropout import dropout as dropout
+from ._problem.dynamics import Dynamics as Dynamics
 from ._problem.folds import CrossValidated as CrossValidated
 from ._problem.problem import Problem as Problem
 from ._problem.sharding import mesh as mesh

@@ -366,6 +366,9 @@ def run_stream(
             if failure is not None:
                 raise failure
             stopped = next(iter(run.reasons(rules, interrupt)), None)
+            horizon = tuner.settings.horizon
+            if stopped is None and horizon is not None and state.course.steps >= horizon:
+                stopped = f"the horizon of {horizon} minibatches is reached"
     if run.value is None and run.history:  # resumed at its end
         run.value = jax.tree.map(lambda x: jnp.asarray(x, float), run.history[-1]["value"])
     return Result(run.hparams, run.value, run.carry.state, run.history, run.best, stopped)
@@ -373,7 +376,15 @@ def run_stream(
 
 END = object()  # of a stream
 UNDONE = 10  # windows in a row, after which a run warns
-_NOTED = ("loss", "hparams", "z_norm", "undone", "outliers", "dropped")  # of a window's log
+_NOTED = (
+    "loss",
+    "hparams",
+    "z_norm",
+    "undone",
+    "outliers",
+    "dropped",
+    "tuned",
+)  # of a window's log
 _RECORD = {"step", "value", "gradient_norm", *_NOTED}
 
 

@@ -26,7 +26,7 @@ from .._problem.system import make_system
 from .._problem.training import Training
 from .stream import Shapes, check_data, readable, remember
 from .tuner import RealTime, check_state
-from .window import Progressing, RealTimeState, begin, finish, make_step
+from .window import Progressing, RealTimeState, begin, finish, if_tuning, make_step
 
 USUAL = {
     "learning_rate": NonNegative(),
@@ -214,10 +214,14 @@ def tuned(
         anchor = state.anchor
         problem = settings.problem(anchor.train, _window_of_one(batch), validation)
         system = make_system(problem, anchor.hparams, whole=True)
-        window = make_step(settings, problem, system, anchor)(state.window, 0)
+
+        def step(derive: bool) -> Progressing:
+            return make_step(settings, problem, system, anchor, derive)(state.window, 0)
+
+        window = if_tuning(settings, anchor, lambda: step(True), lambda: step(False))
 
         def tune():
-            new, log, fault = finish(settings, anchor, problem, system, window, 0)
+            new, log, fault = finish(settings, anchor, problem, system, window, 0, every)
             log = log | {"dropped": fault}
             log = {name: jax.tree.map(_as, log[name], state.log[name]) for name in state.log}
             new_window = begin(settings, new)

@@ -51,6 +51,7 @@ from .._problem.sharding import place_state
 from .._problem.system import make_system
 from .._problem.training import Training, TrainState
 from .._problem.validation import noting
+from .horizon import begun, rates_of
 from .stream import (
     Misfit,
     Shapes,
@@ -100,6 +101,13 @@ class RealTime:
         chunk: columns of Z in work at a time, where there are many hyperparameters.
         tangents: a floating-point type, `jnp.bfloat16` say, in which the loss is computed for Z
             only (with `Training`); the training stays as it is.
+        horizon: the length of the run in minibatches, where it is known. It then ends like one with a
+            good schedule: hyperparameters are tuned in its first quarter, after that learning rates
+            decay linearly to 0, at the cost of plain training. Where a rate comes down to a third while
+            tuned, training starts again; the state at the end is that with the lowest validation
+            error. Without it, tuning never ends: for a stream.
+        rates: the names of the learning rates, where `horizon` finds none under a usual one ("lr",
+            "learning_rate").
         donate: reuse the memory of the state given to `update`, which is then deleted: it saves one
             state, Z included. `run` does so with its own states in any case.
         mesh: `foretune.mesh(data=..., tangents=...)`: `init` places the state on it, the columns of Z
@@ -135,6 +143,8 @@ class RealTime:
         clip: Any = None,
         chunk: Any = None,
         tangents: Any = None,
+        horizon: Any = None,
+        rates: Any = None,
         donate: Any = False,
         mesh: Any = None,
     ):
@@ -150,9 +160,17 @@ class RealTime:
             z_cap = number("z_cap", z_cap, lambda norm: norm > 0, "a norm over 0, or None")
         if clip is not None:
             clip = number("clip", clip, lambda norm: norm > 0, "a norm over 0, or None")
-        for name, count in {"reset": reset, "chunk": chunk}.items():
+        for name, count in {"reset": reset, "chunk": chunk, "horizon": horizon}.items():
             if count is not None:
                 check_count(count, f"RealTime({name}={count!r})")
+        if rates is not None and not (
+            isinstance(rates, tuple | list) and rates and all(isinstance(r, str) for r in rates)
+        ):
+            raise TypeError(
+                f"RealTime(rates={rates!r:.60}): names of learning rates, `('lr',)` say."
+            )
+        if rates is not None and horizon is None:
+            raise ValueError("RealTime(rates=...) says what decays towards `horizon`: give both.")
         if not isinstance(donate, bool):
             raise TypeError(f"RealTime(donate={donate!r:.60}): True or False.")
         if tangents is not None and not problem.dynamics.offers("in_precision"):
@@ -177,6 +195,8 @@ class RealTime:
             None if chunk is None else int(chunk),
             None if tangents is None else floating(tangents),
             mesh,
+            None if horizon is None else int(horizon),
+            None if rates is None else tuple(rates),
         )
         self._arrays, self._structure = flatten(self.settings)
         self.donate = donate
@@ -222,7 +242,11 @@ class RealTime:
         nothing_yet = window, nothing, nothing, jnp.array(False), none, none
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((train, hparams))):
             _check_start(train, hparams)
-        state = RealTimeState(train, hparams, Z, opt_state, *nothing_yet)
+        course = None
+        if settings.horizon is not None:
+            rates_of(hparams, settings.rates)  # raises where there is none
+            course = begun(train, hparams)
+        state = RealTimeState(train, hparams, Z, opt_state, *nothing_yet, course)
         state = copied(as_arrays(state))  # a weak type would compile a second time
         self._shapes.note(state=state)
         return state if settings.mesh is None else place_state(state, settings.mesh)

@@ -41,6 +41,7 @@ from .._problem.dynamics import Continued
 from .._problem.problem import Problem
 from .._problem.system import System, make_system
 from .._problem.training import TrainState
+from .horizon import Course, decayed, is_tuning, moved_on, rates_of
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
 SPIKE = 1.25  # a loss this many times what it was has spiked
@@ -73,6 +74,8 @@ class RealTimeState(NamedTuple):
     """The number of windows in which a derivative was not finite, and was dropped."""
     alive: Int[Array, ""]
     """How many numbers of the training state the error depended on before the first window."""
+    course: Course | None
+    """How far a run with a horizon has come."""
 
 
 class TunerSettings(eqx.Module):
@@ -89,6 +92,8 @@ class TunerSettings(eqx.Module):
     chunk: int | None = eqx.field(static=True)
     tangents: Any = eqx.field(static=True)
     mesh: Any = eqx.field(static=True)
+    horizon: int | None = eqx.field(static=True)
+    rates: tuple[str, ...] | None = eqx.field(static=True)
 
     def problem(
         self, train: PyTree, window: PyTree, validation: PyTree, carried: tuple[str, ...] = ()
@@ -138,17 +143,29 @@ def run_window(
 ) -> tuple[RealTimeState, dict[str, Any], Array]:
     """One window, then one step of the hyperparameters: a pure function, to be traced."""
     system = make_system(problem, state.hparams, whole=True)
-    step = make_step(tuner, problem, system, state)
-    start = begin(tuner, state)
-    if tuner.chunk is None and tuner.mesh is None:
-        start = start._replace(Z=unstack(start.Z))
-    end = lax.while_loop(
-        lambda window: (window.steps < count) & window.calm,
-        lambda window: step(window, window.steps),
-        start,
-    )
-    end = end._replace(Z=stack_columns(end.Z))
-    return finish(tuner, state, problem, system, end, end.steps - 1)
+
+    def run(derive: bool) -> Progressing:
+        step, start = make_step(tuner, problem, system, state, derive), begin(tuner, state)
+        if derive and tuner.chunk is None and tuner.mesh is None:
+            start = start._replace(Z=unstack(start.Z))
+        end = lax.while_loop(
+            lambda window: (window.steps < count) & window.calm,
+            lambda window: step(window, window.steps),
+            start,
+        )
+        return end._replace(Z=stack_columns(end.Z))
+
+    end = if_tuning(tuner, state, lambda: run(True), lambda: run(False))
+    return finish(tuner, state, problem, system, end, end.steps - 1, count)
+
+
+def if_tuning(
+    tuner: TunerSettings, state: RealTimeState, yes: Callable[[], Any], no: Callable[[], Any]
+) -> Any:
+    """Return the one, or, where the part of a horizon is over in which one tunes, the other."""
+    if tuner.horizon is None or state.course is None:
+        return yes()
+    return lax.cond(is_tuning(state.course, tuner.horizon), yes, no)
 
 
 def begin(tuner: TunerSettings, state: RealTimeState) -> Progressing:
@@ -170,17 +187,31 @@ def begin(tuner: TunerSettings, state: RealTimeState) -> Progressing:
 
 
 def make_step(
-    tuner: TunerSettings, problem: Problem, system: System, state: RealTimeState
+    tuner: TunerSettings,
+    problem: Problem,
+    system: System,
+    state: RealTimeState,
+    derive: bool = True,
 ) -> Callable[[Progressing, Any], Progressing]:
-    """Return the function that takes a window, which began at `state`, over its minibatch i."""
+    """Return the function that takes a window, which began at `state`, over its minibatch i.
+
+    Without `derive`, Z stays as it is, and rates decay towards the horizon.
+    """
     hparams = state.hparams
     directions, unravel = directions_of(hparams)
+    flat, _ = ravel_pytree(hparams)
     rough = system
     if tuner.tangents is not None:
         low = Continued(tuner.dynamics.in_precision(tuner.tangents))
         rough = make_system(problem.replace(dynamics=low), hparams, whole=True)
 
-    def advance(s, Z, x):  # s_t = Phi(s_{t-1}, lambda) and Z_t = A_t Z_{t-1} + B_t
+    def advance(window, x):  # s_t = Phi(s_{t-1}, lambda) and Z_t = A_t Z_{t-1} + B_t
+        s, Z = window.s, window.Z
+        if not derive:
+            assert tuner.horizon is not None
+            t = state.course.steps + window.steps  # pyright: ignore[reportOptionalMemberAccess]
+            decay = decayed(hparams, rates_of(hparams, tuner.rates), t, tuner.horizon)
+            return system.step_and_loss(s, decay, x), (Z, jnp.zeros_like(flat))
         phi = lambda s, h: rough.step_and_loss(s, h, x)  # noqa: E731
         along = unstack(directions) if isinstance(Z, Unstacked) else directions
         after, tangents = pushforward(phi, (s, hparams), (Z, along), tuner.chunk)
@@ -214,10 +245,12 @@ def make_step(
 
     def step(window: Progressing, i: Any) -> Progressing:
         x = _entry(system, i)
-        (s, loss), (Z, d_loss) = advance(window.s, window.Z, x)
-        Z, broken = _mended(Z)
-        nonfinite = jnp.where(broken & (window.nonfinite < 0), window.steps, window.nonfinite)
-        after = window._replace(steps=window.steps + 1, s=s, Z=Z, nonfinite=nonfinite)
+        (s, loss), (Z, d_loss) = advance(window, x)
+        after = window._replace(steps=window.steps + 1, s=s)
+        if derive:
+            Z, broken = _mended(Z)
+            first = jnp.where(broken & (window.nonfinite < 0), window.steps, window.nonfinite)
+            after = after._replace(Z=Z, nonfinite=first)
         if loss is None:
             return after
         loss = loss.astype(window.highest.dtype)
@@ -247,16 +280,31 @@ def finish(
     system: System,
     end: Progressing,
     last: Any,
+    count: Any,
 ) -> tuple[RealTimeState, dict[str, Any], Array]:
-    """Return the state after a window that began at `state`, the log, and whether it failed."""
+    """Return the state after a window that began at `state`, the log, and whether it failed.
+
+    `last` is the place of its last minibatch in the problem, `count` the number that it should have.
+    """
     hparams, before = state.hparams, system.initial(state.hparams)
     directions, unravel = directions_of(hparams)
-    errors, alpha, explicit = error_gradients(system, end.s, hparams)
-    rows = inner_products((alpha, explicit), (end.Z, directions))  # grad E(s) Z + dE/dlambda
     flat, _ = ravel_pytree(hparams)
-    grad = system.gradient(jax.vmap(unravel)(rows.astype(flat.dtype)))
+
+    def derivative():  # grad E(s) Z + dE/dlambda
+        errors, alpha, explicit = error_gradients(system, end.s, hparams)
+        rows = inner_products((alpha, explicit), (end.Z, directions)).astype(flat.dtype)
+        return errors, rows, column_norms(end.Z), _alive(alpha)
+
+    def values():  # in the second part of a horizon that is all
+        shapes = jax.eval_shape(derivative)
+        errors, *rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        now = system.errors(end.s, hparams)
+        return jax.tree.map(lambda e, like: jnp.asarray(e, like.dtype), now, errors), *rest
+
+    errors, rows, norms, still_alive = if_tuning(tuner, state, derivative, values)
+    tuned = if_tuning(tuner, state, lambda: jnp.array(True), lambda: jnp.array(False))
+    grad = system.gradient(jax.vmap(unravel)(rows))
     value = system.value(errors)
-    norms = column_norms(end.Z)
 
     trained = is_finite((value, end.s, end.total)) & end.calm
     derived = is_finite((grad, norms))
@@ -269,13 +317,14 @@ def finish(
     first, diverged, dead = state.first, jnp.array(False), jnp.array(False)
     alive = state.alive
     if tuner.rollback is not None:
-        was, now = (sum(E) for E in (system.errors(before, hparams), errors))
+        now = sum(errors)
+        was = if_tuning(tuner, state, lambda: sum(system.errors(before, hparams)), lambda: now)
         first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
         rise = (tuner.rollback - 1) * jnp.maximum(jnp.abs(was), SMALL * first)
         broken = jnp.isfinite(was) & sound & ~is_finite((errors, end.s))
         start = lambda: _alive(error_gradients(system, before, hparams)[1])  # noqa: E731
         alive = lax.cond(state.window == 0, start, lambda: state.alive)
-        dead = trained & (_alive(alpha) < DEAD * alive) & (now > LEARNT * first)
+        dead = tuned & trained & (still_alive < DEAD * alive) & (now > LEARNT * first)
         diverged = spiked | broken | dead | (trained & (now > was + rise))
     fault = ~diverged & ~trained
     # Away from a divergence, down the loss's last slope; where there is none, towards 0.
@@ -287,16 +336,24 @@ def finish(
     stepped = outer.update(hparams, state.opt_state, value, direction)
     retreat = _back_off(outer, hparams, direction), state.opt_state
     moved = _select(diverged, retreat, stepped)
-    new_hparams, opt_state = _select(diverged | derived & ~fault, moved, (hparams, state.opt_state))
+    moves = diverged | (derived & tuned & ~fault)
+    new_hparams, opt_state = _select(moves, moved, (hparams, state.opt_state))
 
     Z, lost = end.Z, diverged | fault  # where only the derivative is not finite, training continues
-    dropped = ~lost & (~derived | jnp.any(end.nonfinite >= 0))
+    dropped = tuned & ~lost & (~derived | jnp.any(end.nonfinite >= 0))
     if tuner.z_cap is not None:
         Z = _scaled(Z, jnp.minimum(1.0, tuner.z_cap / jnp.maximum(norms, tuner.z_cap)))
+    s, course, again = _select(lost, before, end.s), state.course, jnp.array(False)
+    if tuner.horizon is not None and course is not None:
+        reached = jnp.where(fault, 0, count)
+        course, s, again = moved_on(
+            course, tuner.horizon, tuner.rates, hparams, new_hparams, s, reached, sum(errors), ~lost
+        )
+        opt_state = _select(again, outer.init(new_hparams), opt_state)
     new = RealTimeState(
-        system.restore(_select(lost, before, end.s)),
+        system.restore(s),
         new_hparams,
-        _select(lost | ~derived, jax.tree.map(jnp.zeros_like, Z), Z),
+        _select(lost | again | ~derived, jax.tree.map(jnp.zeros_like, Z), Z),
         opt_state,
         state.window + jnp.where(fault, 0, 1),
         first,
@@ -304,13 +361,14 @@ def finish(
         end.passed,
         state.dropped + dropped,
         alive,
+        course,
     )
     loss = end.total  # the mean of the steps that count
     if loss is not None:
         loss = loss / (end.steps - end.outliers).astype(loss.dtype)
     log = {
         "value": value,
-        "hypergradient": direction,
+        "hypergradient": _select(tuned, direction, jax.tree.map(jnp.zeros_like, direction)),
         "hparams": hparams,
         "z_norm": jax.tree.map(optax.tree.norm, unravel(norms.astype(flat.dtype))),
         "loss": loss,
@@ -318,6 +376,8 @@ def finish(
         "outliers": end.outliers,
         "nonfinite": jnp.where(dropped, end.nonfinite, -1),
         "dropped": dropped,
+        "tuned": tuned,
+        "restarted": again,
     }
     return new, log, fault
 
