@@ -5,7 +5,7 @@
     python -m benchmarks.realtime_quality --options [--tasks digits] [--out ...]
 
 Learning rate and momentum of SGD are tuned, from learning rates over five decades (momentum 0.5) and
-from 0, in one run of 100 windows that knows its horizon. Beside it: Adam with 1e-3 and 3e-3 and SGD with
+from 0, in one run of 100 windows that knows its horizon. Beside it: Adam with 1e-3 and 3e-3, SGD with
 0.1 and momentum 0.9, each with a cosine to 0; schedule-free AdamW; Prodigy with a cosine; and the best,
 by validation error, of 20 random trials (constant learning rate log-uniform in [1e-4, 10], momentum
 uniform in [0, 1]). All train on the same minibatches, and figures are accuracies on test data that none

@@ -3,7 +3,7 @@
     python -m benchmarks.take_back [--steps 20] [--out benchmarks/results/take-back-cpu.json]
 
 Beside it what the descent was before: COCOB on the hyperparameters as they are, no step taken back. A
-start that is not finite is left out; a descent whose hypergradient is not finite at its start fails with
+start that is not finite is left out; a descent whose gradient is not finite at its start fails with
 an error, is counted separately and not in the median. The last column is the time of a descent in which
 nothing is taken back, over that of one with `take_back=False`.
 """
