@@ -2,7 +2,8 @@
 
 A linear filter tracks a slowly turning signal. In quiet times a high learning rate tracks best, in
 noisy times a low one, and nobody says when the noise begins. `RealTime` gets the next observations as
-validation and moves the rate; constant rates are good in one half and bad in the other.
+validation and moves the rate; constant rates are good in one half and bad in the other, and a cosine,
+which knows when training ends, does not know what a stream brings.
 
     pip install .
     python examples/drifting_stream.py [--steps 4000]
@@ -55,23 +56,26 @@ def error(state, hparams, batch):
 dynamics = ft.Training(loss, lambda h: optax.sgd(h["lr"]))
 
 
-# %% Constant rates and a tuner
-def track(rates, steps: int) -> float:
-    """Return the mean squared distance to the true direction, with a constant rate or a tuner."""
-    distances = []
-    if isinstance(rates, float):
-        w = jnp.zeros(SIZE)
-        step = jax.jit(lambda w, batch: w - rates * jax.grad(squares)(w, batch))
-        for batch in stream(steps):
-            w = step(w, batch)
+# %% Schedules and a tuner
+def follow(schedule, steps: int) -> float:
+    """Return the mean squared distance to the true direction at the ends of windows."""
+    step = jax.jit(lambda w, rate, batch: w - rate * jax.grad(squares)(w, batch))
+    w, distances = jnp.zeros(SIZE), []
+    for t, batch in enumerate(stream(steps)):
+        w = step(w, schedule(t), batch)
+        if (t + 1) % WINDOW == 0:
             distances.append(float(jnp.sum((w - batch["w"]) ** 2)))
-        return float(np.mean(distances[steps // 20 :]))
-    state = rates.init(jnp.zeros(SIZE), {"lr": jnp.array(0.02)})
-    seen = []
+    return float(np.mean(distances[len(distances) // 20 :]))
+
+
+def track(tuner, steps: int) -> float:
+    """Return the same of a tuned rate."""
+    state = tuner.init(jnp.zeros(SIZE), {"lr": jnp.array(0.02)})
+    seen, distances = [], []
     windows = list(ft.windows(stream(steps), WINDOW))
     for window, following in itertools.pairwise(windows):
         ahead = {name: part.reshape(-1, *part.shape[2:]) for name, part in following.items()}
-        state, log = rates.update(state, window, ahead)
+        state, log = tuner.update(state, window, ahead)
         distances.append(float(jnp.sum((state.train.params - window["w"][-1]) ** 2)))
         seen.append(float(log["hparams"]["lr"]))
     quarters = np.array_split(np.array(seen), 4)
@@ -81,6 +85,9 @@ def track(rates, steps: int) -> float:
 
 # %% The comparison
 for rate in (0.003, 0.01, 0.03):
-    print(f"constant rate {rate}: distance {track(rate, arguments.steps):.3f}")
+    print(f"constant rate {rate}: {follow(lambda t, rate=rate: rate, arguments.steps):.3f}")
+for rate in (0.01, 0.03):
+    cosine = optax.cosine_decay_schedule(rate, arguments.steps)
+    print(f"cosine from {rate}: {follow(cosine, arguments.steps):.3f}")
 tuner = ft.RealTime(dynamics, objective=error, constraints={"lr": ft.Box(0.0, 0.04)})
-print(f"tuned: distance {track(tuner, arguments.steps):.3f}")
+print(f"tuned: {track(tuner, arguments.steps):.3f}")

@@ -387,6 +387,8 @@ def warn_of_dropped(state: RealTimeState, log: dict[str, Any], *, stacklevel: in
 
     In a program that is being traced, the warning comes when it runs.
     """
+    if not isinstance(log["dropped"], Tracer) and not log["dropped"]:
+        return
     first = log["dropped"] & (state.dropped == 1)
     moving = eqx.filter(state.train, eqx.is_inexact_array)
     names = list(named_leaves(moving, "state.train"))
