@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._realtime.constants import USUAL
 
 from ..problems import assert_trees_close, squared_error, squares
 from .test_realtime import EXACT, data, joined, start, tuner
@@ -283,6 +285,48 @@ class TestTuned:
         assert np.all(np.isfinite(state.params["w"]))
 
     @pytest.mark.parametrize(
+        ("name", "step", "lowest", "highest"),
+        [("lr", -1.0, 0, 9), ("wd", -1.0, 0, 9), ("beta", 1.0, 0, 1), ("beta", -1.0, 0, 1)],
+    )
+    def test_usual_names_stay_where_they_make_sense(self, name, step, lowest, highest):
+        def factory(**h):  # whose error would be lowest far below, or above
+            return optax.scale(-0.01 * (1 + h[name] / 100))
+
+        far = optax.GradientTransformation(
+            lambda h: (), lambda g, s, h: (jax.tree.map(lambda g: 0 * g + step, g), s)
+        )
+        optimizer = ft.tuned(factory, self.loss, every=1, options={"optimizer": far}, **{name: 0.5})
+        state = optimizer.init(start()[0])
+        state, _ = optimizer.update(state, self.batches(4)[0], data()[1])
+        assert lowest <= float(state.hparams[name]) < highest
+
+    def test_what_is_not_known_by_name_needs_a_constraint(self):
+        def factory(lr, sharpness, tilt):
+            return optax.sgd(lr * (1 + sharpness + tilt))
+
+        given = {"lr": 0.01, "sharpness": 0.1, "tilt": 0.0}
+        with pytest.raises(
+            ValueError, match=r'for sharpness, tilt.*"sharpness": ft\.Box.*None for'
+        ):
+            ft.tuned(factory, self.loss, **given)
+        free = ft.tuned(factory, self.loss, constraints={"sharpness": None, "tilt": None}, **given)
+        free.init(start()[0])
+        with pytest.raises(ValueError, match=r"beta=1\.0.*constraints="):  # no momentum, that
+            ft.tuned(optax.optimistic_gradient_descent, self.loss, learning_rate=0.1, beta=1.0)
+
+    def test_every_real_constant_of_optax_is_known_by_name(self):
+        ask = {"alpha", "gamma", "f_min", "lower_bound"}  # which have no usual set
+        functions = {**vars(optax), **vars(optax.contrib)}.values()
+        signatures = [inspect.signature(f) for f in functions if inspect.isfunction(f)]
+        constants = {"learning_rate", "momentum", "weight_decay", "decay"}
+        for signature in signatures:
+            if "learning_rate" in signature.parameters:
+                given = signature.parameters.values()
+                constants |= {p.name for p in given if isinstance(p.default, float)}
+        assert len(constants) > 30
+        assert constants - ask - set(USUAL) == set()
+
+    @pytest.mark.parametrize(
         ("given", "error", "message"),
         [
             (
@@ -301,6 +345,7 @@ class TestTuned:
             ({"learning_rate": np.float64(0.1), "momentum": 0}, None, ""),
             ({"momentum": 0.1}, TypeError, "'learning_rate'"),
             ({"rate": 0.1}, TypeError, "`sgd` cannot be called with rate alone"),
+            ({"learning_rate": -0.1}, ValueError, r"learning_rate=-0\.1.* outside NonNegative"),
             ({}, ValueError, "nothing to tune"),
             ({"every": 0}, ValueError, "every=0"),
             ({"every": 2.5}, ValueError, r"every=2\.5"),
@@ -361,7 +406,10 @@ class TestTuned:
         vector = ft.tuned(optax.sgd, self.loss, each, learning_rate=0.1)
         with pytest.raises(ValueError, match=r"objective must return(.|\n)*float32\[20\]"):
             vector.update(vector.init(params), batch, validation)
-        unused = ft.tuned(lambda lr, foo: optax.sgd(lr), self.loss, lr=0.1, foo=1.0)
+        any_number = {"foo": None}
+        unused = ft.tuned(
+            lambda lr, foo: optax.sgd(lr), self.loss, constraints=any_number, lr=0.1, foo=1.0
+        )
         with pytest.raises(ValueError, match="does not depend on hparams\\['foo'\\]"):
             unused.update(unused.init(params), batch, validation)
         with pytest.raises(ft.NonFiniteError, match=r"params\['b'\] .* is nan"):

@@ -12,31 +12,20 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
-from .._outer.sets import Box, NonNegative
 from .._problem.arguments import copied, flatten
 from .._problem.checks import check_count, check_numbers, check_signature, describe
 from .._problem.problem import validated
 from .._problem.system import make_system
 from .._problem.training import Training
+from .constants import constant, constraints_of
 from .stream import Shapes, check_data, readable, remember
 from .tuner import RealTime, check_state
 from .window import Progressing, RealTimeState, begin, finish, make_step
-
-USUAL = {
-    "learning_rate": NonNegative(),
-    "weight_decay": NonNegative(),
-    "momentum": Box(0.0, 0.999),
-    "decay": Box(0.0, 0.9999),
-    "b1": Box(0.0, 0.999),
-    "b2": Box(0.0, 0.9999),
-}
-
 
 RUNS = 8  # of one optimizer at the same time, whose calls are remembered
 
@@ -89,8 +78,9 @@ def tuned(
         loss: your loss, `loss(params, batch)`.
         error: the validation error, `error(params, validation)`; the loss by default.
         every: the minibatches between two updates of the constants.
-        constraints: as in `RealTime`; learning rates and decays are non-negative and momenta in [0, 1)
-            without it.
+        constraints: a dict of constraints by name, as in `RealTime`; None for any number. The usual
+            names need none: Optax's, and `lr`, `wd`, `beta1` and the like. Learning rates, decays and
+            epsilons are non-negative, momenta and averages in [0, 1). Other names need one.
         options: further options of `RealTime`.
         **hparams: the constants to be tuned, with their initial values.
 
@@ -129,7 +119,8 @@ def tuned(
         )
     _check_callable(optimizer, "optimizer(learning_rate=...)")
     called = getattr(optimizer, "__name__", "optimizer")
-    start = {name: _constant(name, value, called) for name, value in hparams.items()}
+    instead = f"Keep it in the optimizer: `functools.partial({called}, ...)`."
+    start = {name: constant(name, value, instead) for name, value in hparams.items()}
     try:
         inspect.signature(optimizer).bind(**start)
     except TypeError as problem:
@@ -139,11 +130,10 @@ def tuned(
         ) from None
     except ValueError:  # a builtin, which has no signature
         pass
-    usual = {name: USUAL[name] for name in hparams if name in USUAL}
     tuner = RealTime(
         Training(lambda params, h, batch: loss(params, batch), lambda h: optimizer(**h)),
         lambda state, h, validation: error(state.params, validation),
-        constraints=usual | dict(constraints or {}),
+        constraints=constraints_of(start, constraints or {}),
         **(options or {}),
     )
     settings = tuner.settings
@@ -270,25 +260,6 @@ class _Unseen:
 def _check_callable(function: Any, form: str) -> None:
     if not callable(function):
         raise TypeError(f"tuned needs a function `{form}`, got {describe(function)}.")
-
-
-def _constant(name: str, value: Any, called: str) -> Float[Array, "..."]:
-    """Return a constant to be tuned as an array, or raise."""
-    numeric = isinstance(value, float | int | np.ndarray | np.generic | jax.Array)
-    kind = getattr(value, "dtype", np.result_type(type(value))) if numeric else np.dtype(bool)
-    if not any(jnp.issubdtype(kind, wanted) for wanted in (jnp.floating, jnp.integer)):
-        raise TypeError(
-            f"tuned({name}={value!r:.40}) is no number to tune. Keep it in the optimizer: "
-            f"`functools.partial({called}, {name}=...)`."
-        )
-    array = jnp.asarray(value, float)
-    if isinstance(array, Tracer):
-        return array
-    if array.size == 0 or not np.all(np.isfinite(array)):
-        raise ValueError(
-            f"tuned({name}={value!r:.40}): a constant starts at a finite number, its usual value say."
-        )
-    return array
 
 
 def _window_of_one(batch: PyTree) -> PyTree:

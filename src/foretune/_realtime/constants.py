@@ -1,0 +1,81 @@
+"""The sets in which the usual constants of optimizers and losses lie, by name.
+
+They are the arguments of Optax's optimizers that are real numbers (`optax.contrib` included), and the
+short forms that factories of one's own use. What means different things in different places (`alpha`,
+`gamma`), or may be any number (`f_min`), is left out: `tuned` asks for its set.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float
+
+from .._outer.constraints import AbstractConstraint
+from .._outer.sets import Box, NonNegative
+
+_NAMES: list[tuple[AbstractConstraint, str]] = [
+    # learning rates, and what multiplies a step
+    (NonNegative(), "learning_rate lr step_size stepsize eta"),
+    (NonNegative(), "adam_learning_rate adam_lr muon_lr max_learning_rate max_lr min_lr"),
+    (NonNegative(), "max_step_size min_step_size estim_lr0 estim_lr_coef s_init"),
+    (NonNegative(), "scale scaling scale_factor global_scale trust_coefficient optimism"),
+    # weights of penalties
+    (NonNegative(), "weight_decay wd weight_decay_rate adam_weight_decay l1 l2 penalty"),
+    # averages of gradients forget, averages of their squares forget more slowly
+    (Box(0.0, 0.999), "momentum mom mu b1 beta1 beta_1 beta adam_b1"),
+    (Box(0.0, 0.9999), "b2 beta2 beta_2 nu adam_b2 betas decay rho decay_rate"),
+    (Box(0.0, 0.99999), "b3 beta3 beta_3"),
+    # what keeps a denominator from 0, and where accumulators begin
+    (NonNegative(), "eps epsilon eps_root adam_eps adam_eps_root reps_rel"),
+    (NonNegative(), "initial_accumulator_value initial_scale min_norm min_scale"),
+    # clipping and noise
+    (NonNegative(), "clip clipping clip_norm clip_threshold clipping_threshold threshold"),
+    (NonNegative(), "max_norm max_delta l2_norm_clip consistent_rms weight_lr_power"),
+    (NonNegative(), "noise noise_scale noise_multiplier"),
+    # factors of shrinking and growing
+    (Box(0.0, 1.0), "slow_step_size eta_minus factor"),
+    (Box(1.0, np.inf), "eta_plus"),
+    # of losses; at 1 nothing is left of the activations, or of the labels
+    (Box(0.0, 0.9), "dropout dropout_rate drop_rate smoothing label_smoothing"),
+]
+USUAL = {name: usual for usual, names in _NAMES for name in names.split()}
+
+
+def constraints_of(start: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constraint of each constant, the given one or the usual one, or raise."""
+    unknown = [name for name in start if name not in given and name not in USUAL]
+    if unknown:
+        entries = ", ".join(f'"{name}": ft.Box(0.0, 1.0)' for name in unknown)
+        raise ValueError(
+            f"tuned knows no usual set for {', '.join(unknown)}: say where it may be, "
+            f"`constraints={{{entries}}}` or `ft.NonNegative()` say, or None for any number."
+        )
+    usual = {name: USUAL[name] for name in start if name not in given}
+    for name, where in usual.items():
+        value = start[name]
+        if not isinstance(value, Tracer) and not where.contains(value):
+            raise ValueError(
+                f"tuned({name}={np.asarray(value)}) starts outside {where}, where a constant of this "
+                f'name usually is. If it is another, say where: `constraints={{"{name}": ...}}`.'
+            )
+    return usual | dict(given)
+
+
+def constant(name: str, value: Any, instead: str) -> Float[Array, "..."]:
+    """Return a constant to be tuned as an array, or raise and say where it goes instead."""
+    numeric = isinstance(value, float | int | np.ndarray | np.generic | jax.Array)
+    kind = getattr(value, "dtype", np.result_type(type(value))) if numeric else np.dtype(bool)
+    if not any(jnp.issubdtype(kind, wanted) for wanted in (jnp.floating, jnp.integer)):
+        raise TypeError(f"tuned({name}={value!r:.40}) is no number to tune. {instead}")
+    array = jnp.asarray(value, float)
+    if isinstance(array, Tracer):
+        return array
+    if array.size == 0 or not np.all(np.isfinite(array)):
+        raise ValueError(
+            f"tuned({name}={value!r:.40}): a constant starts at a finite number, its usual value say."
+        )
+    return array
