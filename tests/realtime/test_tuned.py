@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import inspect
+import pickle
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +122,13 @@ def update_twice(optimizer, state, batch, validation):
     optimizer.update(state, batch, validation)
 
 
+def activation(x):
+    return jnp.tanh(x)
+
+
+BOTH = {"loss": lambda params, hparams, batch: 0.0, "error": lambda params, validation: 0.0}
+
+
 class TestTuned:
     def loss(self, params, batch):
         return squares(params, batch)
@@ -152,6 +161,138 @@ class TestTuned:
         assert_trees_close(state.log["hypergradient"], log["hypergradient"], 1e-4)
         assert np.isclose(np.mean(losses[-4:]), log["loss"])
 
+    def test_model_state_key_and_hyperparameters_of_the_loss_as_in_real_time(self):
+        windows, validation = data()
+        key, params = jax.random.key(3), start()[0]
+
+        def loss(params, hparams, batch, scale, *, key):  # scale: a running mean of inputs' sizes
+            x, y = batch
+            noise = 1 + hparams["noise"] * jax.random.normal(key, y.shape)
+            value = squares(params, (x, y * noise)) * scale
+            return value, 0.9 * scale + 0.1 * jnp.mean(jnp.abs(x))
+
+        def error(params, validation, scale):
+            return squares(params, validation) + scale**2
+
+        optimizer = ft.tuned(
+            optax.sgd,
+            loss,
+            error,
+            every=4,
+            learning_rate=0.01,
+            loss_hparams={"noise": 0.1},
+            has_state=True,
+            key=key,
+        )
+        state = optimizer.init((params, np.float32(1.0)))
+        for batch in self.batches(12):
+            state, _ = optimizer.update(state, batch, validation)
+        realtime = ft.RealTime(
+            ft.Training(loss, lambda h: optax.sgd(h["learning_rate"]), has_state=True, key=key),
+            lambda state, h, validation: error(state.params, validation, state.model_state),
+            constraints={"learning_rate": ft.NonNegative(), "noise": ft.NonNegative()},
+        )
+        hparams = {"learning_rate": jnp.array(0.01), "noise": jnp.array(0.1)}
+        other = realtime.init((params, np.float32(1.0)), hparams)
+        for window in windows:
+            other, log = realtime.update(other, window, validation)
+        assert_trees_close(state.params, other.train.params, 1e-5)
+        assert_trees_close(state.model_state, other.train.model_state, 1e-6)
+        assert_trees_close(state.hparams, other.hparams, 1e-5)
+        assert_trees_close(state.log["hypergradient"], log["hypergradient"], 1e-4)
+        assert log["hypergradient"]["noise"] != 0
+
+    @pytest.mark.parametrize("form", ["prefix", "function"])
+    def test_what_is_not_trainable_stays_and_has_no_z(self, form):
+        windows, validation = data()
+        params = start()[0] | {"b": np.float32(0.3), "count": np.array(2), "layers": [np.ones(5)]}
+        flags = {"w": True, "b": False, "count": False, "layers": False}  # a prefix
+        trainable = flags if form == "prefix" else lambda given: flags | {"layers": [given is None]}
+        optimizer = ft.tuned(
+            optax.sgd, self.loss, every=4, trainable=trainable, learning_rate=0.01, momentum=0.5
+        )
+        state = optimizer.init(params)
+        for batch in self.batches(12):
+            state, _ = optimizer.update(state, batch, validation)
+        assert_trees_close({**state.params, "w": 0}, {**params, "w": 0}, 0)
+        of_one = [3] * 2  # a column of w, and of its accumulator, for each constant
+        assert sorted(z.size for z in jax.tree.leaves(state.window.Z)) == of_one * 2
+        whole = lambda w: {"w": w, "b": np.float32(0.3)}  # noqa: E731
+        realtime = ft.RealTime(
+            ft.Training(lambda w, h, b: squares(whole(w), b), lambda h: optax.sgd(**h)),
+            lambda state, h, validation: squares(whole(state.params), validation),
+            constraints={"learning_rate": ft.NonNegative(), "momentum": ft.Box(0.0, 0.999)},
+        )
+        hparams = {"learning_rate": jnp.array(0.01), "momentum": jnp.array(0.5)}
+        other = realtime.init(params["w"], hparams)
+        for window in windows:
+            other, log = realtime.update(other, window, validation)
+        assert_trees_close(state.params["w"], other.train.params, 1e-5)
+        assert_trees_close(state.hparams, other.hparams, 1e-5)
+        assert_trees_close(state.log["hypergradient"], log["hypergradient"], 1e-4)
+
+    def test_what_init_is_given(self):
+        params, _ = start()
+        pairs = ft.tuned(
+            optax.sgd,
+            lambda params, batch, state: (squares(params, batch), state),
+            lambda params, validation, state: squares(params, validation),
+            has_state=True,
+            learning_rate=0.1,
+        )
+        with pytest.raises(TypeError, match=r"init\(\(params, model_state\)\).* a dict"):
+            pairs.init(params)
+        sgd = functools.partial(ft.tuned, optax.sgd, self.loss, learning_rate=0.1)
+        with pytest.raises(ValueError, match=r"trainable=.*no prefix of the parameters"):
+            sgd(trainable={"w": True}).init(params)
+        with pytest.raises(ValueError, match="leaves nothing to train"):
+            sgd(trainable=False).init(params)
+        with pytest.raises(TypeError, match=r"trainable\['w'\] is the int 1"):
+            sgd(trainable=lambda params: {"w": 1, "b": True}).init(params)
+        some, every = sgd(trainable={"w": True, "b": False}), sgd()
+        batch, validation = self.batches(4)[0], data()[1]
+        with pytest.raises(ValueError, match="one of the two has `trainable`"):
+            every.update(some.init(params), batch, validation)
+
+    def test_the_state_of_an_equinox_model_is_arrays(self):
+        key = jax.random.key(0)
+        model = eqx.nn.MLP(3, "scalar", 4, 1, activation, activation, key=key)
+        flags = jax.tree.map(lambda _: False, model)  # which can be called, as the model can
+        flags = eqx.tree_at(lambda flags: flags.layers[-1], flags, replace=True)
+
+        def loss(model, batch):
+            return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+
+        optimizer = ft.tuned(optax.sgd, loss, every=2, trainable=flags, learning_rate=0.01)
+        update = jax.jit(optimizer.update)
+        _, validation = data()
+        state = optimizer.init(model)
+        for batch in self.batches(4):
+            state, _ = update(state, batch, validation)
+        assert update._cache_size() == 1
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+        assert_trees_close(state.params.layers[0].weight, model.layers[0].weight, 0)
+        assert np.any(state.params.layers[1].weight != model.layers[1].weight)
+        halved = jax.tree.map(lambda leaf: leaf / 2, state)
+        assert_trees_close(halved.params(np.zeros(3)), halved.params(jnp.zeros(3)), 0)
+        again = pickle.loads(pickle.dumps(state))
+        assert jax.tree.structure(again) == jax.tree.structure(state)
+        assert_trees_close(loss(again.params, validation), loss(state.params, validation), 0)
+
+    def test_donated_states_are_gone_and_the_numbers_the_same(self):
+        _, validation = data()
+        params, _ = start()
+        ends = []
+        for donate in (False, True):
+            optimizer = ft.tuned(optax.sgd, self.loss, every=2, donate=donate, learning_rate=0.01)
+            state = first = optimizer.init(params)
+            for batch in self.batches(4):
+                state, _ = optimizer.update(state, batch, validation)
+            ends.append(jax.tree.leaves((state.params, state.hparams, state.log)))
+        assert_trees_close(ends[1], ends[0], 0)
+        with pytest.raises(ValueError, match=r"reused its memory \(`donate=True`\)"):
+            optimizer.update(first, batch, validation)
+
     def test_parameters_move_at_every_call_and_constants_every_few(self):
         _, validation = data()
         params, _ = start()
@@ -178,8 +319,6 @@ class TestTuned:
 
     @pytest.mark.second_tier
     def test_an_equinox_model_with_adamw(self):
-        import equinox as eqx
-
         model = eqx.nn.MLP(3, "scalar", 8, 1, key=jax.random.key(0))
 
         def loss(model, batch):
@@ -356,12 +495,42 @@ class TestTuned:
             ({"loss": lambda params: 0.0}, TypeError, r"loss\(params, batch\)"),
             ({"error": 1.0}, TypeError, r"error\(params, validation\).* the float"),
             ({"constraints": ft.NonNegative()}, TypeError, r"constraints=\.\.\.\) must be a dict"),
+            ({"has_state": 1}, TypeError, "has_state=.*True or False"),
+            ({"donate": "yes"}, TypeError, "donate=.*True or False"),
+            ({"key": 3}, TypeError, "key=.*one random key"),
+            ({"key": jax.random.key(0)}, TypeError, r"loss\(params, batch, key=\.\.\.\)"),
+            ({"has_state": True}, TypeError, r"loss\(params, batch, model_state\)"),
+            ({"loss_hparams": {"noise": 0.1}}, TypeError, r"loss\(params, hparams, batch\)"),
+            (
+                {"loss_hparams": {"noise": 0.1}, "loss": lambda p, h, b: 0.0},
+                TypeError,
+                r"needs an `error\(params, validation\)`",
+            ),
+            (
+                {"has_state": True, "loss": lambda p, b, s: (0.0, s), "error": lambda p, v: 0.0},
+                TypeError,
+                r"error\(params, validation, model_state\)",
+            ),
+            ({"loss_hparams": 0.1}, TypeError, r"loss_hparams=\.\.\.\) must be a dict"),
+            (
+                {"loss_hparams": {"noise": "0.1"}} | BOTH,
+                TypeError,
+                "noise='0.1'.*Keep it in the loss",
+            ),
+            ({"loss_hparams": {1: 0.1}} | BOTH, TypeError, "the key 1"),
+            ({"loss_hparams": {"learning_rate": 1}} | BOTH, ValueError, "one name for two"),
+            ({"loss_hparams": {"spin": 1.0}} | BOTH, ValueError, "no usual set for spin"),
+            ({"loss_hparams": {"dropout": 1.0}} | BOTH, ValueError, r"dropout=1\.0.* outside"),
+            ({"trainable": 3}, TypeError, "trainable=.*trainable is the int 3"),
+            ({"trainable": {"w": 1}}, TypeError, r"trainable\['w'\] is the int 1"),
+            ({"trainable": {}}, TypeError, "trainable=.*a prefix"),
             ({"options": "discount"}, TypeError, r"options=\.\.\.\) must be a dict"),
             ({"options": {"discount": "1"}}, TypeError, "discount"),
+            ({"options": {"donate": True}}, TypeError, r"give `tuned\(donate="),
         ],
     )
     def test_what_it_is_made_of(self, given, error, message):
-        names = {"optimizer", "loss", "error", "every", "constraints", "options"}
+        names = set(inspect.signature(ft.tuned).parameters) - {"hparams"}
         constants = {} if set(given) - names or not given else {"learning_rate": 0.1}
         arguments = {"optimizer": optax.sgd, "loss": self.loss} | constants | given
         with pytest.raises(error, match=message) if error else contextlib.nullcontext():

@@ -1,21 +1,25 @@
-"""The sets in which the usual constants of optimizers and losses lie, by name.
+"""The constants that `tuned` tunes: what they start at, and the sets in which the usual ones lie.
 
-They are the arguments of Optax's optimizers that are real numbers (`optax.contrib` included), and the
+By name, these are the arguments of Optax's optimizers that are real numbers (those of
+`optax.contrib` included), and the
 short forms that factories of one's own use. What means different things in different places (`alpha`,
 `gamma`), or may be any number (`f_min`), is left out: `tuned` asks for its set.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from .._outer.constraints import AbstractConstraint
 from .._outer.sets import Box, NonNegative
+from .._problem.checks import describe
 
 _NAMES: list[tuple[AbstractConstraint, str]] = [
     # learning rates, and what multiplies a step
@@ -45,6 +49,47 @@ _NAMES: list[tuple[AbstractConstraint, str]] = [
 USUAL = {name: usual for usual, names in _NAMES for name in names.split()}
 
 
+def check_callable(function: Any, form: str) -> None:
+    if not callable(function):
+        raise TypeError(f"tuned needs a function `{form}`, got {describe(function)}.")
+
+
+def start_of(
+    optimizer: Any, hparams: dict[str, Any], of_loss: Mapping[Any, Any]
+) -> dict[str, Array]:
+    """Return the initial constants of optimizer and loss as arrays, or raise."""
+    if not hparams and not of_loss:
+        raise ValueError("tuned has nothing to tune: give constants, `learning_rate=0.1` say.")
+    if isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            "tuned makes the optimizer itself, from the constants to be tuned: give `optax.sgd`, not "
+            "`optax.sgd(0.1)`."
+        )
+    check_callable(optimizer, "optimizer(learning_rate=...)")
+    called = getattr(optimizer, "__name__", "optimizer")
+    instead = f"Keep it in the optimizer: `functools.partial({called}, ...)`."
+    start = {name: _constant(name, value, instead) for name, value in hparams.items()}
+    try:
+        inspect.signature(optimizer).bind(**start)
+    except TypeError as problem:
+        raise TypeError(
+            f"`{called}` cannot be called with {', '.join(start) or 'no constant'} alone: {problem}. "
+            f"What is not to be tuned is given before, `functools.partial({called}, ...)`."
+        ) from None
+    except ValueError:  # a builtin, which has no signature
+        pass
+    if both := sorted(set(hparams) & set(of_loss)):
+        raise ValueError(
+            f"tuned({both[0]}=..., loss_hparams={{{both[0]!r}: ...}}): one name for two constants. "
+            "Rename that of the loss."
+        )
+    for name, value in of_loss.items():
+        if not isinstance(name, str):
+            raise TypeError(f"tuned(loss_hparams=...) has the key {name!r:.40}: names are text.")
+        start[name] = _constant(name, value, "Keep it in the loss: `functools.partial(loss, ...)`.")
+    return start
+
+
 def constraints_of(start: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constraint of each constant, the given one or the usual one, or raise."""
     unknown = [name for name in start if name not in given and name not in USUAL]
@@ -65,7 +110,7 @@ def constraints_of(start: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
     return usual | dict(given)
 
 
-def constant(name: str, value: Any, instead: str) -> Float[Array, "..."]:
+def _constant(name: str, value: Any, instead: str) -> Float[Array, "..."]:
     """Return a constant to be tuned as an array, or raise and say where it goes instead."""
     numeric = isinstance(value, float | int | np.ndarray | np.generic | jax.Array)
     kind = getattr(value, "dtype", np.result_type(type(value))) if numeric else np.dtype(bool)
