@@ -119,7 +119,7 @@ def update_twice(optimizer, state, batch, validation):
     """The host sees that the first update has failed in its own call, or in the next."""
     state, _ = optimizer.update(state, batch, validation)
     assert jax.block_until_ready(state).log["dropped"]
-    optimizer.update(state, batch, validation)
+    optimizer.update(state, jax.tree.map(np.zeros_like, batch), validation)
 
 
 def activation(x):
@@ -253,6 +253,10 @@ class TestTuned:
         batch, validation = self.batches(4)[0], data()[1]
         with pytest.raises(ValueError, match="one of the two has `trainable`"):
             every.update(some.init(params), batch, validation)
+        with pytest.raises(ft.NonFiniteError, match=r"params\['b'\].*not trained"):
+            some.init(params | {"b": np.float32(np.inf)})
+        with pytest.raises(ft.NonFiniteError, match=r"batch\.data\[0\]"):
+            update_twice(some, some.init(params), (batch[0] * np.nan, batch[1]), validation)
 
     def test_the_state_of_an_equinox_model_is_arrays(self):
         key = jax.random.key(0)

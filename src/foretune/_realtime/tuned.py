@@ -16,8 +16,9 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
+from .._engines.nonfinite import NonFiniteError
 from .._engines.products import stack_columns, unstack
-from .._problem.arguments import copied, flatten
+from .._problem.arguments import Rest, copied, flatten
 from .._problem.checks import (
     as_arrays,
     check_count,
@@ -37,24 +38,6 @@ from .tuner import RealTime, check_state
 from .window import Progressing, RealTimeState, begin, finish, make_step
 
 RUNS = 8  # of one optimizer at the same time, whose calls are remembered
-
-
-@jax.tree_util.register_static
-class Rest:
-    """What a pytree holds besides arrays, an activation function say: no leaf, but structure."""
-
-    def __init__(self, tree: PyTree):
-        self.tree = eqx.filter(tree, eqx.is_array, inverse=True)  # with None for each array
-        self._structure = flatten(self.tree)[1]
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Rest) and self._structure == other._structure
-
-    def __hash__(self) -> int:
-        return hash(self._structure)
-
-    def __reduce__(self):  # JAX's structure of an Equinox module is not the same after pickling
-        return Rest, (self.tree,)
 
 
 class TunedState(NamedTuple):
@@ -287,7 +270,7 @@ def tuned(
     def given(batch: PyTree, validation: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
         """Return the window of one minibatch, and the validation data, with what is not trained."""
         if trainable is not None:
-            batch, validation = (batch, frozen), (validation, frozen)
+            batch, validation = _Beside(batch, frozen), _Beside(validation, frozen)
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch), validation
 
     def update(state: Any, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
@@ -418,11 +401,21 @@ def _divided(params: PyTree, trainable: Any) -> tuple[PyTree, PyTree]:
             f"tuned(trainable=...) is no prefix of the parameters: {problem!s:.300}"
         ) from None
     frozen, trained = eqx.partition(params, stays)
+    for path, leaf in named_leaves(frozen, "params").items():
+        if not isinstance(leaf, Tracer) and not jnp.all(jnp.isfinite(leaf)):
+            raise NonFiniteError(f"not finite: {path} ({describe(leaf)}), which is not trained.")
     if not any(map(eqx.is_inexact_array, jax.tree.leaves(trained))):
         raise ValueError(
             "tuned(trainable=...) leaves nothing to train: no floating-point array has a True."
         )
     return trained, frozen
+
+
+class _Beside(NamedTuple):
+    """A batch, and beside it the parameters that are not trained: so they are no state."""
+
+    data: PyTree
+    frozen: PyTree
 
 
 def _whole(params: PyTree, frozen: PyTree) -> PyTree:
