@@ -2,7 +2,10 @@
 
 import contextlib
 import functools
+import inspect
+import pickle
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,7 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._realtime.constants import USUAL
 
 from ..problems import assert_trees_close, squared_error, squares
 from .test_realtime import EXACT, data, joined, start, tuner
@@ -115,7 +119,14 @@ def update_twice(optimizer, state, batch, validation):
     """The host sees that the first update has failed in its own call, or in the next."""
     state, _ = optimizer.update(state, batch, validation)
     assert jax.block_until_ready(state).log["dropped"]
-    optimizer.update(state, batch, validation)
+    optimizer.update(state, jax.tree.map(np.zeros_like, batch), validation)
+
+
+def activation(x):
+    return jnp.tanh(x)
+
+
+BOTH = {"loss": lambda params, hparams, batch: 0.0, "error": lambda params, validation: 0.0}
 
 
 class TestTuned:
@@ -150,6 +161,142 @@ class TestTuned:
         assert_trees_close(state.log["hypergradient"], log["hypergradient"], 1e-4)
         assert np.isclose(np.mean(losses[-4:]), log["loss"])
 
+    def test_model_state_key_and_hyperparameters_of_the_loss_as_in_real_time(self):
+        windows, validation = data()
+        key, params = jax.random.key(3), start()[0]
+
+        def loss(params, hparams, batch, scale, *, key):  # scale: a running mean of inputs' sizes
+            x, y = batch
+            noise = 1 + hparams["noise"] * jax.random.normal(key, y.shape)
+            value = squares(params, (x, y * noise)) * scale
+            return value, 0.9 * scale + 0.1 * jnp.mean(jnp.abs(x))
+
+        def error(params, validation, scale):
+            return squares(params, validation) + scale**2
+
+        optimizer = ft.tuned(
+            optax.sgd,
+            loss,
+            error,
+            every=4,
+            learning_rate=0.01,
+            loss_hparams={"noise": 0.1},
+            has_state=True,
+            key=key,
+        )
+        state = optimizer.init((params, np.float32(1.0)))
+        for batch in self.batches(12):
+            state, _ = optimizer.update(state, batch, validation)
+        realtime = ft.RealTime(
+            ft.Training(loss, lambda h: optax.sgd(h["learning_rate"]), has_state=True, key=key),
+            lambda state, h, validation: error(state.params, validation, state.model_state),
+            constraints={"learning_rate": ft.NonNegative(), "noise": ft.NonNegative()},
+        )
+        hparams = {"learning_rate": jnp.array(0.01), "noise": jnp.array(0.1)}
+        other = realtime.init((params, np.float32(1.0)), hparams)
+        for window in windows:
+            other, log = realtime.update(other, window, validation)
+        assert_trees_close(state.params, other.train.params, 1e-5)
+        assert_trees_close(state.model_state, other.train.model_state, 1e-6)
+        assert_trees_close(state.hparams, other.hparams, 1e-5)
+        assert_trees_close(state.log["hypergradient"], log["hypergradient"], 1e-4)
+        assert log["hypergradient"]["noise"] != 0
+
+    @pytest.mark.parametrize("form", ["prefix", "function"])
+    def test_what_is_not_trainable_stays_and_has_no_z(self, form):
+        windows, validation = data()
+        params = start()[0] | {"b": np.float32(0.3), "count": np.array(2), "layers": [np.ones(5)]}
+        flags = {"w": True, "b": False, "count": False, "layers": False}  # a prefix
+        trainable = flags if form == "prefix" else lambda given: flags | {"layers": [given is None]}
+        optimizer = ft.tuned(
+            optax.sgd, self.loss, every=4, trainable=trainable, learning_rate=0.01, momentum=0.5
+        )
+        state = optimizer.init(params)
+        for batch in self.batches(12):
+            state, _ = optimizer.update(state, batch, validation)
+        assert_trees_close({**state.params, "w": 0}, {**params, "w": 0}, 0)
+        of_one = [3] * 2  # a column of w, and of its accumulator, for each constant
+        assert sorted(z.size for z in jax.tree.leaves(state.window.Z)) == of_one * 2
+        whole = lambda w: {"w": w, "b": np.float32(0.3)}  # noqa: E731
+        realtime = ft.RealTime(
+            ft.Training(lambda w, h, b: squares(whole(w), b), lambda h: optax.sgd(**h)),
+            lambda state, h, validation: squares(whole(state.params), validation),
+            constraints={"learning_rate": ft.NonNegative(), "momentum": ft.Box(0.0, 0.999)},
+        )
+        hparams = {"learning_rate": jnp.array(0.01), "momentum": jnp.array(0.5)}
+        other = realtime.init(params["w"], hparams)
+        for window in windows:
+            other, log = realtime.update(other, window, validation)
+        assert_trees_close(state.params["w"], other.train.params, 1e-5)
+        assert_trees_close(state.hparams, other.hparams, 1e-5)
+        assert_trees_close(state.log["hypergradient"], log["hypergradient"], 1e-4)
+
+    def test_what_init_is_given(self):
+        params, _ = start()
+        pairs = ft.tuned(
+            optax.sgd,
+            lambda params, batch, state: (squares(params, batch), state),
+            lambda params, validation, state: squares(params, validation),
+            has_state=True,
+            learning_rate=0.1,
+        )
+        with pytest.raises(TypeError, match=r"init\(\(params, model_state\)\).* a dict"):
+            pairs.init(params)
+        sgd = functools.partial(ft.tuned, optax.sgd, self.loss, learning_rate=0.1)
+        with pytest.raises(ValueError, match=r"trainable=.*no prefix of the parameters"):
+            sgd(trainable={"w": True}).init(params)
+        with pytest.raises(ValueError, match="leaves nothing to train"):
+            sgd(trainable=False).init(params)
+        with pytest.raises(TypeError, match=r"trainable\['w'\] is the int 1"):
+            sgd(trainable=lambda params: {"w": 1, "b": True}).init(params)
+        some, every = sgd(trainable={"w": True, "b": False}), sgd()
+        batch, validation = self.batches(4)[0], data()[1]
+        with pytest.raises(ValueError, match="one of the two has `trainable`"):
+            every.update(some.init(params), batch, validation)
+        with pytest.raises(ft.NonFiniteError, match=r"params\['b'\].*not trained"):
+            some.init(params | {"b": np.float32(np.inf)})
+        with pytest.raises(ft.NonFiniteError, match=r"batch\.data\[0\]"):
+            update_twice(some, some.init(params), (batch[0] * np.nan, batch[1]), validation)
+
+    def test_the_state_of_an_equinox_model_is_arrays(self):
+        key = jax.random.key(0)
+        model = eqx.nn.MLP(3, "scalar", 4, 1, activation, activation, key=key)
+        flags = jax.tree.map(lambda _: False, model)  # which can be called, as the model can
+        flags = eqx.tree_at(lambda flags: flags.layers[-1], flags, replace=True)
+
+        def loss(model, batch):
+            return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+
+        optimizer = ft.tuned(optax.sgd, loss, every=2, trainable=flags, learning_rate=0.01)
+        update = jax.jit(optimizer.update)
+        _, validation = data()
+        state = optimizer.init(model)
+        for batch in self.batches(4):
+            state, _ = update(state, batch, validation)
+        assert update._cache_size() == 1
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+        assert_trees_close(state.params.layers[0].weight, model.layers[0].weight, 0)
+        assert np.any(state.params.layers[1].weight != model.layers[1].weight)
+        halved = jax.tree.map(lambda leaf: leaf / 2, state)
+        assert_trees_close(halved.params(np.zeros(3)), halved.params(jnp.zeros(3)), 0)
+        again = pickle.loads(pickle.dumps(state))
+        assert jax.tree.structure(again) == jax.tree.structure(state)
+        assert_trees_close(loss(again.params, validation), loss(state.params, validation), 0)
+
+    def test_donated_states_are_gone_and_the_numbers_the_same(self):
+        _, validation = data()
+        params, _ = start()
+        ends = []
+        for donate in (False, True):
+            optimizer = ft.tuned(optax.sgd, self.loss, every=2, donate=donate, learning_rate=0.01)
+            state = first = optimizer.init(params)
+            for batch in self.batches(4):
+                state, _ = optimizer.update(state, batch, validation)
+            ends.append(jax.tree.leaves((state.params, state.hparams, state.log)))
+        assert_trees_close(ends[1], ends[0], 0)
+        with pytest.raises(ValueError, match=r"reused its memory \(`donate=True`\)"):
+            optimizer.update(first, batch, validation)
+
     def test_parameters_move_at_every_call_and_constants_every_few(self):
         _, validation = data()
         params, _ = start()
@@ -176,8 +323,6 @@ class TestTuned:
 
     @pytest.mark.second_tier
     def test_an_equinox_model_with_adamw(self):
-        import equinox as eqx
-
         model = eqx.nn.MLP(3, "scalar", 8, 1, key=jax.random.key(0))
 
         def loss(model, batch):
@@ -217,12 +362,50 @@ class TestTuned:
             update_twice(optimizer, state, (x * np.nan, y), validation)
         state, loss = optimizer.update(caught.value.state, (x, y), validation)
         assert np.isfinite(loss)
+
+    @pytest.mark.parametrize("traced", [False, True])
+    def test_a_derivative_that_is_not_finite_does_not_stop_the_training(self, traced):
+        (params, _), (_, validation) = start(), data()
+        x, y = self.batches(8)[0]
+        x[:, 1] = 0.0  # a pixel that is always 0
         adam = ft.tuned(optax.adam, self.loss, every=2, learning_rate=0.01)
-        state = adam.init(params)
-        x[:, 1] = 0.0
-        state, _ = adam.update(state, (x, y), validation)
-        with pytest.raises(ft.NonFiniteError, match="eps_root"):
-            update_twice(adam, state, (x, y), validation)
+        update = jax.jit(adam.update) if traced else adam.update
+
+        def trained():
+            state = adam.init(params)
+            for _ in range(5):
+                state, _ = update(state, (x, y), validation)
+                jax.block_until_ready(state)
+            jax.effects_barrier()
+            return state
+
+        with pytest.warns(RuntimeWarning, match=r"window 0 .*\['w'\].*eps_root") as said:
+            state = trained()
+        assert len(said) == 1
+        assert not np.allclose(state.params["w"], params["w"])
+        assert state.hparams["learning_rate"] != np.float32(0.01)
+
+    def test_with_a_horizon_it_is_real_time_tuning_with_it(self):
+        params, (_, validation) = start()[0], data()
+        batches = self.batches(32)
+        optimizer = ft.tuned(optax.sgd, self.loss, every=4, horizon=32, learning_rate=0.01)
+        state = optimizer.init(params)
+        for batch in batches:
+            state, _ = optimizer.update(state, batch, validation)
+        tuner = ft.RealTime(
+            ft.Training(
+                lambda p, h, batch: self.loss(p, batch), lambda h: optax.sgd(h["learning_rate"])
+            ),
+            lambda s, h, batch: self.loss(s.params, batch),
+            constraints={"learning_rate": ft.NonNegative()},
+            horizon=32,
+        )
+        other = tuner.init(params, {"learning_rate": jnp.array(0.01)})
+        for window in ft.windows(batches, 4):
+            other, _ = tuner.update(other, window, validation)
+        assert_trees_close(state.params, other.train.params, 1e-5)
+        assert_trees_close(state.hparams, other.hparams, 1e-5)
+        assert not state.log["tuned"]
 
     def test_it_does_not_wait_for_the_device(self, monkeypatch):
         _, validation = data()
@@ -283,6 +466,48 @@ class TestTuned:
         assert np.all(np.isfinite(state.params["w"]))
 
     @pytest.mark.parametrize(
+        ("name", "step", "lowest", "highest"),
+        [("lr", -1.0, 0, 9), ("wd", -1.0, 0, 9), ("beta", 1.0, 0, 1), ("beta", -1.0, 0, 1)],
+    )
+    def test_usual_names_stay_where_they_make_sense(self, name, step, lowest, highest):
+        def factory(**h):  # whose error would be lowest far below, or above
+            return optax.scale(-0.01 * (1 + h[name] / 100))
+
+        far = optax.GradientTransformation(
+            lambda h: (), lambda g, s, h: (jax.tree.map(lambda g: 0 * g + step, g), s)
+        )
+        optimizer = ft.tuned(factory, self.loss, every=1, options={"optimizer": far}, **{name: 0.5})
+        state = optimizer.init(start()[0])
+        state, _ = optimizer.update(state, self.batches(4)[0], data()[1])
+        assert lowest <= float(state.hparams[name]) < highest
+
+    def test_what_is_not_known_by_name_needs_a_constraint(self):
+        def factory(lr, sharpness, tilt):
+            return optax.sgd(lr * (1 + sharpness + tilt))
+
+        given = {"lr": 0.01, "sharpness": 0.1, "tilt": 0.0}
+        with pytest.raises(
+            ValueError, match=r'for sharpness, tilt.*"sharpness": ft\.Box.*None for'
+        ):
+            ft.tuned(factory, self.loss, **given)
+        free = ft.tuned(factory, self.loss, constraints={"sharpness": None, "tilt": None}, **given)
+        free.init(start()[0])
+        with pytest.raises(ValueError, match=r"beta=1\.0.*constraints="):  # no momentum, that
+            ft.tuned(optax.optimistic_gradient_descent, self.loss, learning_rate=0.1, beta=1.0)
+
+    def test_every_real_constant_of_optax_is_known_by_name(self):
+        ask = {"alpha", "gamma", "f_min", "lower_bound"}  # which have no usual set
+        functions = {**vars(optax), **vars(optax.contrib)}.values()
+        signatures = [inspect.signature(f) for f in functions if inspect.isfunction(f)]
+        constants = {"learning_rate", "momentum", "weight_decay", "decay"}
+        for signature in signatures:
+            if "learning_rate" in signature.parameters:
+                given = signature.parameters.values()
+                constants |= {p.name for p in given if isinstance(p.default, float)}
+        assert len(constants) > 30
+        assert constants - ask - set(USUAL) == set()
+
+    @pytest.mark.parametrize(
         ("given", "error", "message"),
         [
             (
@@ -301,6 +526,7 @@ class TestTuned:
             ({"learning_rate": np.float64(0.1), "momentum": 0}, None, ""),
             ({"momentum": 0.1}, TypeError, "'learning_rate'"),
             ({"rate": 0.1}, TypeError, "`sgd` cannot be called with rate alone"),
+            ({"learning_rate": -0.1}, ValueError, r"learning_rate=-0\.1.* outside NonNegative"),
             ({}, ValueError, "nothing to tune"),
             ({"every": 0}, ValueError, "every=0"),
             ({"every": 2.5}, ValueError, r"every=2\.5"),
@@ -311,12 +537,42 @@ class TestTuned:
             ({"loss": lambda params: 0.0}, TypeError, r"loss\(params, batch\)"),
             ({"error": 1.0}, TypeError, r"error\(params, validation\).* the float"),
             ({"constraints": ft.NonNegative()}, TypeError, r"constraints=\.\.\.\) must be a dict"),
+            ({"has_state": 1}, TypeError, "has_state=.*True or False"),
+            ({"donate": "yes"}, TypeError, "donate=.*True or False"),
+            ({"key": 3}, TypeError, "key=.*one random key"),
+            ({"key": jax.random.key(0)}, TypeError, r"loss\(params, batch, key=\.\.\.\)"),
+            ({"has_state": True}, TypeError, r"loss\(params, batch, model_state\)"),
+            ({"loss_hparams": {"noise": 0.1}}, TypeError, r"loss\(params, hparams, batch\)"),
+            (
+                {"loss_hparams": {"noise": 0.1}, "loss": lambda p, h, b: 0.0},
+                TypeError,
+                r"needs an `error\(params, validation\)`",
+            ),
+            (
+                {"has_state": True, "loss": lambda p, b, s: (0.0, s), "error": lambda p, v: 0.0},
+                TypeError,
+                r"error\(params, validation, model_state\)",
+            ),
+            ({"loss_hparams": 0.1}, TypeError, r"loss_hparams=\.\.\.\) must be a dict"),
+            (
+                {"loss_hparams": {"noise": "0.1"}} | BOTH,
+                TypeError,
+                "noise='0.1'.*Keep it in the loss",
+            ),
+            ({"loss_hparams": {1: 0.1}} | BOTH, TypeError, "the key 1"),
+            ({"loss_hparams": {"learning_rate": 1}} | BOTH, ValueError, "one name for two"),
+            ({"loss_hparams": {"spin": 1.0}} | BOTH, ValueError, "no usual set for spin"),
+            ({"loss_hparams": {"dropout": 1.0}} | BOTH, ValueError, r"dropout=1\.0.* outside"),
+            ({"trainable": 3}, TypeError, "trainable=.*trainable is the int 3"),
+            ({"trainable": {"w": 1}}, TypeError, r"trainable\['w'\] is the int 1"),
+            ({"trainable": {}}, TypeError, "trainable=.*a prefix"),
             ({"options": "discount"}, TypeError, r"options=\.\.\.\) must be a dict"),
             ({"options": {"discount": "1"}}, TypeError, "discount"),
+            ({"options": {"donate": True}}, TypeError, r"give `tuned\(donate="),
         ],
     )
     def test_what_it_is_made_of(self, given, error, message):
-        names = {"optimizer", "loss", "error", "every", "constraints", "options"}
+        names = set(inspect.signature(ft.tuned).parameters) - {"hparams"}
         constants = {} if set(given) - names or not given else {"learning_rate": 0.1}
         arguments = {"optimizer": optax.sgd, "loss": self.loss} | constants | given
         with pytest.raises(error, match=message) if error else contextlib.nullcontext():
@@ -361,7 +617,10 @@ class TestTuned:
         vector = ft.tuned(optax.sgd, self.loss, each, learning_rate=0.1)
         with pytest.raises(ValueError, match=r"objective must return(.|\n)*float32\[20\]"):
             vector.update(vector.init(params), batch, validation)
-        unused = ft.tuned(lambda lr, foo: optax.sgd(lr), self.loss, lr=0.1, foo=1.0)
+        any_number = {"foo": None}
+        unused = ft.tuned(
+            lambda lr, foo: optax.sgd(lr), self.loss, constraints=any_number, lr=0.1, foo=1.0
+        )
         with pytest.raises(ValueError, match="does not depend on hparams\\['foo'\\]"):
             unused.update(unused.init(params), batch, validation)
         with pytest.raises(ft.NonFiniteError, match=r"params\['b'\] .* is nan"):

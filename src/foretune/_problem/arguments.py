@@ -62,6 +62,24 @@ class Output(eqx.Module):
         return unflatten(self.structure, self.arrays)
 
 
+@jax.tree_util.register_static
+class Rest:
+    """What a pytree holds besides arrays, an activation function say: no leaf, but structure."""
+
+    def __init__(self, tree: PyTree):
+        self.tree = eqx.filter(tree, eqx.is_array, inverse=True)  # with None for each array
+        self._structure = flatten(self.tree)[1]
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Rest) and self._structure == other._structure
+
+    def __hash__(self) -> int:
+        return hash(self._structure)
+
+    def __reduce__(self):  # JAX's structure of an Equinox module is not the same after pickling
+        return Rest, (self.tree,)
+
+
 class Compiled:
     """A function as a compiled program, its first arguments constants that can be hashed.
 

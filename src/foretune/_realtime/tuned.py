@@ -4,7 +4,6 @@ The loop continues to call `update` once for each minibatch; every few steps the
 It is `RealTime` with its window spread over calls.
 """
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,53 +12,82 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
-from .._outer.sets import Box, NonNegative
-from .._problem.arguments import copied, flatten
-from .._problem.checks import check_count, check_numbers, check_signature, describe
+from .._engines.nonfinite import NonFiniteError
+from .._engines.products import stack_columns, unstack
+from .._problem.arguments import Rest, copied, flatten
+from .._problem.checks import (
+    as_arrays,
+    check_count,
+    check_flag,
+    check_key,
+    check_numbers,
+    check_signature,
+    describe,
+    named_leaves,
+)
 from .._problem.problem import validated
 from .._problem.system import make_system
 from .._problem.training import Training
+from .constants import check_callable, constraints_of, start_of
 from .stream import Shapes, check_data, readable, remember
 from .tuner import RealTime, check_state
-from .window import Progressing, RealTimeState, begin, finish, if_tuning, make_step
+from .window import (
+    Dropped,
+    Progressing,
+    RealTimeState,
+    begin,
+    finish,
+    if_tuning,
+    make_step,
+    tell,
+)
 
-USUAL = {
-    "learning_rate": NonNegative(),
-    "weight_decay": NonNegative(),
-    "momentum": Box(0.0, 0.999),
-    "decay": Box(0.0, 0.9999),
-    "b1": Box(0.0, 0.999),
-    "b2": Box(0.0, 0.9999),
-}
-
-
+SAY = -2  # that a derivative was dropped
 RUNS = 8  # of one optimizer at the same time, whose calls are remembered
 
 
 class TunedState(NamedTuple):
-    """Where a tuned training is: `params`, `hparams` and the `log` of their last update."""
+    """Where a tuned training is: `params`, `hparams` and the `log` of their last update.
+
+    Its leaves are arrays, so that it can pass through `jax.jit`, whatever the parameters hold.
+    """
 
     log: dict[str, Any]
     """The log of the last window, as of `RealTime.update`, and whether it was `dropped`; NaN before."""
     anchor: RealTimeState
-    """The tuner's state at the beginning of the window, without its Z."""
+    """The arrays of the tuner's state at the beginning of the window, without its Z."""
     window: Progressing
     """The window under way."""
+    frozen: PyTree
+    """The parameters that are not trained; None without `trainable`."""
+    rest: Rest
+    """What the tuner's state holds besides arrays."""
 
     @property
     def params(self) -> PyTree:
-        """The current parameters."""
-        return eqx.combine(self.window.s, self.anchor.train).params
+        """The current parameters, those that are not trained included."""
+        return _whole(self._train().params, self.frozen)
+
+    @property
+    def model_state(self) -> PyTree:
+        """The current model state, with `has_state`."""
+        return self._train().model_state
 
     @property
     def hparams(self) -> PyTree:
         """The current hyperparameters, by name."""
         return self.anchor.hparams
+
+    def begun(self) -> RealTimeState:
+        """Return the whole state of the tuner at the beginning of the window, without its Z."""
+        return eqx.combine(self.anchor, self.rest.tree)
+
+    def _train(self) -> Any:
+        return eqx.combine(self.window.s, self.rest.tree.train)
 
 
 class Tuned(NamedTuple):
@@ -77,7 +105,13 @@ def tuned(
     error: Any = None,
     *,
     every: Any = 10,
+    horizon: Any = None,
     constraints: Any = None,
+    loss_hparams: Any = None,
+    has_state: Any = False,
+    key: Any = None,
+    trainable: Any = None,
+    donate: Any = False,
     options: Any = None,
     **hparams: Any,
 ) -> Tuned:
@@ -89,18 +123,33 @@ def tuned(
         loss: your loss, `loss(params, batch)`.
         error: the validation error, `error(params, validation)`; the loss by default.
         every: the minibatches between two updates of the constants.
-        constraints: as in `RealTime`; learning rates and decays are non-negative and momenta in [0, 1)
-            without it.
+        horizon: the number of minibatches you will train for, if you know it: constants are tuned in
+            its first quarter, then learning rates decay linearly to 0, as in `RealTime`. With it,
+            this takes the place of an optimizer with a schedule.
+        constraints: a dict of constraints by name, as in `RealTime`; None for any number. The usual
+            names need none: Optax's, and `lr`, `wd`, `beta1` and the like. Learning rates, decays and
+            epsilons are non-negative, momenta and averages in [0, 1). Other names need one.
+        loss_hparams: constants of the loss to be tuned as well, a dict with their initial values. The
+            loss is then called with a dict of their current ones, `loss(params, hparams, batch)`.
+        has_state: whether the loss takes and returns a model state (batch statistics and the like):
+            `loss(params, batch, model_state) -> (loss, model_state)`. Then there are
+            `init((params, model_state))`, `error(params, validation, model_state)` and
+            `state.model_state`.
+        key: a random key, for dropout say. The loss is then called with a `key=` of each step.
+        trainable: which parameters are trained, as a prefix of them with True and False, or a function
+            from the parameters to it. The others stay as they are, and have no Z.
+        donate: reuse the memory of the state given to `update`, which is then deleted: it saves one
+            training state, and its copying. For a big model, where no earlier state is needed.
         options: further options of `RealTime`.
         **hparams: the constants to be tuned, with their initial values.
 
     `update` returns the new state and the loss of the minibatch. It is compiled, and pure: inside your
-    own `jax.jit` it has less overhead (`equinox.filter_jit` where the parameters hold more than arrays,
-    as an Equinox model holds its activation). It does not wait for the device. The parameters may be
+    own `jax.jit` it has less overhead. It does not wait for the device. The parameters may be
     any pytree, an Equinox model for instance. A window whose loss diverges is undone. One in which
     something else is not finite, the data for instance, is dropped, and training continues from
     where the window began; there is a `NonFiniteError`, at the latest `every` calls later, whose
     `state` is the one to continue from. Inside `jit` there is no error, only `state.log["dropped"]`.
+    Where only a derivative is not finite, training continues, and a warning says so, inside `jit` too.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> loss = lambda w, x: jnp.mean((w - x) ** 2)
@@ -110,46 +159,89 @@ def tuned(
     ...     state, value = optimizer.update(state, jnp.ones(4), jnp.ones(4))
     >>> round(float(state.params), 2), float(state.hparams["learning_rate"]) > 1e-3
     (1.0, True)
+
+    A constant of the loss beside one of the optimizer, and a parameter that stays as it is:
+
+    >>> def penalised(p, h, x):
+    ...     return loss(p["w"] + p["b"], x) + h["l2"] * p["w"] ** 2
+    >>> optimizer = ft.tuned(
+    ...     optax.sgd, penalised, lambda p, x: loss(p["w"] + p["b"], x),
+    ...     learning_rate=0.1, loss_hparams={"l2": 0.1}, trainable={"w": True, "b": False})
+    >>> state = optimizer.init({"w": jnp.array(0.0), "b": jnp.array(2.0)})
+    >>> for step in range(50):
+    ...     state, value = optimizer.update(state, jnp.ones(4), jnp.ones(4))
+    >>> float(state.params["b"]), sorted(state.hparams), float(state.hparams["l2"]) < 0.1
+    (2.0, ['l2', 'learning_rate'], True)
     """
     check_count(every, f"tuned(every={every!r})")
-    error = loss if error is None else error
-    _check_callable(loss, "loss(params, batch)")
-    check_signature(loss, "loss(params, batch)")
-    _check_callable(error, "error(params, validation)")
-    check_signature(error, "error(params, validation)")
-    for name, given in {"constraints": constraints, "options": options}.items():
+    check_flag(has_state, "tuned(has_state=...)")
+    check_flag(donate, "tuned(donate=...)")
+    if key is not None:
+        check_key(key, "tuned(key=...)")
+    if trainable is not None:
+        _check_trainable(trainable, function=True)
+    dicts = {"constraints": constraints, "options": options, "loss_hparams": loss_hparams}
+    for name, given in dicts.items():
         if not (given is None or isinstance(given, Mapping)):
             raise TypeError(f"tuned({name}=...) must be a dict, got {describe(given)}.")
-    if not hparams:
-        raise ValueError("tuned has nothing to tune: give constants, `learning_rate=0.1` say.")
-    if isinstance(optimizer, optax.GradientTransformation):
+    if options is not None and "donate" in options:
+        raise TypeError("tuned(options={'donate': ...}) has no effect: give `tuned(donate=...)`.")
+    of_loss = loss_hparams or {}
+    # How the two are called, which depends on what there is.
+    carried = ", model_state" if has_state else ""
+    form = "loss(params{}, batch{}{})".format(
+        ", hparams" if of_loss else "", carried, ", key=..." if key is not None else ""
+    )
+    check_callable(loss, form)
+    check_signature(loss, form, () if key is None else ("key",))
+    if error is None and form != "loss(params, batch)":
         raise TypeError(
-            "tuned makes the optimizer itself, from the constants to be tuned: give `optax.sgd`, not "
-            "`optax.sgd(0.1)`."
+            f"tuned needs an `error(params, validation{carried})` here: a loss with `loss_hparams`, "
+            "`has_state` or `key` is not what a model is judged by. Write it as for a test, without "
+            "dropout, smoothing or new batch statistics."
         )
-    _check_callable(optimizer, "optimizer(learning_rate=...)")
-    called = getattr(optimizer, "__name__", "optimizer")
-    start = {name: _constant(name, value, called) for name, value in hparams.items()}
-    try:
-        inspect.signature(optimizer).bind(**start)
-    except TypeError as problem:
-        raise TypeError(
-            f"`{called}` cannot be called with {', '.join(start)} alone: {problem}. What is not to be "
-            f"tuned is given before, `functools.partial({called}, ...)`."
-        ) from None
-    except ValueError:  # a builtin, which has no signature
-        pass
-    usual = {name: USUAL[name] for name in hparams if name in USUAL}
+    error = loss if error is None else error
+    check_callable(error, f"error(params, validation{carried})")
+    check_signature(error, f"error(params, validation{carried})")
+    start = start_of(optimizer, hparams, of_loss)
+
+    def inner_loss(params, h, data, *model_state, **key):
+        batch, frozen = _parted(data, trainable)
+        own = ({name: h[name] for name in of_loss},) if of_loss else ()
+        return loss(_whole(params, frozen), *own, batch, *model_state, **key)
+
+    def objective(state, h, data):
+        validation, frozen = _parted(data, trainable)
+        model_state = (state.model_state,) if has_state else ()
+        return error(_whole(state.params, frozen), validation, *model_state)
+
+    def inner_optimizer(h):
+        return optimizer(**{name: h[name] for name in hparams})
+
     tuner = RealTime(
-        Training(lambda params, h, batch: loss(params, batch), lambda h: optimizer(**h)),
-        lambda state, h, validation: error(state.params, validation),
-        constraints=usual | dict(constraints or {}),
-        **(options or {}),
+        Training(inner_loss, inner_optimizer, has_state=has_state, key=key),
+        objective,
+        constraints=constraints_of(start, constraints or {}),
+        **{"horizon": horizon} | dict(options or {}),
     )
     settings = tuner.settings
+    few = unstack if settings.chunk is None and settings.mesh is None else lambda Z: Z
+
+    def beginning(state: RealTimeState) -> tuple[RealTimeState, Progressing]:
+        """Return the arrays of a state without its Z, and the window that begins there."""
+        window = begin(settings, state)
+        anchor = eqx.filter(state._replace(Z=None), eqx.is_array)
+        return anchor, window._replace(Z=few(window.Z))
 
     def init(params: PyTree) -> TunedState:
-        state = tuner.init(params, start)
+        if has_state and not (isinstance(params, tuple) and len(params) == 2):
+            raise TypeError(
+                "tuned(has_state=True) starts from a pair, `init((params, model_state))`; got "
+                f"{describe(params)}."
+            )
+        weights, model_state = params if has_state else (params, None)
+        weights, frozen = _divided(weights, trainable)
+        state = tuner.init((weights, model_state) if has_state else weights, start)
         shapes.note(state=state._replace(Z=None))
         nan = jnp.full((), jnp.nan, jnp.result_type(float))
         log = {
@@ -160,9 +252,12 @@ def tuned(
             "undone": jnp.array(False),
             "outliers": jnp.zeros((), jnp.int32),
             "dropped": jnp.array(False),
+            "tuned": jnp.array(True),
+            "restarted": jnp.array(False),
         }
         # No two leaves share memory, so that the state can be donated.
-        return copied(TunedState(log, state._replace(Z=None), begin(settings, state)))
+        rest = Rest(state._replace(Z=None))
+        return copied(TunedState(log, *beginning(state), frozen, rest))
 
     shapes = Shapes()
     checked: dict[Any, None] = {}
@@ -174,45 +269,68 @@ def tuned(
                 f"this state is of another optimizer: it has the constants {sorted(state.hparams)}, "
                 f"this one tunes {sorted(start)}. Begin with `init` of this one."
             )
-        with shapes.explaining(state=state.anchor, batch=batch, validation=validation):
-            check_state(settings, state.anchor)
-            problem = settings.problem(state.anchor.train, _window_of_one(batch), validation)
+        if (state.frozen is None) != (trainable is None):
+            raise ValueError(
+                "this state is of another optimizer: one of the two has `trainable`, the other has "
+                "not. Begin with `init` of this one."
+            )
+        anchor = state.begun()
+
+        def fit(frozen):
+            problem = settings.problem(anchor.train, *given(batch, validation, frozen))
             validated(problem, state.hparams)
+
+        with shapes.explaining(state=anchor, batch=batch, validation=validation):
+            check_state(settings, anchor)
+            jax.eval_shape(fit, state.frozen)  # which would be copied else
+
+    def given(batch: PyTree, validation: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the window of one minibatch, and the validation data, with what is not trained."""
+        if trainable is not None:
+            batch, validation = _Beside(batch, frozen), _Beside(validation, frozen)
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch), validation
 
     def update(state: Any, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
         if not isinstance(state, TunedState):
             raise TypeError(
                 f"`update` takes the state that `init` or `update` returned, got {describe(state)}."
             )
-        given = {"batch": batch, "validation": validation}
+        window = state.anchor.window
+        if donate and not isinstance(window, Tracer) and window.is_deleted():
+            raise ValueError(
+                "this state has been given to an `update` that reused its memory (`donate=True`). "
+                "Continue from the state that it returned, or leave `donate` out."
+            )
+        data = {"batch": batch, "validation": validation}
         batch, validation = jax.tree.map(readable, (batch, validation))
         arrays, structure = flatten((batch, validation))
-        key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in arrays)
-        if key not in checked:
-            for name, data in given.items():
-                check_data(data, name)
-                check_numbers(jax.tree.map(readable, data), name)
+        shape = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in arrays)
+        if shape not in checked:
+            for name, tree in data.items():
+                check_data(tree, name)
+                check_numbers(jax.tree.map(readable, tree), name)
             check(state, batch, validation)
-            remember(checked, key, None)
-        after, value, dropped = program(state, batch, validation)
-        if isinstance(dropped, Tracer):
+            remember(checked, shape, None)
+        after, value, (lost, told) = program(state[:2], state[2:], batch, validation)
+        after = after._replace(frozen=state.frozen)  # which has not been through the program
+        if isinstance(lost, Tracer):
+            tell(after.begun().train, told)
             return after, value
-        call = _Call(dropped, batch, validation)
+        call = _Call(lost, told, batch, validation)
         if (failed := unseen.look(state, after, call)) is not None:
-            window, batch, validation = failed
-            error = tuner.fault(
-                after.anchor._replace(window=window), _window_of_one(batch), validation
-            )
+            window, _, batch, validation = failed
+            begun = after.begun()._replace(window=window)
+            error = tuner.fault(begun, *given(batch, validation, state.frozen))
             error.state = after
             raise error
         return after, value
 
-    @eqx.filter_jit
     def program(
-        state: TunedState, batch: PyTree, validation: PyTree
-    ) -> tuple[TunedState, Array, Array]:
-        anchor = state.anchor
-        problem = settings.problem(anchor.train, _window_of_one(batch), validation)
+        first: tuple, others: tuple, batch: PyTree, validation: PyTree
+    ) -> tuple[TunedState, Array, tuple[Array, Dropped]]:
+        state = TunedState(*first, *others)
+        anchor = state.begun()
+        problem = settings.problem(anchor.train, *given(batch, validation, state.frozen))
         system = make_system(problem, anchor.hparams, whole=True)
 
         def step(derive: bool) -> Progressing:
@@ -221,27 +339,33 @@ def tuned(
         window = if_tuning(settings, anchor, lambda: step(True), lambda: step(False))
 
         def tune():
-            new, log, fault = finish(settings, anchor, problem, system, window, 0, every)
-            log = log | {"dropped": fault}
+            end = window._replace(Z=stack_columns(window.Z))
+            new, log, fault = finish(settings, anchor, problem, system, end, 0, every)
+            told = Dropped.of(new, log)
+            log = log | {"dropped": fault | log["dropped"]}
             log = {name: jax.tree.map(_as, log[name], state.log[name]) for name in state.log}
-            new_window = begin(settings, new)
-            return log, eqx.filter(new._replace(Z=None), eqx.is_array), new_window, fault
+            return log, *beginning(new), fault, told
 
         def wait():
-            return state.log, eqx.filter(anchor, eqx.is_array), window, jnp.array(False)
+            told = Dropped(jnp.array(False), anchor.window, window.nonfinite)
+            return state.log, state.anchor, window, jnp.array(False), told
 
         over = (window.steps == every) | ~window.calm
-        log, new, window_after, fault = lax.cond(over, tune, wait)
-        dropped = jnp.where(fault, anchor.window, -1)
-        return TunedState(log, eqx.combine(new, anchor), window_after), window.loss, dropped
+        log, new, following, fault, told = lax.cond(over, tune, wait)
+        lost = jnp.where(fault, anchor.window, jnp.where(told.first, SAY, -1))
+        return TunedState(log, new, following, None, state.rest), window.loss, (lost, told)
 
+    # Not the window: its old arrays are needed until a minibatch has proved no outlier, so that to
+    # write over them takes longer than to write beside them.
+    program = jax.jit(program, donate_argnums=(0,) if donate else ())
     return Tuned(init, update)
 
 
 class _Call(NamedTuple):
     """A call of `update` and how it ended, which the host need not know yet."""
 
-    dropped: Any  # the number of the window that was dropped, or -1
+    lost: Any  # the number of the window that was dropped, -1, or SAY
+    told: Dropped  # what is said where a derivative was
     batch: PyTree
     validation: PyTree
 
@@ -261,9 +385,11 @@ class _Unseen:
         _, calls = self.runs.pop(id(before.log["dropped"]), (None, deque()))
         calls.append(call)
         failed = None
-        while failed is None and calls and (len(calls) > self.most or calls[0].dropped.is_ready()):
+        while failed is None and calls and (len(calls) > self.most or calls[0].lost.is_ready()):
             first = calls.popleft()
-            failed = first if int(first.dropped) >= 0 else None
+            failed = first if (lost := int(first.lost)) >= 0 else None
+            if lost == SAY:
+                tell(after.begun().train, first.told, stacklevel=3)
         if len(self.runs) >= RUNS:  # the oldest has been given up
             del self.runs[next(iter(self.runs))]
         token = after.log["dropped"]  # kept, so that no other array gets its id
@@ -271,33 +397,61 @@ class _Unseen:
         return failed
 
 
-def _check_callable(function: Any, form: str) -> None:
-    if not callable(function):
-        raise TypeError(f"tuned needs a function `{form}`, got {describe(function)}.")
-
-
-def _constant(name: str, value: Any, called: str) -> Float[Array, "..."]:
-    """Return a constant to be tuned as an array, or raise."""
-    numeric = isinstance(value, float | int | np.ndarray | np.generic | jax.Array)
-    kind = getattr(value, "dtype", np.result_type(type(value))) if numeric else np.dtype(bool)
-    if not any(jnp.issubdtype(kind, wanted) for wanted in (jnp.floating, jnp.integer)):
+def _check_trainable(trainable: Any, *, function: bool) -> None:
+    """Raise unless it is a pytree of True and False, or a `function`."""
+    leaves = named_leaves(trainable, "trainable")
+    wrong = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, bool | np.bool_)}
+    if not leaves or (wrong and not (function and callable(trainable))):
+        path, leaf = next(iter(wrong.items()), ("trainable", trainable))
         raise TypeError(
-            f"tuned({name}={value!r:.40}) is no number to tune. Keep it in the optimizer: "
-            f"`functools.partial({called}, {name}=...)`."
+            f"tuned(trainable=...) is a prefix of the parameters with True and False, or a function "
+            f"from the parameters to it; {path} is {describe(leaf)}."
         )
-    array = jnp.asarray(value, float)
-    if isinstance(array, Tracer):
-        return array
-    if array.size == 0 or not np.all(np.isfinite(array)):
+
+
+def _divided(params: PyTree, trainable: Any) -> tuple[PyTree, PyTree]:
+    """Return the parameters that are trained, with None for the others, and the others."""
+    if trainable is None:
+        return params, None
+    params, flags = as_arrays(params, "params"), trainable
+    if not all(isinstance(leaf, bool | np.bool_) for leaf in jax.tree.leaves(trainable)):
+        flags = trainable(params)  # an Equinox model of flags can be called too
+        _check_trainable(flags, function=False)
+    try:
+        stays = jax.tree.map(
+            lambda flag, part: jax.tree.map(lambda x: eqx.is_inexact_array(x) and not flag, part),
+            flags,
+            params,
+        )
+    except ValueError as problem:
         raise ValueError(
-            f"tuned({name}={value!r:.40}): a constant starts at a finite number, its usual value say."
+            f"tuned(trainable=...) is no prefix of the parameters: {problem!s:.300}"
+        ) from None
+    frozen, trained = eqx.partition(params, stays)
+    for path, leaf in named_leaves(frozen, "params").items():
+        if not isinstance(leaf, Tracer) and not jnp.all(jnp.isfinite(leaf)):
+            raise NonFiniteError(f"not finite: {path} ({describe(leaf)}), which is not trained.")
+    if not any(map(eqx.is_inexact_array, jax.tree.leaves(trained))):
+        raise ValueError(
+            "tuned(trainable=...) leaves nothing to train: no floating-point array has a True."
         )
-    return array
+    return trained, frozen
 
 
-def _window_of_one(batch: PyTree) -> PyTree:
-    """Return the minibatch as a window of one."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch)
+class _Beside(NamedTuple):
+    """A batch, and beside it the parameters that are not trained: so they are no state."""
+
+    data: PyTree
+    frozen: PyTree
+
+
+def _whole(params: PyTree, frozen: PyTree) -> PyTree:
+    return params if frozen is None else eqx.combine(params, frozen)
+
+
+def _parted(data: PyTree, trainable: Any) -> tuple[PyTree, PyTree]:
+    """Return the data, and the parameters that are not trained, if there are any beside them."""
+    return (data, None) if trainable is None else data
 
 
 def _as(new: Array, old: Array) -> Array:

@@ -382,22 +382,33 @@ def finish(
     return new, log, fault
 
 
-def warn_of_dropped(state: RealTimeState, log: dict[str, Any], *, stacklevel: int = 1) -> None:
-    """Warn, the first time, where a derivative was dropped in the window that ended at `state`.
+class Dropped(NamedTuple):
+    """What a warning of a dropped derivative says."""
 
-    In a program that is being traced, the warning comes when it runs.
-    """
-    if not isinstance(log["dropped"], Tracer) and not log["dropped"]:
+    first: Bool[Array, ""]  # whether it is the first
+    window: Int[Array, ""]
+    nonfinite: Int[Array, " leaves"]  # as in the log
+
+    @classmethod
+    def of(cls, state: RealTimeState, log: dict[str, Any]) -> "Dropped":
+        """Return that of the window that ended at `state`."""
+        return cls(log["dropped"] & (state.dropped == 1), state.window - 1, log["nonfinite"])
+
+
+def warn_of_dropped(state: RealTimeState, log: dict[str, Any], *, stacklevel: int = 1) -> None:
+    """Warn, the first time, where a derivative was dropped in the window that ended at `state`."""
+    if isinstance(log["dropped"], Tracer) or log["dropped"]:
+        tell(state.train, Dropped.of(state, log), stacklevel=stacklevel + 1)
+
+
+def tell(train: PyTree, dropped: Dropped, *, stacklevel: int = 1) -> None:
+    """Warn; in a program that is being traced, the warning comes when it runs."""
+    names = list(named_leaves(eqx.filter(train, eqx.is_inexact_array), "state.train"))
+    if not isinstance(dropped.first, Tracer):
+        _warn(names, *dropped, stacklevel=stacklevel + 1)
         return
-    first = log["dropped"] & (state.dropped == 1)
-    moving = eqx.filter(state.train, eqx.is_inexact_array)
-    names = list(named_leaves(moving, "state.train"))
-    found = first, state.window - 1, log["nonfinite"]
-    if not isinstance(first, Tracer):
-        _warn(names, *found, stacklevel=stacklevel + 1)
-        return
-    say = lambda: jax.debug.callback(functools.partial(_warn, names), *found)  # noqa: E731
-    lax.cond(first, say, lambda: None)
+    say = lambda: jax.debug.callback(functools.partial(_warn, names), *dropped)  # noqa: E731
+    lax.cond(dropped.first, say, lambda: None)
 
 
 def _warn(names: list[str], first: Any, window: Any, nonfinite: Any, stacklevel: int = 1) -> None:

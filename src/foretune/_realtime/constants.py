@@ -1,0 +1,126 @@
+"""The constants that `tuned` tunes: what they start at, and the sets in which the usual ones lie.
+
+By name, these are the arguments of Optax's optimizers that are real numbers (those of
+`optax.contrib` included), and the
+short forms that factories of one's own use. What means different things in different places (`alpha`,
+`gamma`), or may be any number (`f_min`), is left out: `tuned` asks for its set.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jaxtyping import Array, Float
+
+from .._outer.constraints import AbstractConstraint
+from .._outer.sets import Box, NonNegative
+from .._problem.checks import describe
+
+_NAMES: list[tuple[AbstractConstraint, str]] = [
+    # learning rates, and what multiplies a step
+    (NonNegative(), "learning_rate lr step_size stepsize eta"),
+    (NonNegative(), "adam_learning_rate adam_lr muon_lr max_learning_rate max_lr min_lr"),
+    (NonNegative(), "max_step_size min_step_size estim_lr0 estim_lr_coef s_init"),
+    (NonNegative(), "scale scaling scale_factor global_scale trust_coefficient optimism"),
+    # weights of penalties
+    (NonNegative(), "weight_decay wd weight_decay_rate adam_weight_decay l1 l2 penalty"),
+    # averages of gradients forget, averages of their squares forget more slowly
+    (Box(0.0, 0.999), "momentum mom mu b1 beta1 beta_1 beta adam_b1"),
+    (Box(0.0, 0.9999), "b2 beta2 beta_2 nu adam_b2 betas decay rho decay_rate"),
+    (Box(0.0, 0.99999), "b3 beta3 beta_3"),
+    # what keeps a denominator from 0, and where accumulators begin
+    (NonNegative(), "eps epsilon eps_root adam_eps adam_eps_root reps_rel"),
+    (NonNegative(), "initial_accumulator_value initial_scale min_norm min_scale"),
+    # clipping and noise
+    (NonNegative(), "clip clipping clip_norm clip_threshold clipping_threshold threshold"),
+    (NonNegative(), "max_norm max_delta l2_norm_clip consistent_rms weight_lr_power"),
+    (NonNegative(), "noise noise_scale noise_multiplier"),
+    # factors of shrinking and growing
+    (Box(0.0, 1.0), "slow_step_size eta_minus factor"),
+    (Box(1.0, np.inf), "eta_plus"),
+    # of losses; at 1 nothing is left of the activations, or of the labels
+    (Box(0.0, 0.9), "dropout dropout_rate drop_rate smoothing label_smoothing"),
+]
+USUAL = {name: usual for usual, names in _NAMES for name in names.split()}
+
+
+def check_callable(function: Any, form: str) -> None:
+    if not callable(function):
+        raise TypeError(f"tuned needs a function `{form}`, got {describe(function)}.")
+
+
+def start_of(
+    optimizer: Any, hparams: dict[str, Any], of_loss: Mapping[Any, Any]
+) -> dict[str, Array]:
+    """Return the initial constants of optimizer and loss as arrays, or raise."""
+    if not hparams and not of_loss:
+        raise ValueError("tuned has nothing to tune: give constants, `learning_rate=0.1` say.")
+    if isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            "tuned makes the optimizer itself, from the constants to be tuned: give `optax.sgd`, not "
+            "`optax.sgd(0.1)`."
+        )
+    check_callable(optimizer, "optimizer(learning_rate=...)")
+    called = getattr(optimizer, "__name__", "optimizer")
+    instead = f"Keep it in the optimizer: `functools.partial({called}, ...)`."
+    start = {name: _constant(name, value, instead) for name, value in hparams.items()}
+    try:
+        inspect.signature(optimizer).bind(**start)
+    except TypeError as problem:
+        raise TypeError(
+            f"`{called}` cannot be called with {', '.join(start) or 'no constant'} alone: {problem}. "
+            f"What is not to be tuned is given before, `functools.partial({called}, ...)`."
+        ) from None
+    except ValueError:  # a builtin, which has no signature
+        pass
+    if both := sorted(set(hparams) & set(of_loss)):
+        raise ValueError(
+            f"tuned({both[0]}=..., loss_hparams={{{both[0]!r}: ...}}): one name for two constants. "
+            "Rename that of the loss."
+        )
+    for name, value in of_loss.items():
+        if not isinstance(name, str):
+            raise TypeError(f"tuned(loss_hparams=...) has the key {name!r:.40}: names are text.")
+        start[name] = _constant(name, value, "Keep it in the loss: `functools.partial(loss, ...)`.")
+    return start
+
+
+def constraints_of(start: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constraint of each constant, the given one or the usual one, or raise."""
+    unknown = [name for name in start if name not in given and name not in USUAL]
+    if unknown:
+        entries = ", ".join(f'"{name}": ft.Box(0.0, 1.0)' for name in unknown)
+        raise ValueError(
+            f"tuned knows no usual set for {', '.join(unknown)}: say where it may be, "
+            f"`constraints={{{entries}}}` or `ft.NonNegative()` say, or None for any number."
+        )
+    usual = {name: USUAL[name] for name in start if name not in given}
+    for name, where in usual.items():
+        value = start[name]
+        if not isinstance(value, Tracer) and not where.contains(value):
+            raise ValueError(
+                f"tuned({name}={np.asarray(value)}) starts outside {where}, where a constant of this "
+                f'name usually is. If it is another, say where: `constraints={{"{name}": ...}}`.'
+            )
+    return usual | dict(given)
+
+
+def _constant(name: str, value: Any, instead: str) -> Float[Array, "..."]:
+    """Return a constant to be tuned as an array, or raise and say where it goes instead."""
+    numeric = isinstance(value, float | int | np.ndarray | np.generic | jax.Array)
+    kind = getattr(value, "dtype", np.result_type(type(value))) if numeric else np.dtype(bool)
+    if not any(jnp.issubdtype(kind, wanted) for wanted in (jnp.floating, jnp.integer)):
+        raise TypeError(f"tuned({name}={value!r:.40}) is no number to tune. {instead}")
+    array = jnp.asarray(value, float)
+    if isinstance(array, Tracer):
+        return array
+    if array.size == 0 or not np.all(np.isfinite(array)):
+        raise ValueError(
+            f"tuned({name}={value!r:.40}): a constant starts at a finite number, its usual value say."
+        )
+    return array
