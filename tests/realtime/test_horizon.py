@@ -1,6 +1,7 @@
 """A run that knows how long it will be: tuned in its first quarter, then decaying."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,7 @@ def test_the_rate_decays_linearly_after_the_first_quarter():
     assert_trees_close(logs[-1]["value"], value, 1e-5)
     assert_trees_close(state.train.params, train.params, 1e-5)
     assert [bool(log["tuned"]) for log in logs] == [True] * 2 + [False] * 6
+    assert state.course is not None
     assert state.course.steps == HORIZON
 
 
@@ -77,6 +79,7 @@ def test_at_the_horizon_the_state_is_that_with_the_lowest_error():
     values = [float(log["value"]) for log in logs[2:]]
     assert min(values) < values[-1]
     assert float(error(state.train, hparams, ())) == pytest.approx(min(values))
+    assert state.course is not None
     assert state.course.lowest == pytest.approx(min(values))
 
 
@@ -86,7 +89,7 @@ def test_a_rate_that_falls_to_a_third_starts_again():
     def halve(updates, state, params=None, **_):
         return jax.tree.map(lambda h: -h / 2, params), state
 
-    outer = optax.GradientTransformationExtraArgs(lambda _: (), halve)
+    outer: Any = optax.GradientTransformationExtraArgs(lambda params: (), halve)  # pyright: ignore
     realtime = tuner(outer)
     params, hparams = start()
     state = realtime.init(params, hparams)
@@ -97,6 +100,7 @@ def test_a_rate_that_falls_to_a_third_starts_again():
         if restarted[-1]:
             assert_trees_close(state.train.params, params, 0)
             assert all(np.all(np.asarray(z) == 0) for z in jax.tree.leaves(state.Z))
+            assert state.course is not None
             assert_trees_close(state.course.peak, state.hparams, 0)
     # lr: 1, 1/2, then 1/4 is less than a third; from there again; the tuning ends after four windows
     assert restarted == [False, True, False, True, False, False]
