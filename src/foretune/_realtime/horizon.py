@@ -77,7 +77,7 @@ def is_tuning(course: Course, horizon: int) -> Bool[Array, ""]:
 
 def decayed(hparams: PyTree, rates: tuple[str, ...], t: Any, horizon: int) -> PyTree:
     """Return the hyperparameters of step t, its rates decayed."""
-    factor = jnp.clip((1 - t / horizon) / (1 - TUNED), 0.0, 1.0)
+    factor = jnp.clip((1 - jnp.asarray(t, float) / horizon) / (1 - TUNED), 0.0, 1.0)
     leaves, treedef = jax.tree.flatten(hparams)
     paths = named_leaves(hparams, "hparams")
     scaled = [

@@ -46,8 +46,8 @@ from .horizon import Course, decayed, is_tuning, moved_on, rates_of
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
 SPIKE = 1.25  # a loss this many times what it was has spiked
 OUTLIER = 10.0  # a minibatch with this many times the highest loss is an outlier
-DEAD = 0.6  # where the error depends on less than this share of the weights that it did, they have died
-LEARNT = 0.5  # ... unless it has fallen to this share of the first
+DEAD = 0.1  # where the error depends on less than this share of the weights that it did, they have died
+DYING = 0.6  # the same while the error has not fallen to half of the first
 SMALL = 0.02  # an error below this share of the first is not worth undoing a window for
 
 
@@ -317,14 +317,16 @@ def finish(
     first, diverged, dead = state.first, jnp.array(False), jnp.array(False)
     alive = state.alive
     if tuner.rollback is not None:
-        now = sum(errors)
+        now: Any = sum(errors)
         was = if_tuning(tuner, state, lambda: sum(system.errors(before, hparams)), lambda: now)
         first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
         rise = (tuner.rollback - 1) * jnp.maximum(jnp.abs(was), SMALL * first)
         broken = jnp.isfinite(was) & sound & ~is_finite((errors, end.s))
         start = lambda: _alive(error_gradients(system, before, hparams)[1])  # noqa: E731
         alive = lax.cond(state.window == 0, start, lambda: state.alive)
-        dead = tuned & trained & (still_alive < DEAD * alive) & (now > LEARNT * first)
+        share = still_alive.astype(now.dtype) / jnp.maximum(alive, 1).astype(now.dtype)
+        dead = (share < DEAD) | ((share < DYING) & (now > 0.5 * first.astype(now.dtype)))
+        dead &= tuned & trained & (now > SMALL * first.astype(now.dtype))
         diverged = spiked | broken | dead | (trained & (now > was + rise))
     fault = ~diverged & ~trained
     # Away from a divergence, down the loss's last slope; where there is none, towards 0.
@@ -359,7 +361,7 @@ def finish(
         first,
         jnp.where(fault, state.highest, end.highest),
         end.passed,
-        state.dropped + dropped,
+        state.dropped + dropped.astype(jnp.int32),
         alive,
         course,
     )
