@@ -80,8 +80,9 @@ class Bias(Callback):
         engine: how; `Forward()` by default.
 
     A measurement costs an exact hypergradient over these windows, and a copy of the state before
-    them. Windows that are undone, or have outliers, are passed over. Put it before `History` in the
-    list, so that the cosine is written too. The reports are in the attribute `reports`, by step.
+    them. Windows that are undone or not tuned, or have outliers, are passed over. Put it before
+    `History` in the list, so that the cosine is written too. The reports are in the attribute
+    `reports`, by step.
 
     >>> import foretune as ft
     >>> bias = ft.Bias(every=50, windows=5)
@@ -106,7 +107,8 @@ class Bias(Callback):
 
     def step(self, run: Any) -> None:
         """Keep the window; measure when it is time."""
-        if run.record["undone"] or run.record["outliers"]:
+        record = run.record
+        if record["undone"] or record["outliers"] or record["restarted"] or not record["tuned"]:
             self._before = None  # what is compared would not be the training that counts
         if self._before is not None:
             self._kept.append(run.window)

@@ -47,7 +47,7 @@ from .._problem.checks import (
     named_leaves,
 )
 from .._problem.validation import noting
-from .window import warn_of_dropped
+from .warn import warn_of_dropped, warn_of_vanished
 
 REMEMBERED = 256  # entries of a memory, before it is begun again
 _CAPACITY: dict[Any, int] = {}  # the longest window seen, by the program it is for
@@ -361,6 +361,9 @@ def run_stream(
             run.move(run.step + 1, RealTimeCarry(state, best))
             _warn_where_all_is_undone(run)
             warn_of_dropped(state, log, stacklevel=3)
+            warn_of_vanished(
+                run.history[0]["hparams"], record["hparams"], state.hparams, stacklevel=3
+            )
             for callback in callbacks:
                 callback.step(run)
             if failure is not None:
@@ -384,6 +387,7 @@ _NOTED = (
     "outliers",
     "dropped",
     "tuned",
+    "restarted",
 )  # of a window's log
 _RECORD = {"step", "value", "gradient_norm", *_NOTED}
 

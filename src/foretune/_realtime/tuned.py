@@ -35,16 +35,8 @@ from .._problem.training import Training
 from .constants import check_callable, constraints_of, start_of
 from .stream import Shapes, check_data, readable, remember
 from .tuner import RealTime, check_state
-from .window import (
-    Dropped,
-    Progressing,
-    RealTimeState,
-    begin,
-    finish,
-    if_tuning,
-    make_step,
-    tell,
-)
+from .warn import Dropped, tell
+from .window import Progressing, RealTimeState, begin, finish, if_tuning, make_step
 
 SAY = -2  # that a derivative was dropped
 RUNS = 8  # of one optimizer at the same time, whose calls are remembered

@@ -62,6 +62,7 @@ from .stream import (
     run_stream,
     shapes_of,
 )
+from .warn import warn_of_dropped
 from .window import (
     RealTimeState,
     TunerSettings,
@@ -71,7 +72,6 @@ from .window import (
     not_finite,
     number,
     run_window,
-    warn_of_dropped,
 )
 
 DEFAULT_OPTIMIZER = relative_adam()
@@ -319,8 +319,8 @@ class RealTime:
         Returns:
             A `Result`; its `state` is the tuner's state, with the trained weights in `state.train`.
             `history` has a record for each window: `step` (from 1), `value`, `gradient_norm`,
-            `loss`, `hparams` (those it ran with), `z_norm`, `undone`, `outliers`, `dropped` and what
-            `evaluate` adds.
+            `loss`, `hparams` (those it ran with), `z_norm`, `undone`, `outliers`, `dropped`,
+            with a horizon whether it was `tuned` and training `restarted`, and what `evaluate` adds.
 
         Where ten windows in a row are undone, a `RuntimeWarning` says so. Ctrl-C, or SIGTERM, ends the
         run after the current window. `NonFiniteError` has the `run` until then and the `state` before

@@ -1,0 +1,93 @@
+"""What real-time tuning warns of: derivatives that are not finite, regularisers that go to 0."""
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Int, PyTree
+
+from .._problem.checks import named_leaves
+
+REGULARISERS = {
+    *("weight_decay", "wd", "decay", "l1", "l2", "penalty", "regularization", "regularisation"),
+    *("dropout", "dropout_rate", "smoothing", "label_smoothing", "augmentation", "mixup"),
+}  # what they are called
+GONE = 1e-3  # a regulariser below this share of its start has gone
+
+
+class Dropped(NamedTuple):
+    """What a warning of a dropped derivative says."""
+
+    first: Bool[Array, ""]  # whether it is the first
+    window: Int[Array, ""]
+    nonfinite: Int[Array, " leaves"]  # as in the log
+
+    @classmethod
+    def of(cls, state: Any, log: dict[str, Any]) -> "Dropped":
+        """Return that of the window that ended at `state`."""
+        return cls(log["dropped"] & (state.dropped == 1), state.window - 1, log["nonfinite"])
+
+
+def warn_of_dropped(state: Any, log: dict[str, Any], *, stacklevel: int = 1) -> None:
+    """Warn, the first time, where a derivative was dropped in the window that ended at `state`."""
+    if isinstance(log["dropped"], Tracer) or log["dropped"]:
+        tell(state.train, Dropped.of(state, log), stacklevel=stacklevel + 1)
+
+
+def tell(train: PyTree, dropped: Dropped, *, stacklevel: int = 1) -> None:
+    """Warn; in a program that is being traced, the warning comes when it runs."""
+    names = list(named_leaves(eqx.filter(train, eqx.is_inexact_array), "state.train"))
+    if not isinstance(dropped.first, Tracer):
+        _warn(names, *dropped, stacklevel=stacklevel + 1)
+        return
+    say = lambda: jax.debug.callback(functools.partial(_warn, names), *dropped)  # noqa: E731
+    lax.cond(dropped.first, say, lambda: None)
+
+
+def _warn(names: list[str], first: Any, window: Any, nonfinite: Any, stacklevel: int = 1) -> None:
+    if not first:
+        return
+    steps = {name: int(i) for name, i in zip(names, nonfinite, strict=True) if i >= 0}
+    what, where = "the hypergradient", "the error's own derivative, or an overflow, is the cause"
+    if steps:
+        leaf = min(steps, key=lambda name: steps[name])
+        more = f" (and of {len(steps) - 1} more leaves)" if len(steps) > 1 else ""
+        what = f"the derivative of {leaf}{more} in the hyperparameters"
+        where = f"first after minibatch {steps[leaf]} of the window (counted from 0)"
+    warnings.warn(
+        f"window {int(window)} (counted from 0): {what} is not finite, {where}, while the training is. "
+        "Training continues; what is not finite counts as 0 in the hypergradient. Adam and its kin "
+        "have an infinite derivative where a gradient is exactly 0, at pixels that are always 0 say: "
+        "give them `eps_root=1e-8`. This is said once; `state.dropped` counts such windows.",
+        RuntimeWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def warn_of_vanished(first: Any, ran: Any, hparams: Any, *, stacklevel: int = 1) -> None:
+    """Warn where a regulariser has gone to 0 in a window.
+
+    Args:
+        first: the hyperparameters that the run began with, by name.
+        ran: those that the window ran with.
+        hparams: those after it.
+        stacklevel: of the warning.
+    """
+    if not all(isinstance(part, dict) for part in (first, ran, hparams)):
+        return
+    for name in REGULARISERS & set(hparams):
+        began, was, now = (float(np.max(np.abs(part[name]))) for part in (first, ran, hparams))
+        if now < GONE * began <= was:
+            warnings.warn(
+                f"hparams[{name!r}] has gone from {began:.3g} to {now:.3g}. Real-time tuning sees the "
+                "validation error of the next few windows, in which a regulariser costs and does not "
+                "pay yet: leave it at a sensible value, outside of the hyperparameters, or tune it "
+                "over whole trainings, with `minimize`.",
+                RuntimeWarning,
+                stacklevel=stacklevel + 1,
+            )
