@@ -1,5 +1,6 @@
 """A run that knows how long it will be: tuned in its first quarter, then decaying."""
 
+import collections
 import itertools
 from typing import Any
 
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._realtime.horizon import rates_of
 
 from ..problems import assert_trees_close, penalised, squared_error
 from .test_realtime import STILL, data, sgd, start
@@ -144,6 +146,10 @@ def test_rates_are_found_by_name():
         make(horizon=HORIZON).init(params, other)
     state = make(horizon=HORIZON, rates=("speed",)).init(params, other)
     assert state.course is not None
+    Pair = collections.namedtuple("Pair", ["lr", "rate"])
+    assert rates_of(Pair(jnp.array(1.0), jnp.array(0.5)), None) == ("hparams.lr",)
+    assert rates_of({"lr": [jnp.array(1.0)]}, None) == ("hparams['lr'][0]",)
+    assert rates_of(jnp.array(1.0), ("hparams",)) == ("hparams",)
     with pytest.raises(ValueError, match="give both"):
         make(rates=("speed",))
     with pytest.raises(TypeError, match="names of learning rates"):

@@ -1,4 +1,4 @@
-"""The constants that `tuned` tunes: what they start at, and the sets in which the usual ones lie.
+"""The usual names of constants; for those that `tuned` tunes, what they start at and where they lie.
 
 By name, these are the arguments of Optax's optimizers that are real numbers (those of
 `optax.contrib` included), and the
@@ -21,14 +21,19 @@ from .._outer.constraints import AbstractConstraint
 from .._outer.sets import Box, NonNegative
 from .._problem.checks import describe
 
+RATES = "learning_rate lr step_size stepsize eta"
+PENALTIES = "weight_decay wd weight_decay_rate adam_weight_decay l1 l2 penalty"
+OF_LOSSES = "dropout dropout_rate drop_rate smoothing label_smoothing"
+REGULARISERS = {*PENALTIES.split(), *OF_LOSSES.split(), "decay", "augmentation", "mixup"}
+
 _NAMES: list[tuple[AbstractConstraint, str]] = [
     # learning rates, and what multiplies a step
-    (NonNegative(), "learning_rate lr step_size stepsize eta"),
+    (NonNegative(), RATES),
     (NonNegative(), "adam_learning_rate adam_lr muon_lr max_learning_rate max_lr min_lr"),
     (NonNegative(), "max_step_size min_step_size estim_lr0 estim_lr_coef s_init"),
     (NonNegative(), "scale scaling scale_factor global_scale trust_coefficient optimism"),
     # weights of penalties
-    (NonNegative(), "weight_decay wd weight_decay_rate adam_weight_decay l1 l2 penalty"),
+    (NonNegative(), PENALTIES),
     # averages of gradients forget, averages of their squares forget more slowly
     (Box(0.0, 0.999), "momentum mom mu b1 beta1 beta_1 beta adam_b1"),
     (Box(0.0, 0.9999), "b2 beta2 beta_2 nu adam_b2 betas decay rho decay_rate"),
@@ -44,7 +49,7 @@ _NAMES: list[tuple[AbstractConstraint, str]] = [
     (Box(0.0, 1.0), "slow_step_size eta_minus factor"),
     (Box(1.0, np.inf), "eta_plus"),
     # of losses; at 1 nothing is left of the activations, or of the labels
-    (Box(0.0, 0.9), "dropout dropout_rate drop_rate smoothing label_smoothing"),
+    (Box(0.0, 0.9), OF_LOSSES),
 ]
 USUAL = {name: usual for usual, names in _NAMES for name in names.split()}
 

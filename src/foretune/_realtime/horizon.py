@@ -14,6 +14,7 @@ state with the hyperparameters found. At T the state is that of the window, of t
 lowest validation error.
 """
 
+import re
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -22,16 +23,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._problem.checks import named_leaves
+from .constants import RATES
 
-RATES = (
-    "learning_rate",
-    "lr",
-    "step_size",
-    "stepsize",
-    "eta",
-    "rate",
-    "rates",
-)  # what they are called
 TUNED = 0.25  # the share of the horizon in which hyperparameters are tuned
 FALLEN = 3.0  # a rate that was this many times higher has spoilt the weights
 
@@ -51,9 +44,9 @@ class Course(NamedTuple):
 
 def rates_of(hparams: PyTree, given: tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the paths of the learning rates, by the names given or by the usual ones."""
-    names = RATES if given is None else given
+    names = RATES.split() if given is None else given
     paths = list(named_leaves(hparams, "hparams"))
-    found = tuple(path for path in paths if any(f"['{name}']" in path for name in names))
+    found = tuple(path for path in paths if set(names) & set(re.findall(r"[\w-]+", path)))
     if not found:
         which = f"rates={given!r}" if given else "horizon"
         raise ValueError(

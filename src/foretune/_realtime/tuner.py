@@ -106,8 +106,8 @@ class RealTime:
             decay linearly to 0, at the cost of plain training. Where a rate comes down to a third while
             tuned, training starts again; the state at the end is that with the lowest validation
             error. Without it, tuning never ends: for a stream.
-        rates: the names of the learning rates, where `horizon` finds none under a usual one ("lr",
-            "learning_rate").
+        rates: the names of the learning rates, where they have no usual one ("lr",
+            "learning_rate", "step_size", "eta").
         donate: reuse the memory of the state given to `update`, which is then deleted: it saves one
             state, Z included. `run` does so with its own states in any case.
         mesh: `foretune.mesh(data=..., tangents=...)`: `init` places the state on it, the columns of Z

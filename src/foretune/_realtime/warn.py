@@ -12,11 +12,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, PyTree
 
 from .._problem.checks import named_leaves
+from .constants import REGULARISERS
 
-REGULARISERS = {
-    *("weight_decay", "wd", "decay", "l1", "l2", "penalty", "regularization", "regularisation"),
-    *("dropout", "dropout_rate", "smoothing", "label_smoothing", "augmentation", "mixup"),
-}  # what they are called
 GONE = 1e-3  # a regulariser below this share of its start has gone
 
 

@@ -129,9 +129,8 @@ class Progressing(NamedTuple):
     highest: Float[Array, ""]
     calm: Bool[Array, ""]  # whether the loss is finite and has not spiked
     passed: Bool[Array, ""]  # whether the last minibatch was passed over
-    nonfinite: Int[
-        Array, " leaves"
-    ]  # of Z: the first minibatch after which it was not finite, or -1
+    # For each leaf of Z the first minibatch after which it was not finite, or -1.
+    nonfinite: Int[Array, " leaves"]
     outliers: Int[Array, ""]  # how many have been
 
 
