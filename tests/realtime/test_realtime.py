@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._realtime.tangents import part_of
 
 from ..compilations import compilations
 from ..problems import assert_trees_close, penalised, squared_error, squares
@@ -668,6 +669,39 @@ def test_bfloat16_tangents_leave_the_training_as_it_is():
     assert np.any(a != b)
 
 
+def test_tangents_on_a_part_of_the_rows_leave_the_training_as_it_is():
+    windows, validation = data()
+    params, hparams = start()
+    exact, part = tuner(**EXACT), tuner(tangents=0.5, **EXACT)
+    states = [exact.init(params, hparams), part.init(params, hparams)]
+    for window in windows:
+        states[0], log = exact.update(states[0], window, validation)
+        states[1], rough = part.update(states[1], window, validation)
+    assert_trees_close(states[1].train.params, states[0].train.params, 1e-6)
+    a, b = (np.array(jax.tree.leaves(x["hypergradient"])) for x in (log, rough))
+    assert a @ b > 0.9 * np.linalg.norm(a) * np.linalg.norm(b)
+    assert np.any(a != b)
+    # all rows are the exact tangents again
+    whole = tuner(tangents=(1.0, None), **EXACT)
+    _, again = whole.update(whole.init(params, hparams), windows[0], validation)
+    _, first = exact.update(exact.init(params, hparams), windows[0], validation)
+    assert_trees_close(again["hypergradient"], first["hypergradient"], 0)
+
+
+@pytest.mark.parametrize(("rows", "share"), [(8, 0.25), (10, 0.3), (7, 0.5), (5, 0.01)])
+def test_each_row_has_its_turn_equally_often(rows, share):
+    batch = {"x": jnp.arange(rows), "key": jax.random.key(0)}
+    taken = [part_of(batch, share, t)["x"].tolist() for t in range(rows)]
+    assert all(len(set(part)) == max(round(share * rows), 1) for part in taken)
+    counts = np.bincount(np.concatenate(taken), minlength=rows)
+    assert np.all(counts == counts[0])
+
+
+def test_a_part_of_rows_needs_rows():
+    with pytest.raises(ValueError, match=r"same leading axis.*minibatch\['a'\]: 3.*'b'\]: 2"):
+        part_of({"a": jnp.zeros(3), "b": jnp.zeros(2)}, 0.5, 0)
+
+
 def test_a_state_can_be_used_again_unless_it_is_donated():
     windows, validation = data()
     params, hparams = jax.tree.map(jnp.asarray, start())
@@ -743,6 +777,8 @@ def test_options_that_are_no_count(name, value):
         ({"tangents": np.int8}, TypeError, "tangents=.*floating-point"),
         ({"tangents": bool}, TypeError, "tangents=.*floating-point"),
         ({"tangents": "float"}, None, ""),
+        ({"tangents": 1.5}, ValueError, r"tangents=1.5.*share of the rows"),
+        ({"tangents": (0.0, jnp.bfloat16)}, ValueError, r"tangents=0.0.*share of the rows"),
         ({"tangents": "number"}, TypeError, "tangents=.*floating-point"),
         ({"tangents": complex}, TypeError, "tangents=.*floating-point"),
         ({"donate": None}, TypeError, "donate=None"),

@@ -566,6 +566,7 @@ class TestTuned:
             ({"trainable": 3}, TypeError, "trainable=.*trainable is the int 3"),
             ({"trainable": {"w": 1}}, TypeError, r"trainable\['w'\] is the int 1"),
             ({"trainable": {}}, TypeError, "trainable=.*a prefix"),
+            ({"options": {"horizon": 9}}, TypeError, r"give `tuned\(horizon=...\)`"),
             ({"options": "discount"}, TypeError, r"options=\.\.\.\) must be a dict"),
             ({"options": {"discount": "1"}}, TypeError, "discount"),
             ({"options": {"donate": True}}, TypeError, r"give `tuned\(donate="),

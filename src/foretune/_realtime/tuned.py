@@ -176,8 +176,8 @@ def tuned(
     for name, given in dicts.items():
         if not (given is None or isinstance(given, Mapping)):
             raise TypeError(f"tuned({name}=...) must be a dict, got {describe(given)}.")
-    if options is not None and "donate" in options:
-        raise TypeError("tuned(options={'donate': ...}) has no effect: give `tuned(donate=...)`.")
+    for name in {"donate", "horizon"} & set(options or ()):
+        raise TypeError(f"tuned(options={{{name!r}: ...}}): give `tuned({name}=...)`.")
     of_loss = loss_hparams or {}
     # How the two are called, which depends on what there is.
     carried = ", model_state" if has_state else ""
@@ -214,7 +214,8 @@ def tuned(
         Training(inner_loss, inner_optimizer, has_state=has_state, key=key),
         objective,
         constraints=constraints_of(start, constraints or {}),
-        **{"horizon": horizon} | dict(options or {}),
+        horizon=horizon,
+        **(options or {}),
     )
     settings = tuner.settings
     few = unstack if settings.chunk is None and settings.mesh is None else lambda Z: Z

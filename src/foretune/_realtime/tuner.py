@@ -62,13 +62,13 @@ from .stream import (
     run_stream,
     shapes_of,
 )
+from .tangents import tangents_of
 from .warn import warn_of_dropped
 from .window import (
     RealTimeState,
     TunerSettings,
     column_norms,
     directions_of,
-    floating,
     not_finite,
     number,
     run_window,
@@ -99,8 +99,10 @@ class RealTime:
         z_cap: after each window, scale the columns of Z down to this norm.
         clip: scale the hypergradient down to this norm.
         chunk: columns of Z in work at a time, where there are many hyperparameters.
-        tangents: a floating-point type, `jnp.bfloat16` say, in which the loss is computed for Z
-            only (with `Training`); the training stays as it is.
+        tangents: what Z is computed from, cheaper than the training, which stays as it is: a share of
+            the minibatch's rows, `0.25` say (others at each step, evenly spread; for a loss that is a
+            mean over them), a floating-point type for the loss, `jnp.bfloat16` say (with `Training`),
+            or both, `(0.25, jnp.bfloat16)`.
         horizon: the length of the run in minibatches, where it is known. It then ends like one with a
             good schedule: hyperparameters are tuned in its first quarter, after that learning rates
             decay linearly to 0, at the cost of plain training. Where a rate comes down to a third while
@@ -173,9 +175,10 @@ class RealTime:
             raise ValueError("RealTime(rates=...) says what decays towards `horizon`: give both.")
         if not isinstance(donate, bool):
             raise TypeError(f"RealTime(donate={donate!r:.60}): True or False.")
-        if tangents is not None and not problem.dynamics.offers("in_precision"):
+        dtype, share = tangents_of(tangents)
+        if dtype is not None and not problem.dynamics.offers("in_precision"):
             raise TypeError(
-                f"RealTime(tangents={tangents}) needs a dynamics with the method `in_precision`, as "
+                f"RealTime(tangents={dtype}) needs a dynamics with the method `in_precision`, as "
                 f"`foretune.Training` has; the dynamics is {describe(dynamics)}."
             )
         if mesh is not None:
@@ -193,7 +196,8 @@ class RealTime:
             None if reset is None else int(reset),
             z_cap,
             None if chunk is None else int(chunk),
-            None if tangents is None else floating(tangents),
+            dtype,
+            share,
             mesh,
             None if horizon is None else int(horizon),
             None if rates is None else tuple(rates),

@@ -7,7 +7,6 @@ All here are pure functions, to be traced; `RealTime` runs them over a window in
 spreads them over calls. `tuner.py` says what they compute and why.
 """
 
-import contextlib
 import math
 import numbers
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from .._problem.problem import Problem
 from .._problem.system import System, make_system
 from .._problem.training import TrainState
 from .horizon import Course, decayed, is_tuning, moved_on, rates_of
+from .tangents import part_of
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that diverged
 SPIKE = 1.25  # a loss this many times what it was has spiked
@@ -88,6 +88,7 @@ class TunerSettings(eqx.Module):
     z_cap: float | None = eqx.field(static=True)
     chunk: int | None = eqx.field(static=True)
     tangents: Any = eqx.field(static=True)
+    share: float = eqx.field(static=True)
     mesh: Any = eqx.field(static=True)
     horizon: int | None = eqx.field(static=True)
     rates: tuple[str, ...] | None = eqx.field(static=True)
@@ -107,14 +108,6 @@ def number(name: str, value: Any, fits: Callable[[Any], bool], expected: str) ->
     if not (math.isfinite(value) and fits(value)):
         raise ValueError(f"RealTime({name}={value}): {expected}.")
     return float(value)
-
-
-def floating(dtype: Any) -> Any:
-    """Return the floating-point type that `RealTime(tangents=...)` is, or raise."""
-    with contextlib.suppress(TypeError):
-        if jnp.issubdtype(np.dtype(dtype), jnp.floating):
-            return np.dtype(dtype)
-    raise TypeError(f"RealTime(tangents={dtype!r:.60}): a floating-point type, `jnp.bfloat16` say.")
 
 
 class Progressing(NamedTuple):
@@ -196,10 +189,15 @@ def make_step(
     hparams = state.hparams
     directions, unravel = directions_of(hparams)
     flat, _ = ravel_pytree(hparams)
-    rough = system
+    rough = tuner.dynamics
     if tuner.tangents is not None:
-        low = Continued(tuner.dynamics.in_precision(tuner.tangents))
-        rough = make_system(problem.replace(dynamics=low), hparams, whole=True)
+        rough = tuner.dynamics.in_precision(tuner.tangents)
+    exact = rough is tuner.dynamics and tuner.share == 1
+
+    def roughly(s, hparams, x, t):
+        batch = part_of(problem.batches.batch(x), tuner.share, t)
+        state, loss = rough.advance(system.restore(s), hparams, batch)
+        return eqx.filter(state, eqx.is_array), loss
 
     def advance(window, x):  # s_t = Phi(s_{t-1}, lambda) and Z_t = A_t Z_{t-1} + B_t
         s, Z = window.s, window.Z
@@ -208,13 +206,16 @@ def make_step(
             t = state.course.steps + window.steps  # pyright: ignore[reportOptionalMemberAccess]
             decay = decayed(hparams, rates_of(hparams, tuner.rates), t, tuner.horizon)
             return system.step_and_loss(s, decay, x), (Z, jnp.zeros_like(flat))
-        phi = lambda s, h: rough.step_and_loss(s, h, x)  # noqa: E731
+        if exact:
+            phi = lambda s, h: system.step_and_loss(s, h, x)  # noqa: E731
+        else:
+            phi = lambda s, h: roughly(s, h, x, state.window + window.steps)  # noqa: E731
         along = unstack(directions) if isinstance(Z, Unstacked) else directions
         after, tangents = pushforward(phi, (s, hparams), (Z, along), tuner.chunk)
         if isinstance(tangents, Unstacked):
             Z, d_losses = map(Unstacked, zip(*tangents.columns, strict=True))
             tangents = Z, stack_columns(d_losses)
-        return after if rough is system else system.step_and_loss(s, hparams, x), tangents
+        return after if exact else system.step_and_loss(s, hparams, x), tangents
 
     before = system.initial(hparams)
 
