@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Float, Int, PyTree
@@ -9,7 +10,7 @@ from jaxtyping import Float, Int, PyTree
 from .._outer.callbacks import as_path
 from .._problem.checks import check_count
 from .._problem.problem import Problem
-from .parts import save
+from .parts import load, save
 from .validation import Validation, validate
 
 
@@ -58,9 +59,8 @@ class Attribution(NamedTuple):
         """Return what was saved."""
         path = as_path(path, "Attribution.load")
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                return cls(arrays["scores"], arrays["errors"])
-        except (KeyError, ValueError, EOFError) as error:
+            return cls(*load(path, "scores", "errors"))
+        except (KeyError, TypeError, ValueError, EOFError, BadZipFile) as error:
             raise ValueError(
                 f"{path} is no attribution: a file that `Attribution.save` wrote is expected "
                 f"({type(error).__name__}: {error!s:.100})."

@@ -1,8 +1,8 @@
 """The finished parts of an attribution in a folder, from which a later call continues.
 
 `attribution.json` says what they belong to, `queries_12.npz` holds a chunk whose first query is 12.
-Each is written whole or not at all. One that cannot be read is set aside with a warning, and its queries
-are computed again.
+Each is written whole or not at all. One that cannot be read is set aside with a warning, and its
+queries are computed again.
 """
 
 import json
@@ -74,8 +74,7 @@ class Parts:
         done = np.zeros(len(errors), bool)
         for path in sorted(self.folder.glob("queries_*.npz")) if self.folder else ():
             try:
-                with np.load(path, allow_pickle=False) as part:
-                    rows, found, E = part["queries"], part["scores"], part["errors"]
+                rows, found, E = load(path, "queries", "scores", "errors")
                 scores[rows], errors[rows] = found, E
             except OSError as error:
                 if error.errno is not None:  # the disk's
@@ -98,6 +97,12 @@ class Parts:
         """Write a chunk."""
         if self.folder is not None:
             save(self.folder / f"queries_{rows[0]}.npz", queries=rows, scores=scores, errors=errors)
+
+
+def load(path: Path, *names: str) -> list[np.ndarray]:
+    """Return arrays of a `.npz` file."""
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        return [arrays[name] for name in names]
 
 
 def save(path: str | Path, **arrays: np.ndarray) -> None:

@@ -101,7 +101,7 @@ def validate(
     keys = jax.random.split(key, subsets)
     order = jax.vmap(lambda key: jax.random.permutation(key, len(w)))(keys)
     kept = np.asarray(order >= count)
-    actual = _retrained(wanted, name, point[name], kept, queries, chunk).T - errors[:, None]
+    actual = _retrained(wanted, name, w, kept, queries, chunk).T - errors[:, None]
     if not np.isfinite(actual).all():
         bad = int((~np.isfinite(actual)).any(0).sum())
         raise NonFiniteError(
@@ -115,15 +115,15 @@ def validate(
 
 
 def _retrained(
-    problem: Problem, name: str, w: Any, kept: np.ndarray, queries: Any, chunk: int | None
+    problem: Problem, name: str, w: np.ndarray, kept: np.ndarray, queries: Any, chunk: int | None
 ) -> Float[np.ndarray, "m K"]:
     """Return the errors of the queries, trained on each of the subsets that are kept."""
     m = len(kept)
-    chunk = min(m, Trainings(chunk, lambda count: None).beside(problem, {name: w}))
+    chunk = min(m, Trainings(chunk, lambda count: None).beside(problem, {name: jnp.asarray(w)}))
     found = []
     for i in range(0, m, chunk):
         rows = np.minimum(np.arange(i, i + chunk), m - 1)  # the last chunk is filled up
-        points = {name: w * jnp.asarray(kept[rows], w.dtype)}
+        points = {name: jnp.asarray(w * kept[rows])}
         found.append(np.asarray(_errors(problem, points, queries))[: m - i])
     return np.concatenate(found)
 
