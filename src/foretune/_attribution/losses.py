@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._outer.sensitivity import low_precision
@@ -115,71 +116,72 @@ def check_losses(
     state = problem.start(hparams)
     what = "losses" if losses is not None else "the loss of a batch of one (give `losses=`)"
     with noting(what, batch=batch), jax.default_matmul_precision("highest"):
-        values, apart, rest = _compared(training, mean, state, hparams, batch)
+        L, M = _at(training, mean, state, hparams, batch)
+        half = jax.tree.map(lambda leaf: leaf[np.arange(B) // 2], batch)
+        halves = _at(training, mean, state, hparams, half) if losses is not None else (L, M)
 
     def wrong(difference):
         return difference.exceeds(COUPLED) and not (
             low_precision(problem, hparams) and not difference.exceeds(LOW)
         )
 
-    loss, mean_loss, one, two = map(float, values)
+    apart = _difference(L, M, (L, M))
     if losses is None and wrong(apart):
         off = float(apart.gradient / apart.length)
-        raise ValueError(NOT_A_MEAN.format(loss=loss, mean=mean_loss, off=off))
-    if losses is not None and wrong(rest):
-        raise ValueError(NOT_THE_LOSSES.format(one=one, two=two))
-    dtype = values[0].dtype
+        raise ValueError(NOT_A_MEAN.format(loss=float(L.value), mean=float(M.value), off=off))
+    if losses is not None:
+        rest, other = (jax.tree.map(jnp.subtract, *both) for both in ((L, M), halves))
+        if wrong(_difference(rest, other, (L, halves[0]))):
+            one, two = float(rest.value), float(other.value)
+            raise ValueError(NOT_THE_LOSSES.format(one=one, two=two))
+    dtype = L.value.dtype
     return apart.exceeds(ROUNDING * float(jnp.finfo(dtype).eps)), dtype
 
 
+class Slope(NamedTuple):
+    """A function of the parameters at a point."""
+
+    value: Float[Array, ""]
+    gradient: PyTree
+
+
 @filtered
-def _compared(
+def _at(
     training: Training, mean: WeightedLoss, state: Any, hparams: PyTree, batch: PyTree
-) -> tuple[tuple[Array, ...], Difference, Difference]:
-    """Return values, how far the mean of the losses is from the loss, and what is left from itself.
-
-    The last: on the first half of the minibatch twice, from what it is on the whole of it.
-    """
+) -> tuple[Slope, Slope]:
+    """Return the loss and the mean of the losses, at parameters that are changed a little."""
     state = state._replace(params=_changed(state.params))
-    half = jax.tree.map(lambda leaf: leaf[jnp.arange(len(leaf)) // 2], batch)
-    means = eqx.tree_at(lambda training: training.loss, training, mean)
 
-    def at(training, batch):
+    def at(training):
         weights, _, objective = training._objective(state, hparams, batch)
         (value, _), gradient = jax.value_and_grad(objective, has_aux=True)(weights)
-        return value, gradient
+        return Slope(value, gradient)
 
-    L, M, L_half, M_half = (
-        at(training, batch),
-        at(means, batch),
-        at(training, half),
-        at(means, half),
-    )
-    rest, rest_half = (jax.tree.map(jnp.subtract, a, b) for a, b in ((L, M), (L_half, M_half)))
+    return at(training), at(eqx.tree_at(lambda training: training.loss, training, mean))
 
-    def difference(a, b, sizes):
-        off = jax.tree.map(jnp.subtract, a, b)
-        (value, gradient), (other, other_gradient) = sizes
-        size, length = abs(value) + abs(other), _length(gradient) + _length(other_gradient)
-        return Difference(jnp.abs(off[0]), size, _length(off[1]), length)
 
-    values = L[0], M[0], rest[0], rest_half[0]
-    return values, difference(L, M, (L, M)), difference(rest, rest_half, (L, L_half))
+@filtered
+def _difference(a: Slope, b: Slope, sizes: tuple[Slope, Slope]) -> Difference:
+    """Return how far two are apart, and the sizes that it is relative to."""
+    size = abs(sizes[0].value) + abs(sizes[1].value)
+    length = _length(sizes[0].gradient) + _length(sizes[1].gradient)
+    off = jax.tree.map(jnp.subtract, a.gradient, b.gradient)
+    return Difference(abs(a.value - b.value), size, _length(off), length)
 
 
 def _changed(params: PyTree) -> PyTree:
-    """Return the parameters with a tenth of their size added at random; zeros get a hundredth of 1."""
+    """Return the parameters with about a tenth of their size added; zeros get a hundredth of 1."""
     leaves, treedef = jax.tree.flatten(params)
     for i, leaf in enumerate(leaves):
         if eqx.is_inexact_array(leaf):
-            size = jnp.sqrt(jnp.mean(leaf.astype(float) ** 2))
-            noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), i), leaf.shape)
-            leaves[i] = leaf + (jnp.where(size > 0, size / 10, 0.01) * noise).astype(leaf.dtype)
+            size = jnp.sqrt(jnp.mean(jnp.abs(leaf).astype(float) ** 2))
+            waves = jnp.cos(7 * jnp.arange(leaf.size, dtype=float) + i).reshape(leaf.shape)
+            leaves[i] = leaf + (jnp.where(size > 0, size / 10, 0.01) * waves).astype(leaf.dtype)
     return treedef.unflatten(leaves)
 
 
 def _length(tree: PyTree) -> Float[Array, ""]:
-    squares = (jnp.sum(jnp.square(leaf.astype(float))) for leaf in jax.tree.leaves(tree))
+    squares = (jnp.sum(jnp.abs(leaf).astype(float) ** 2) for leaf in jax.tree.leaves(tree))
     return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
