@@ -310,6 +310,9 @@ def test_validation_of_a_convex_problem():
     assert validation.mean > 0.9
     assert 0 < validation.standard_error < 0.1
     assert "4 queries, 20 subsets" in str(validation)
+    plotted = pytest.importorskip("matplotlib.pyplot")
+    assert len(validation.plot().lines) == 5
+    plotted.close("all")
     again = found.validate(problem, {}, queries, losses=losses, subsets=20, drop=0.1, chunk=1)
     np.testing.assert_allclose(again.actual, validation.actual, rtol=1e-3, atol=1e-5)
     with pytest.raises(ValueError, match="here are 4 queries and 2 weights"):
@@ -467,6 +470,42 @@ def test_a_training_that_diverges():
     assert not np.isfinite(
         ft.attribute(problem, {"lr": jnp.array(1e20)}, QUERIES, engine=engine).scores
     ).all()
+
+
+@pytest.mark.second_tier
+def test_scores_that_are_not_finite_say_why():
+    problem, _ = plain()
+    dead = ft.Minibatches((X * [1, 1, 0], Y), INDICES)
+    problem = problem.replace(dynamics=ft.Training(mean_square, optax.adam(0.01)), batches=dead)
+    with pytest.raises(
+        ft.NonFiniteError, match=r"query 0: .*hparams\['weight'\].*\n(.*\n)*.*eps_root"
+    ):
+        ft.attribute(problem, {}, QUERIES)
+
+
+class OfModel:
+    """A loss that cannot be hashed, of a model that is more than arrays."""
+
+    __hash__ = None
+
+    def __call__(self, model, hparams, batch):
+        return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+
+
+@pytest.mark.second_tier
+def test_a_model_and_a_loss_of_other_kinds():
+    model = eqx.nn.MLP(D, "scalar", 4, 1, key=jax.random.key(0))
+
+    def of_model(state, hparams, batch):
+        return OfModel()(state.params, hparams, batch)
+
+    training = ft.Training(OfModel(), optax.sgd(0.1))
+    problem = problem_of(training, of_model, model)
+    exact = ft.attribute(problem, {}, QUERIES)
+    assert exact.scores.shape == (K, N)
+    low = ft.attribute(problem.replace(dynamics=training.in_precision("bfloat16")), {}, QUERIES)
+    assert low.scores.dtype == np.float32
+    np.testing.assert_allclose(low.scores, exact.scores, atol=0.02)
 
 
 @pytest.mark.parametrize(

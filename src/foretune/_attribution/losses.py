@@ -95,10 +95,12 @@ class Difference(NamedTuple):
         )
 
 
-def check_losses(
-    problem: Problem, training: Training, hparams: PyTree, losses: Any
-) -> tuple[bool, Any]:
-    """Return whether the loss is more than the mean of the losses, and its type, or raise."""
+def check_losses(problem: Problem, weighted: Any, hparams: PyTree, losses: Any) -> tuple[bool, Any]:
+    """Return whether the loss is more than the mean of the losses, and its type, or raise.
+
+    `weighted` is the `Weighted` training, on the mean of the losses alone.
+    """
+    training: Training = weighted.inner
     if losses is not None:
         form = "losses(params, hparams, batch{}{})".format(
             ", model_state" if training.has_state else "",
@@ -112,13 +114,12 @@ def check_losses(
             f"Minibatches' gather makes {B} examples of {problem.batches.indices.shape[1]} indices; "
             "one for each is expected."
         )
-    mean = WeightedLoss(training.loss, losses, training.has_state, False, jnp.ones(B))
     state = problem.start(hparams)
     what = "losses" if losses is not None else "the loss of a batch of one (give `losses=`)"
     with noting(what, batch=batch), jax.default_matmul_precision("highest"):
-        L, M = _at(training, mean, state, hparams, batch)
+        L, M = _at(weighted, state, hparams, batch)
         half = jax.tree.map(lambda leaf: leaf[np.arange(B) // 2], batch)
-        halves = _at(training, mean, state, hparams, half) if losses is not None else (L, M)
+        halves = _at(weighted, state, hparams, half) if losses is not None else (L, M)
 
     def wrong(difference):
         return difference.exceeds(COUPLED) and not (
@@ -146,9 +147,7 @@ class Slope(NamedTuple):
 
 
 @filtered
-def _at(
-    training: Training, mean: WeightedLoss, state: Any, hparams: PyTree, batch: PyTree
-) -> tuple[Slope, Slope]:
+def _at(weighted: Any, state: Any, hparams: PyTree, batch: PyTree) -> tuple[Slope, Slope]:
     """Return the loss and the mean of the losses, at parameters that are changed a little."""
     state = state._replace(params=_changed(state.params))
 
@@ -157,7 +156,8 @@ def _at(
         (value, _), gradient = jax.value_and_grad(objective, has_aux=True)(weights)
         return Slope(value, gradient)
 
-    return at(training), at(eqx.tree_at(lambda training: training.loss, training, mean))
+    ones = jnp.ones(len(jax.tree.leaves(batch)[0]))
+    return at(weighted.inner), at(weighted.with_weights(ones))
 
 
 @filtered

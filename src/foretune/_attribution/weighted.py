@@ -118,9 +118,12 @@ class Weighted(Held):
         batch, numbers = batch
         weights = hparams[self.name]
         weights = weights.weights if isinstance(weights, Seen) else weights[numbers]
+        return self.with_weights(weights).advance(state, self.hparams(hparams), batch)
+
+    def with_weights(self, weights: Float[Array, " b"]) -> Training:
+        """Return the training on a minibatch with these weights."""
         loss = WeightedLoss(self.inner.loss, self.losses, self.inner.has_state, self.more, weights)
-        training = eqx.tree_at(lambda training: training.loss, self.inner, loss)
-        return training.advance(state, self.hparams(hparams), batch)
+        return eqx.tree_at(lambda training: training.loss, self.inner, loss)
 
 
 def weighted_problem(
@@ -140,13 +143,14 @@ def weighted_problem(
         holding = Holding(rest, name)
         changes["dynamics"] = Held(_bare(problem), holding, begin)
     else:
-        training = _training(problem, name)
+        _check_training(problem, name)
         n = examples_of(problem.batches)
         groups = as_groups(groups, n)
         count = n if groups is None else int(groups.max()) + 1
         holding = Holding(hparams, None)
         numbered = Numbered(problem.batches, groups)
-        more, dtype = check_losses(problem, training, hparams, losses)
+        weighted = Weighted(_bare(problem), holding, begin, losses, False, name)
+        more, dtype = check_losses(problem, weighted, hparams, losses)
         weights = jnp.ones(count, np.promote_types(dtype, np.float32))
         changes["dynamics"] = Weighted(_bare(problem), holding, begin, losses, more, name)
         changes["batches"] = numbered
@@ -160,7 +164,7 @@ def _bare(problem: Problem) -> Any:
     return problem.dynamics.dynamics if type(problem.dynamics) is Wrapper else problem.dynamics
 
 
-def _training(problem: Problem, name: str) -> Training:
+def _check_training(problem: Problem, name: str) -> None:
     dynamics = problem.dynamics
     dynamics = dynamics.inner if type(dynamics) is Wrapper else dynamics
     if not isinstance(dynamics, Training):
@@ -169,7 +173,6 @@ def _training(problem: Problem, name: str) -> Training:
             f"`foretune.Training` alone. Put them into the dynamics as a hyperparameter, "
             f"hparams[{name!r}], a vector, or name that with `weights=`."
         )
-    return dynamics
 
 
 def _own_weights(
