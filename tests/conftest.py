@@ -13,14 +13,14 @@ import jax
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CORE = ("problem", "engines", "outer", "realtime")
+CORE = ("problem", "engines", "outer", "realtime", "attribution")
 # The first tier: these folders, but for tests marked `second_tier`, and tests marked `first_tier`.
 FIRST_TIER = (
     *(f"tests/{part}/" for part in (*CORE, "conformance")),
     *(f"src/foretune/_{part}/" for part in CORE),
     "tests/test_imports.py",
 )
-STRICT = FIRST_TIER[:5]
+STRICT = FIRST_TIER[: len(CORE) + 1]
 
 if jax.__version_info__ < (0, 11):
     # Compiles the tests' many small programs three times faster. XLA aborts at a flag that it does

@@ -9,7 +9,7 @@ FLOORS = [  # from the ground up; what stands on one floor may import what is be
     {"_problem"},
     {"_engines"},
     {"_outer"},
-    {"_realtime"},
+    {"_realtime", "_attribution"},
     {"report", "optuna", "torch"},
     {"apps"},
     {"cli", "__main__"},

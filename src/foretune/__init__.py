@@ -1,5 +1,8 @@
 """foretune: exact hypergradients of any training procedure, in JAX."""
 
+from ._attribution.attribute import attribute as attribute
+from ._attribution.attribution import Attribution as Attribution
+from ._attribution.validation import Validation as Validation
 from ._engines.auto import Auto as Auto
 from ._engines.auto import Choice as Choice
 from ._engines.base import AbstractEngine as AbstractEngine

@@ -139,6 +139,12 @@ def test_the_task_graph_example_learns(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "pattern", "holds"),
     [
+        (
+            "attribution",
+            ["--steps", "100", "--subsets", "5"],
+            r"checked digits, (\d+)% are wrong",
+            lambda share: share > 40,
+        ),
         ("custom_dynamics", [], r"off by at most ([\d.]+)", lambda off: off < 0.05),
         (
             "drifting_stream",

@@ -259,7 +259,7 @@ def program_bytes(program: Any) -> int:
     )
 
 
-def parse_bytes(memory: Any) -> int:
+def parse_bytes(memory: Any, where: str = "Auto") -> int:
     """Return the bytes of a number or of a text like "4GiB".
 
     >>> parse_bytes("4GiB"), parse_bytes("1.5 MB"), parse_bytes(100)
@@ -271,5 +271,7 @@ def parse_bytes(memory: Any) -> int:
         if match and match[2] in _UNITS and match[1].replace(".", "", 1).isdigit():
             found = int(float(match[1]) * _UNITS[match[2]])
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-        raise ValueError(f'Auto(memory={memory!r}): give bytes, or a text like "4GiB" or "500MB".')
+        raise ValueError(
+            f'{where}(memory={memory!r}): give bytes, or a text like "4GiB" or "500MB".'
+        )
     return int(found)

@@ -318,9 +318,10 @@ def _sweep(
 def adjoint_step(system: System, hparams: PyTree, adjoint: Adjoint, s: PyTree, t: Any) -> Adjoint:
     """alpha_{t-1} = alpha_t A_t, and alpha_t B_t is added to g."""
     x = _entry(system, t)
-    _, pull = eqx.filter_vjp(lambda s, h: system.step(s, h, x), s, hparams)
+    seen = system.seen(hparams, x)
+    _, pull = eqx.filter_vjp(lambda s, h: system.step(s, h, x), s, seen)
     alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
-    return Adjoint(alpha_A, _sum(adjoint.g, alpha_B))
+    return Adjoint(alpha_A, system.add(adjoint.g, alpha_B, x))
 
 
 def _entry(system: System, t: Any) -> PyTree:

@@ -21,6 +21,14 @@ from jaxtyping import Array, Float, PyTree
 from .arguments import Structure, flatten, unflatten
 
 
+def _all_of_it(hparams: PyTree, x: PyTree) -> PyTree:
+    return hparams
+
+
+def _sum(g: PyTree, alpha_B: PyTree, x: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: a + b, g, alpha_B)
+
+
 class System(NamedTuple):
     """A problem as pure functions of an array-only state s."""
 
@@ -32,6 +40,10 @@ class System(NamedTuple):
     steps: int  # T
     restore: Callable[[PyTree], PyTree]  # s -> the user's state
     rows: dict[str | None, int]  # hyperparameter's name -> the error it follows; None: all of them
+    # Where a step depends on a few entries of lambda, its adjoint need not touch the others: `seen` is
+    # what `step` takes instead of all of lambda, `add` puts the adjoint's product with it in its place.
+    seen: Callable[[PyTree, PyTree], PyTree] = _all_of_it  # lambda, x_t -> what step t sees
+    add: Callable[[PyTree, PyTree, PyTree], PyTree] = _sum  # g, alpha_t B_t, x_t -> their sum
 
     def run(self, hparams: PyTree) -> PyTree:
         """Return s_T: plain training."""

@@ -1,0 +1,1 @@
+"""Data attribution: what each training example did to each error."""

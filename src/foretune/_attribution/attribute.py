@@ -1,0 +1,186 @@
+"""Exact data attribution: how each training example moved each error, through the whole training."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .._engines.auto import parse_bytes
+from .._engines.base import Hypergradient
+from .._engines.nonfinite import NonFiniteError, explain
+from .._engines.reverse import Reverse
+from .._outer.run import Run, check_callbacks, check_outside_programs, digest_of, started
+from .._problem.checks import check_count, describe
+from .._problem.folds import CrossValidated
+from .._problem.problem import Problem, validated
+from .attribution import Attribution
+from .parts import Parts
+from .queries import as_queries, chosen, is_functions, with_query
+from .sweep import MOST, backward, ends, fitting, forward
+from .weighted import HeldObjective, weighted_problem
+
+
+def attribute(
+    problem: Problem,
+    hparams: PyTree,
+    queries: Any,
+    *,
+    weights: str = "weight",
+    losses: Any = None,
+    groups: Any = None,
+    engine: Any = None,
+    chunk: Any = None,
+    memory: Any = None,
+    folder: Any = None,
+    callbacks: Any = (),
+) -> Attribution:
+    """Return d error_k / d weight_i for K queries and n training examples, exactly.
+
+    Each training example has a weight in the mean loss of its minibatches, (1/B) sum_i w_i l_i, which
+    is 1. A score says what becomes of the error of a query as that weight grows: where it is negative,
+    the example helps. To leave a few examples out changes the error by about minus their scores. The
+    derivative goes through every step of the training as it was: its minibatches, optimizer and random
+    numbers. It costs one training, and for each query about as much as a hypergradient.
+
+    Args:
+        problem: the problem; its dynamics is `Training`, its batches `Minibatches` or `FullBatch`.
+        hparams: its hyperparameters (`{}` where it has none), which are held.
+        queries: what to explain: K validation examples, a pytree like the problem's `validation` with
+            a leading axis of K. The error of each is the problem's objective on it as a batch of one.
+            Or a list of K objectives `f(state, hparams, validation)`.
+        weights: the name of the hyperparameter that holds the weights of the examples, a vector, where
+            the problem has one: the scores are then its gradients, where it is, and any dynamics will
+            do. Where `hparams` has no entry of that name, weights of 1 are added to the loss.
+        losses: called as the loss is, it returns the array of B losses that the loss is the mean of;
+            with `has_state`, the pair of them and the model state. By default the loss of each example
+            as a batch of one; that their mean is the loss is checked. A penalty on the parameters is
+            best left out here: by default each example has its share of it.
+        groups: the group of each training example, 0, 1, ...: one weight, and one score, per group.
+        engine: `Reverse(...)`, whose `store` says what is kept of the training.
+        chunk: the most queries that go back through the training together, 64 by default.
+        memory: what a program may need at most: bytes, or a text like "4GiB". By default what is free.
+        folder: where finished chunks are written. A call with the same folder, problem and queries
+            continues there.
+        callbacks: `foretune.Progress()`, say. A run's `step` counts queries.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> x, y = jnp.array([1.0, 1.0, 2.0]), jnp.array([1.0, 1.0, 8.0])
+    >>> problem = ft.Problem(
+    ...     dynamics=ft.Training(
+    ...         lambda w, h, batch: jnp.mean((w * batch[0] - batch[1]) ** 2), optax.sgd(0.1)),
+    ...     objective=lambda state, h, batch: jnp.mean((state.params * batch[0] - batch[1]) ** 2),
+    ...     init=jnp.array(0.0), batches=ft.FullBatch((x, y), steps=50))
+    >>> found = ft.attribute(problem, {}, (jnp.array([3.0]), jnp.array([3.0])))
+    >>> found.scores.round(1)
+    array([[-12., -12.,  24.]], dtype=float32)
+    >>> found.bottom(1)  # the most harmful
+    array([[2]])
+    """
+    engine = Reverse() if engine is None else engine
+    _check(problem, hparams, weights, engine, chunk, callbacks)
+    memory = None if memory is None else parse_bytes(memory, "attribute")
+    queries, K = as_queries(problem, queries)
+    one = with_query(problem, queries, 0)
+    wanted, point = weighted_problem(one, hparams, weights, losses, groups)
+    arrays, structure = validated(wanted, point)
+    w = np.asarray(point[weights])
+    scores, errors = np.zeros((K, len(w)), w.dtype), np.zeros(K, w.dtype)
+    run = Run(K, None, dict)
+    with Parts(folder, lambda: _fingerprint(wanted, point, queries, K)) as parts:
+        missing = parts.read(scores, errors)
+        run.move(K - len(missing), None)
+        with started(callbacks, run):
+            if len(missing):
+                c = fitting(engine, structure, arrays, min(len(missing), chunk or MOST), memory)
+                s_T, stored = forward(engine, structure, arrays)
+                for rows in np.split(missing, range(c, len(missing), c)):
+                    filled = np.append(rows, np.repeat(rows[-1], c - len(rows)))  # for one program
+                    E, adjoint = ends(wanted, point, s_T, chosen(queries, filled))
+                    found = backward(engine, structure, arrays, stored, adjoint)
+                    errors[rows], scores[rows] = E[: len(rows)], found[: len(rows)]
+                    if engine.check_finite is not False:
+                        _check_finite(wanted, point, queries, rows, Attribution(scores, errors))
+                    parts.write(rows, scores[rows], errors[rows])
+                    _report(run, callbacks, rows, errors)
+    return Attribution(scores, errors)
+
+
+def _check(problem: Any, hparams: Any, name: Any, engine: Any, chunk: Any, callbacks: Any) -> None:
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            f"attribute's problem must be a `foretune.Problem`, got {describe(problem)}."
+        )
+    check_outside_programs("attribute", problem, hparams)
+    if isinstance(problem, CrossValidated):
+        raise TypeError(
+            "attribute explains one training; the problem is a `CrossValidated`, the mean of several. "
+            "Give the problem of one fold."
+        )
+    if problem.trajectory:
+        raise ValueError(
+            "attribute explains errors at the end of the training, but the problem averages its error "
+            "over all steps. Give `problem.replace(trajectory=False)`."
+        )
+    if not isinstance(name, str):
+        raise TypeError(f"attribute(weights={name!r:.60}): give the name of a hyperparameter.")
+    if not isinstance(engine, Reverse):
+        raise TypeError(
+            f"attribute(engine={engine!r:.60}): the adjoints of many errors go back through one "
+            "training by reverse mode. Give `foretune.Reverse()`, or where memory is short "
+            '`foretune.Reverse(store="segments")`.'
+        )
+    if engine.store == "everything":
+        raise ValueError(
+            "attribute(engine=Reverse(store='everything')): what is inside the steps is not kept "
+            "between chunks of queries, and computing it again costs little beside the adjoints of "
+            'many. Give `foretune.Reverse()` or `foretune.Reverse(store="segments")`.'
+        )
+    if chunk is not None:
+        check_count(chunk, f"attribute(chunk={chunk!r:.60})")
+    check_callbacks(callbacks)
+    for callback in callbacks:
+        if callback.resumes:
+            raise TypeError(
+                f"attribute keeps its own parts: give `folder=` instead of {describe(callback)}."
+            )
+
+
+def _fingerprint(problem: Problem, weights: PyTree, queries: Any, K: int) -> dict[str, Any]:
+    """Return what tells one attribution from another; functions cannot be compared."""
+    batches = problem.batches
+    return {
+        "the number of queries": K,
+        "the queries": digest_of(queries),
+        "the number of weights": [leaf.size for leaf in jax.tree.leaves(weights)],
+        "the weights": digest_of(weights),
+        "the training data, minibatches and groups": digest_of(batches),
+        "the initial parameters": digest_of(problem.init),
+        "the hyperparameters, keys and other arrays of the dynamics": digest_of(problem.dynamics),
+    }
+
+
+def _check_finite(
+    problem: Problem, weights: PyTree, queries: Any, rows: np.ndarray, found: Attribution
+) -> None:
+    """Raise where an error or a score is not finite, and say since which step."""
+    finite = np.isfinite(found.scores[rows]).all(1) & np.isfinite(found.errors[rows])
+    if finite.all():
+        return
+    k = int(rows[np.argmin(finite)])
+    if is_functions(queries):
+        problem = problem.replace(objective=HeldObjective(queries[k], problem.dynamics.hparams))
+    else:
+        problem = with_query(problem, queries, k)
+    grad = jax.tree.map(lambda leaf: jnp.asarray(found.scores[k], leaf.dtype), weights)
+    result = Hypergradient(jnp.asarray(found.errors[k]), grad, None)
+    raise NonFiniteError(f"query {k}: {explain(problem, weights, result)}")
+
+
+def _report(run: Run, callbacks: Any, rows: np.ndarray, errors: np.ndarray) -> None:
+    run.move(run.step + len(rows), None)
+    run.record = {"step": run.step, "error": float(errors[rows].mean())}
+    run.history.append(run.record)
+    for callback in callbacks:
+        callback.step(run)

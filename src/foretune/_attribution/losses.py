@@ -1,0 +1,193 @@
+"""The loss of each example, of a loss that is their mean.
+
+The user gives it, or it is the loss of a batch of one. That the mean of these is the loss is tried out
+on the first minibatch: values and gradients, at parameters that are changed a little, since at zeros
+much comes out alike. What the user's losses leave out must be the same for other examples: a penalty on
+the parameters.
+"""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .._outer.sensitivity import low_precision
+from .._problem.arguments import filtered
+from .._problem.batches import Minibatches
+from .._problem.checks import check_leading_axis, check_signature, describe_tree
+from .._problem.problem import Problem
+from .._problem.training import Training
+from .._problem.validation import noting
+
+COUPLED = 1e-3  # relative difference from which on a mean of losses is not the loss,
+LOW = 0.05  # and where it is computed below single precision
+ROUNDING = 100  # units in the last place up to which it is the loss
+NOT_A_MEAN = (
+    "the loss of the first minibatch, at parameters that are changed a little, is {loss:.6g}, but the "
+    "mean of the losses of its examples, each as a batch of one, is {mean:.6g} (and their gradients "
+    "differ by {off:.2g} of their length). Where the examples of a batch depend on each other (batch "
+    "normalisation), draw random numbers (dropout) or are summed instead of averaged, give `losses=`: "
+    "a function that is called as the loss is and returns the array of B losses that it is the mean of."
+)
+NOT_THE_LOSSES = (
+    "`losses` are not those that the loss is the mean of. The loss less their mean may be a penalty on "
+    "the parameters, the same whatever the examples, but it is {one:.6g} on the first minibatch and "
+    "{two:.6g} on the first half of it twice. Return the array of B losses whose mean, for the same "
+    "examples and random numbers, is the loss but for such a penalty."
+)
+
+
+class WeightedLoss(eqx.Module):
+    """The loss of a minibatch with a weight for each of its examples."""
+
+    loss: Any
+    losses: Any
+    has_state: bool = eqx.field(static=True)
+    more: bool = eqx.field(static=True)
+    weights: Float[Array, " b"]
+
+    def __call__(self, params: PyTree, hparams: PyTree, batch: PyTree, *state: Any, **key: Any):
+        l, model_state = self.each(params, hparams, batch, *state, **key)
+        w = self.weights.astype(l.dtype)
+        B = w.size
+        if self.more:
+            loss = self.loss(params, hparams, batch, *state, **key)
+            loss, model_state = loss if self.has_state else (loss, None)
+            value = loss + jnp.sum((w - 1) * l) / B
+        else:
+            value = jnp.sum(w * l) / B
+        return (value, model_state) if self.has_state else value
+
+    def each(self, params: PyTree, hparams: PyTree, batch: PyTree, *state: Any, **key: Any):
+        """Return the losses of the examples, and the model state."""
+        if self.losses is not None:
+            result = self.losses(params, hparams, batch, *state, **key)
+            l, model_state = result if self.has_state else (result, None)
+            _check_shape(l, self.weights.size)
+            return l, model_state
+
+        def one(example):
+            row = jax.tree.map(lambda leaf: leaf[None], example)
+            result = self.loss(params, hparams, row, *state, **key)
+            return result[0] if self.has_state else result
+
+        model_state = None
+        if self.has_state:
+            _, model_state = self.loss(params, hparams, batch, *state, **key)
+        return jax.vmap(one)(batch), model_state
+
+
+class Difference(NamedTuple):
+    """How far two functions of the parameters are apart: in their values, and in their gradients."""
+
+    value: Float[Array, ""]
+    size: Float[Array, ""]
+    gradient: Float[Array, ""]
+    length: Float[Array, ""]
+
+    def exceeds(self, tolerance: float) -> bool:
+        """Return whether one of the two is larger, relative to the size; what is not finite is not."""
+        return bool(self.value > tolerance * self.size) or bool(
+            self.gradient > tolerance * self.length
+        )
+
+
+def check_losses(problem: Problem, weighted: Any, hparams: PyTree, losses: Any) -> tuple[bool, Any]:
+    """Return whether the loss is more than the mean of the losses, and its type, or raise.
+
+    `weighted` is the `Weighted` training, on the mean of the losses alone.
+    """
+    training: Training = weighted.inner
+    if losses is not None:
+        form = "losses(params, hparams, batch{}{})".format(
+            ", model_state" if training.has_state else "",
+            ", key=..." if training.key is not None else "",
+        )
+        check_signature(losses, form, ("key",) if training.key is not None else ())
+    batch = problem.batches.batch(jax.tree.map(lambda leaf: leaf[0], problem.batches.xs))
+    B = check_leading_axis(batch, "the minibatch")
+    if isinstance(problem.batches, Minibatches) and problem.batches.indices.shape[1] != B:
+        raise ValueError(
+            f"Minibatches' gather makes {B} examples of {problem.batches.indices.shape[1]} indices; "
+            "one for each is expected."
+        )
+    state = problem.start(hparams)
+    what = "losses" if losses is not None else "the loss of a batch of one (give `losses=`)"
+    with noting(what, batch=batch), jax.default_matmul_precision("highest"):
+        L, M = _at(weighted, state, hparams, batch)
+        half = jax.tree.map(lambda leaf: leaf[np.arange(B) // 2], batch)
+        halves = _at(weighted, state, hparams, half) if losses is not None else (L, M)
+
+    def wrong(difference):
+        return difference.exceeds(COUPLED) and not (
+            low_precision(problem, hparams) and not difference.exceeds(LOW)
+        )
+
+    apart = _difference(L, M, (L, M))
+    if losses is None and wrong(apart):
+        off = float(apart.gradient / apart.length)
+        raise ValueError(NOT_A_MEAN.format(loss=float(L.value), mean=float(M.value), off=off))
+    if losses is not None:
+        rest, other = (jax.tree.map(jnp.subtract, *both) for both in ((L, M), halves))
+        if wrong(_difference(rest, other, (L, halves[0]))):
+            one, two = float(rest.value), float(other.value)
+            raise ValueError(NOT_THE_LOSSES.format(one=one, two=two))
+    dtype = L.value.dtype
+    return apart.exceeds(ROUNDING * float(jnp.finfo(dtype).eps)), dtype
+
+
+class Slope(NamedTuple):
+    """A function of the parameters at a point."""
+
+    value: Float[Array, ""]
+    gradient: PyTree
+
+
+@filtered
+def _at(weighted: Any, state: Any, hparams: PyTree, batch: PyTree) -> tuple[Slope, Slope]:
+    """Return the loss and the mean of the losses, at parameters that are changed a little."""
+    state = state._replace(params=_changed(state.params))
+
+    def at(training):
+        weights, _, objective = training._objective(state, hparams, batch)
+        (value, _), gradient = jax.value_and_grad(objective, has_aux=True)(weights)
+        return Slope(value, gradient)
+
+    ones = jnp.ones(len(jax.tree.leaves(batch)[0]))
+    return at(weighted.inner), at(weighted.with_weights(ones))
+
+
+@filtered
+def _difference(a: Slope, b: Slope, sizes: tuple[Slope, Slope]) -> Difference:
+    """Return how far two are apart, and the sizes that it is relative to."""
+    size = abs(sizes[0].value) + abs(sizes[1].value)
+    length = _length(sizes[0].gradient) + _length(sizes[1].gradient)
+    off = jax.tree.map(jnp.subtract, a.gradient, b.gradient)
+    return Difference(abs(a.value - b.value), size, _length(off), length)
+
+
+def _changed(params: PyTree) -> PyTree:
+    """Return the parameters with about a tenth of their size added; zeros get a hundredth of 1."""
+    leaves, treedef = jax.tree.flatten(params)
+    for i, leaf in enumerate(leaves):
+        if eqx.is_inexact_array(leaf):
+            size = jnp.sqrt(jnp.mean(jnp.abs(leaf).astype(float) ** 2))
+            waves = jnp.cos(7 * jnp.arange(leaf.size, dtype=float) + i).reshape(leaf.shape)
+            leaves[i] = leaf + (jnp.where(size > 0, size / 10, 0.01) * waves).astype(leaf.dtype)
+    return treedef.unflatten(leaves)
+
+
+def _length(tree: PyTree) -> Float[Array, ""]:
+    squares = (jnp.sum(jnp.abs(leaf).astype(float) ** 2) for leaf in jax.tree.leaves(tree))
+    return jnp.sqrt(sum(squares, jnp.zeros(())))
+
+
+def _check_shape(values: Any, B: int) -> None:
+    if getattr(values, "shape", None) != (B,) or not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(
+            f"`losses` must return one floating-point number for each of the {B} examples of a "
+            f"minibatch, an array of shape ({B},); it returned\n{describe_tree(values, 'losses')}"
+        )

@@ -1,0 +1,137 @@
+"""The adjoints of many errors through one training.
+
+With alpha_T^k = grad E_k(s_T), A_t = dPhi_t/ds_{t-1} and w the weights of the examples,
+
+    alpha_{t-1}^k = alpha_t^k A_t,    dE_k/dw = sum_t alpha_t^k dPhi_t/dw.
+
+The training is run once and its states are stored, as the engine says; then the adjoints of a chunk of
+errors go back through each step together. Step t sees the weights of its B examples alone, so that
+alpha_t dPhi_t/dw is B numbers for each error, which are added in their places among all n.
+
+Time, with K errors: one training, and for each chunk the steps once more and its transposed products.
+Memory: the states, and for each error of a chunk n scores, alpha and what is inside a step.
+"""
+
+import functools
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .._engines.auto import program_bytes
+from .._engines.costs import free_bytes, show_bytes
+from .._engines.products import pull_rows
+from .._engines.reverse import Reverse
+from .._engines.schedules import Adjoint
+from .._problem.arguments import Compiled, Structure, filtered, unflatten
+from .._problem.problem import Problem
+from .._problem.system import System, make_system
+from .queries import as_batch, is_functions
+from .weighted import HeldObjective, Seen, Weighted
+
+MOST = 64  # errors in work together, where memory allows
+TOO_LITTLE = (
+    "one query at a time needs {least}, more than the {limit} that {allowed}: {states} are states that "
+    "are stored, {given} data and parameters. Allow more, `attribute(memory=...)`, or store less, "
+    '`engine=foretune.Reverse(store="segments")` or a number of states.'
+)
+
+
+def weighted_system(problem: Problem, weights: dict[str, Array]) -> System:
+    """Return the system, whose steps see the weights of their own examples alone."""
+    system = make_system(problem, weights)
+    if not isinstance(problem.dynamics, Weighted):
+        return system
+    batches, name = problem.batches, problem.dynamics.name
+
+    def seen(weights, x):
+        return {name: Seen(weights[name][batches.numbers(x)])}
+
+    def add(g, alpha_B, x):
+        return {name: g[name].at[:, batches.numbers(x)].add(alpha_B[name].weights)}
+
+    return system._replace(seen=seen, add=add)
+
+
+def _train(engine: Reverse, structure: Structure, arrays: list[Array]) -> tuple[PyTree, Any]:
+    problem, weights = unflatten(structure, arrays)
+    system = weighted_system(problem, weights)
+    return engine.schedule.forward(system, weights, system.initial(weights))
+
+
+def _pull(
+    engine: Reverse, structure: Structure, arrays: list[Array], memory: Any, adjoint: Adjoint
+) -> Float[Array, "c n"]:
+    problem, weights = unflatten(structure, arrays)
+    system = weighted_system(problem, weights)
+    alpha_0, g = engine.schedule.backward(system, weights, memory, adjoint)
+    _, pull_initial = eqx.filter_vjp(system.initial, weights)
+    (g_initial,) = pull_rows(pull_initial, alpha_0)
+    (scores,) = jax.tree.leaves(jax.tree.map(lambda a, b: a + b, g, g_initial))
+    return scores
+
+
+forward = Compiled(_train, 2)
+"""(engine, structure, arrays) -> s_T, and what `backward` needs: plain training."""
+backward = Compiled(_pull, 2)
+"""(engine, structure, arrays, memory, adjoint) -> the scores of a chunk of errors."""
+
+
+@filtered
+def ends(
+    problem: Problem, weights: PyTree, s_T: PyTree, queries: PyTree
+) -> tuple[Float[Array, " c"], Adjoint]:
+    """Return the errors of a chunk, and their adjoints at the end: alpha_T and dE/dw.
+
+    The queries are stacked, or a list of objectives.
+    """
+    system = make_system(problem, weights)
+
+    def end(objective, validation):
+        E, pull = eqx.filter_vjp(
+            lambda s, w: objective(system.restore(s), w, validation), s_T, weights
+        )
+        return E, Adjoint(*pull(jnp.ones_like(E)))
+
+    if is_functions(queries):
+        held = (HeldObjective(f, problem.dynamics.hparams) for f in queries)
+        rows = [end(objective, problem.validation) for objective in held]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+    return jax.vmap(lambda query: end(problem.objective, as_batch(query)))(queries)
+
+
+def fitting(
+    engine: Reverse, structure: Structure, arrays: list[Array], most: int, memory: int | None
+) -> int:
+    """Return how many errors can go back together, at most `most`, or raise where not even one can."""
+    given = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+    free = free_bytes() + given
+    limit = min(free, math.inf if memory is None else memory)
+    s_T, stored = jax.eval_shape(functools.partial(_train, engine, structure), arrays)
+    _, weights = unflatten(structure, arrays)
+
+    def rows(tree, c):
+        floats = eqx.filter(tree, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((c, *leaf.shape), leaf.dtype), floats)
+
+    chunk, needed = most, 0
+    while chunk:
+        adjoint = Adjoint(rows(s_T, chunk), rows(weights, chunk))
+        program = backward.lower(engine, structure, arrays, stored, adjoint).compile()
+        needed = program_bytes(program)
+        if needed <= limit:
+            return chunk
+        chunk //= 2
+    states = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(stored))
+    raise MemoryError(
+        TOO_LITTLE.format(
+            least=show_bytes(needed),
+            limit=show_bytes(limit),
+            allowed="are free" if limit == free else "are allowed",
+            states=show_bytes(states),
+            given=show_bytes(given),
+        )
+    )

@@ -1,0 +1,174 @@
+"""Do scores predict what happens? The linear datamodelling score.
+
+Subsets of the examples are drawn at random, and the training is run again without each. For a query k,
+the changes of its error are compared with those predicted, minus the sums of the scores that were left
+out, by Spearman's rank correlation: 1 where the subsets come in the predicted order.
+
+Reference: Park et al., TRAK: Attributing model behavior at scale, ICML 2023, section 3.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .._engines.nonfinite import NonFiniteError
+from .._outer.run import check_outside_programs
+from .._outer.slopes import Trainings
+from .._problem.arguments import filtered
+from .._problem.checks import check_count, check_key
+from .._problem.problem import Problem
+from .._problem.system import make_system
+from .queries import as_batch, as_queries, is_functions, with_query
+from .weighted import HeldObjective, weighted_problem
+
+RESAMPLES = 200  # for the standard error
+
+
+class Validation(NamedTuple):
+    """What `Attribution.validate` returns; prints as a line, `plot()` draws it.
+
+    `correlations` has the linear datamodelling score of each query, `mean` is theirs, `standard_error`
+    how much that would vary with other subsets and queries; `predicted` and `actual` are the changes of
+    the errors.
+    """
+
+    predicted: Float[np.ndarray, "K m"]
+    """The change of each error that the scores predict for each subset that is left out."""
+    actual: Float[np.ndarray, "K m"]
+    """The change of each error in a training without that subset."""
+    correlations: Float[np.ndarray, " K"]
+    """Spearman's rank correlation of the two, for each query."""
+    mean: float
+    standard_error: float
+
+    def __str__(self) -> str:
+        K, m = self.actual.shape
+        return (
+            f"linear datamodelling score {self.mean:.3f} +- {self.standard_error:.3f} "
+            f"({K} {'query' if K == 1 else 'queries'}, {m} subsets left out)"
+        )
+
+    __repr__ = __str__
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw actual changes over predicted ones, a colour for each query; return the axes."""
+        import matplotlib.pyplot as plt
+
+        ax = plt.subplots(figsize=(4.2, 3.6), layout="constrained")[1] if ax is None else ax
+        for predicted, actual in zip(self.predicted, self.actual, strict=True):
+            ax.plot(predicted, actual, "o", markersize=3, alpha=0.6)
+        ends = np.array([self.predicted.min(), self.predicted.max()])
+        ax.plot(ends, ends, color="grey", linewidth=0.8)
+        ax.set(xlabel="predicted change of the error", ylabel="actual change")
+        ax.set_title(f"rank correlation {self.mean:.2f} ± {self.standard_error:.2f}")
+        return ax
+
+
+def validate(
+    scores: Float[np.ndarray, "K n"],
+    errors: Float[np.ndarray, " K"],
+    given: tuple[Any, ...],
+    subsets: Any,
+    drop: Any,
+    key: Any,
+    chunk: Any,
+) -> Validation:
+    """Return the validation of scores by trainings without subsets."""
+    problem, hparams, queries, name, losses, groups = given
+    check_outside_programs("Attribution.validate", problem, hparams)
+    check_count(subsets, f"validate(subsets={subsets!r:.60})")
+    if subsets < 3:
+        raise ValueError(f"validate(subsets={subsets}): a correlation needs 3 or more.")
+    if isinstance(drop, bool) or not isinstance(drop, int | float) or not 0 < drop < 1:
+        raise ValueError(f"validate(drop={drop!r:.60}): give a part between 0 and 1, 0.1 say.")
+    if chunk is not None:
+        check_count(chunk, f"validate(chunk={chunk!r:.60})")
+    key = jax.random.key(0) if key is None else key
+    check_key(key, "the key of validate")
+    queries, K = as_queries(problem, queries)
+    one = with_query(problem, queries, 0)
+    wanted, point = weighted_problem(one, hparams, name, losses, groups)
+    w = np.asarray(point[name])
+    if scores.shape != (K, len(w)):
+        raise ValueError(
+            f"the scores are {scores.shape[0]} x {scores.shape[1]}, but here are {K} queries and "
+            f"{len(w)} weights: give validate the problem, queries and groups that attribute had."
+        )
+    count = min(max(round(drop * len(w)), 1), len(w) - 1)
+    keys = jax.random.split(key, subsets)
+    order = jax.vmap(lambda key: jax.random.permutation(key, len(w)))(keys)
+    kept = np.asarray(order >= count)
+    actual = _retrained(wanted, name, w, kept, queries, chunk).T - errors[:, None]
+    if not np.isfinite(actual).all():
+        bad = int((~np.isfinite(actual)).any(0).sum())
+        raise NonFiniteError(
+            f"the errors of {bad} of {subsets} trainings without {count} of {len(w)} examples are not "
+            "finite: the training diverges without them. Leave out fewer, `drop=0.1` say."
+        )
+    predicted = -(scores * w) @ ~kept.T
+    correlations = spearman(predicted, actual)
+    deviation = _standard_error(predicted, actual, jax.random.fold_in(key, subsets))
+    return Validation(predicted, actual, correlations, float(correlations.mean()), deviation)
+
+
+def _retrained(
+    problem: Problem, name: str, w: np.ndarray, kept: np.ndarray, queries: Any, chunk: int | None
+) -> Float[np.ndarray, "m K"]:
+    """Return the errors of the queries, trained on each of the subsets that are kept."""
+    m = len(kept)
+    chunk = min(m, Trainings(chunk, lambda count: None).beside(problem, {name: jnp.asarray(w)}))
+    found = []
+    for i in range(0, m, chunk):
+        rows = np.minimum(np.arange(i, i + chunk), m - 1)  # the last chunk is filled up
+        points = {name: jnp.asarray(w * kept[rows])}
+        found.append(np.asarray(_errors(problem, points, queries))[: m - i])
+    return np.concatenate(found)
+
+
+@filtered
+def _errors(problem: Problem, points: PyTree, queries: PyTree) -> Float[Array, "c K"]:
+    objective: Any = problem.objective
+
+    def at(weights):
+        system = make_system(problem, weights)
+        state = system.restore(system.run(weights))
+        if is_functions(queries):
+            held = (HeldObjective(f, problem.dynamics.hparams) for f in queries)
+            return jnp.stack([f(state, weights, problem.validation) for f in held])
+        return jax.vmap(lambda query: objective(state, weights, as_batch(query)))(queries)
+
+    if len(jax.tree.leaves(points)[0]) == 1:  # a training of one, without a batch axis
+        return at(jax.tree.map(lambda leaf: leaf[0], points))[None]
+    return jax.vmap(at)(points)
+
+
+def spearman(a: Float[np.ndarray, "K m"], b: Float[np.ndarray, "K m"]) -> Float[np.ndarray, " K"]:
+    """Return the rank correlations of rows; 0 where a row is constant.
+
+    >>> spearman(np.array([[1.0, 2.0, 9.0]]), np.array([[0.0, 5.0, 5.0]])).round(3)
+    array([0.866])
+    """
+    a, b = (_ranks(x) - (x.shape[1] - 1) / 2 for x in (a, b))
+    sizes = np.sqrt((a**2).sum(1) * (b**2).sum(1))
+    return (a * b).sum(1) / np.where(sizes > 0, sizes, 1)
+
+
+def _ranks(x: Float[np.ndarray, "K m"]) -> Float[np.ndarray, "K m"]:
+    """Return the rank of each number in its row, from 0; equal ones share the mean of theirs."""
+    less, equal = x[:, None] < x[:, :, None], x[:, None] == x[:, :, None]
+    return less.sum(2) + (equal.sum(2) - 1) / 2
+
+
+def _standard_error(predicted: np.ndarray, actual: np.ndarray, key: Any) -> float:
+    """Return the standard deviation of the mean with queries and subsets drawn anew from these."""
+    seed = np.asarray(jax.random.bits(key, (2,), "uint32"))
+    rng, (K, m) = np.random.default_rng(seed), actual.shape
+    means = []
+    for _ in range(RESAMPLES):
+        k, j = rng.integers(K, size=K), rng.integers(m, size=m)
+        chosen = np.ix_(k, j)
+        means.append(spearman(predicted[chosen], actual[chosen]).mean())
+    return float(np.std(means))

@@ -1,0 +1,234 @@
+"""A problem as a function of the weights of its training examples alone.
+
+`Training` on the mean loss of a minibatch of B examples becomes training on
+
+    (1/B) sum_i w_i l_i(params),
+
+the same at w = 1. B does not change with the weights: a weight of 0 leaves an example out, and the
+others count as before. Where the loss is the mean of the l_i and something more (a penalty on the
+parameters), it becomes loss + (1/B) sum_i (w_i - 1) l_i, and what is more counts whole.
+
+A problem whose own hyperparameters hold the weights already stays as it is, with the others held.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from .._problem.batches import Batches, FullBatch, Minibatches
+from .._problem.checks import (
+    as_arrays,
+    check_hparams,
+    check_leading_axis,
+    describe,
+    describe_tree,
+)
+from .._problem.dynamics import Wrapper
+from .._problem.problem import Problem
+from .._problem.training import Training
+from .losses import WeightedLoss, check_losses
+
+
+class Seen(NamedTuple):
+    """The weights of the examples of one minibatch, where those of all are expected."""
+
+    weights: Float[Array, " b"]
+
+
+class Numbered(Batches):
+    """The minibatches of a problem, each with the numbers of its examples, or of their groups."""
+
+    batches: Any
+    groups: Int[Array, " n"] | None
+
+    @property
+    def xs(self) -> Any:
+        """What the training loop scans over."""
+        return self.batches.xs
+
+    @property
+    def steps(self) -> int:
+        """T, the number of steps."""
+        return self.batches.steps
+
+    def numbers(self, x: Any) -> Int[Array, " b"]:
+        """Return the numbers of a minibatch's examples."""
+        if x is None:  # the full batch
+            x = jnp.arange(jax.tree.leaves(self.batches.data)[0].shape[0])
+        return x if self.groups is None else self.groups[x]
+
+    def batch(self, x: Any) -> tuple[PyTree, Int[Array, " b"]]:
+        """Return the minibatch of one entry of `xs`, and its numbers."""
+        return self.batches.batch(x), self.numbers(x)
+
+
+class Holding(eqx.Module):
+    """The user's hyperparameters as a function of the weights: all others are held."""
+
+    hparams: PyTree
+    own: str | None = eqx.field(static=True)
+    """The name of the weights among them; None where they are not."""
+
+    def __call__(self, weights: dict[str, Any]) -> PyTree:
+        return self.hparams if self.own is None else {**self.hparams, self.own: weights[self.own]}
+
+
+class HeldObjective(eqx.Module):
+    """An objective as a function of the weights."""
+
+    objective: Callable[..., Any]
+    hparams: Holding
+
+    def __call__(self, state: Any, weights: PyTree, validation: PyTree) -> Float[Array, ""]:
+        return self.objective(state, self.hparams(weights), validation)
+
+
+class Held(Wrapper):
+    """A dynamics as a function of the weights, which are among its own hyperparameters."""
+
+    hparams: Holding
+    begin: Callable[..., Any] | None = eqx.field(static=True)
+    """The initial parameters as a function of the hyperparameters, where they are one."""
+
+    def init(self, params: Any, hparams: Any) -> Any:
+        """Return s_0."""
+        hparams = self.hparams(hparams)
+        return self.inner.init(self.begin(hparams) if self.begin else params, hparams)
+
+    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
+        """Return s_t, and the loss or None."""
+        return super().advance(state, self.hparams(hparams), batch)
+
+
+class Weighted(Held):
+    """Training with weights that are added to its loss."""
+
+    losses: Any  # a function, or None: the loss of batches of one
+    more: bool = eqx.field(static=True)
+    """Whether the loss is more than the mean of the losses."""
+    name: str = eqx.field(static=True)
+
+    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
+        """Return s_t, and the loss."""
+        batch, numbers = batch
+        weights = hparams[self.name]
+        weights = weights.weights if isinstance(weights, Seen) else weights[numbers]
+        return self.with_weights(weights).advance(state, self.hparams(hparams), batch)
+
+    def with_weights(self, weights: Float[Array, " b"]) -> Training:
+        """Return the training on a minibatch with these weights."""
+        loss = WeightedLoss(self.inner.loss, self.losses, self.inner.has_state, self.more, weights)
+        return eqx.tree_at(lambda training: training.loss, self.inner, loss)
+
+
+def weighted_problem(
+    problem: Problem, hparams: PyTree, name: str, losses: Any, groups: Any
+) -> tuple[Problem, dict[str, Float[Array, " n"]]]:
+    """Return the problem as a function of the weights alone, and the weights as it is.
+
+    Its objective is that of `problem`, and so is its validation data.
+    """
+    own = isinstance(hparams, dict) and name in hparams
+    hparams = check_hparams(hparams) if jax.tree.leaves(hparams) else hparams
+    begin = problem.init if problem._starts_from_function() else None
+    changes: dict[str, Any] = {"init": None if begin else problem.init}
+    if own:
+        weights = _own_weights(problem, hparams, name, losses, groups)
+        rest = {key: leaf for key, leaf in hparams.items() if key != name}
+        holding = Holding(rest, name)
+        changes["dynamics"] = Held(_bare(problem), holding, begin)
+    else:
+        _check_training(problem, name)
+        n = examples_of(problem.batches)
+        groups = as_groups(groups, n)
+        count = n if groups is None else int(groups.max()) + 1
+        holding = Holding(hparams, None)
+        numbered = Numbered(problem.batches, groups)
+        weighted = Weighted(_bare(problem), holding, begin, losses, False, name)
+        more, dtype = check_losses(problem, weighted, hparams, losses)
+        weights = jnp.ones(count, np.promote_types(dtype, np.float32))
+        changes["dynamics"] = Weighted(_bare(problem), holding, begin, losses, more, name)
+        changes["batches"] = numbered
+    if not isinstance(problem.objective, dict):
+        changes["objective"] = HeldObjective(problem.objective, holding)
+    return problem.replace(**changes), {name: weights}
+
+
+def _bare(problem: Problem) -> Any:
+    """Return the dynamics as a `Wrapper` holds it."""
+    return problem.dynamics.dynamics if type(problem.dynamics) is Wrapper else problem.dynamics
+
+
+def _check_training(problem: Problem, name: str) -> None:
+    dynamics = problem.dynamics
+    dynamics = dynamics.inner if type(dynamics) is Wrapper else dynamics
+    if not isinstance(dynamics, Training):
+        raise TypeError(
+            f"the dynamics is {describe(dynamics)}: weights of examples can be added to "
+            f"`foretune.Training` alone. Put them into the dynamics as a hyperparameter, "
+            f"hparams[{name!r}], a vector, or name that with `weights=`."
+        )
+
+
+def _own_weights(
+    problem: Problem, hparams: dict[str, Any], name: str, losses: Any, groups: Any
+) -> Float[Array, " n"]:
+    weights = hparams[name]
+    if not eqx.is_array(weights) or weights.ndim != 1:
+        raise ValueError(
+            f"hparams[{name!r}] is\n{describe_tree(weights, f'hparams[{name!r}]')}\nbut weights of "
+            "examples are a vector. Where it is something else, name the weights otherwise, "
+            '`weights="example"` say: weights of that name are then added to the loss.'
+        )
+    for option, given in {"losses": losses, "groups": groups}.items():
+        if given is not None:
+            raise ValueError(
+                f"attribute({option}=...) is for weights that are added to the loss, but "
+                f"hparams[{name!r}] holds weights already. Leave it out, or give `weights=` a name "
+                "that is not in hparams."
+            )
+    return weights
+
+
+def examples_of(batches: Any) -> int:
+    """Return n, the number of training examples, or raise where they cannot be told apart."""
+    remedy = (
+        "Give `FullBatch(data, steps)` or `Minibatches(data, indices)`, whose indices say which "
+        "examples are in a minibatch."
+    )
+    if isinstance(batches, FullBatch):
+        return check_leading_axis(batches.data, "FullBatch's data")
+    if not isinstance(batches, Minibatches):
+        raise TypeError(
+            f"the batches are {describe(batches)}, which do not number the examples. {remedy}"
+        )
+    if batches.indices.ndim != 2:
+        raise ValueError(
+            f"Minibatches' indices are {describe(batches.indices)}; to number the examples they need "
+            "the shape (T, batch size)."
+        )
+    if batches.gather is not None:
+        return int(batches.indices.max()) + 1
+    return jax.tree.leaves(batches.data)[0].shape[0]
+
+
+def as_groups(groups: Any, n: int) -> Int[Array, " n"] | None:
+    """Return the group of each example, or raise unless they are whole numbers from 0 on."""
+    if groups is None:
+        return None
+    found = as_arrays(np.asarray(groups), "groups")
+    if found.ndim != 1 or not jnp.issubdtype(found.dtype, jnp.integer):
+        raise TypeError(
+            f"groups must be one integer for each of {n} examples, got {describe(found)}. Number "
+            "names with `np.unique(names, return_inverse=True)`."
+        )
+    if found.shape[0] != n:
+        raise ValueError(f"groups has {found.shape[0]} entries for {n} training examples.")
+    if int(found.min()) < 0:
+        raise ValueError(f"groups are numbered from 0 on; the lowest is {int(found.min())}.")
+    return found

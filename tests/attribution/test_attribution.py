@@ -1,0 +1,588 @@
+"""Attribution: exact derivatives of many errors in the weights of the training examples."""
+
+import functools
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import foretune as ft
+from foretune._attribution.sweep import _pull, _train, fitting
+from foretune._attribution.validation import spearman
+from foretune._attribution.weighted import weighted_problem
+from foretune._engines.schedules import Adjoint
+from foretune._outer.files import RunError
+from foretune._problem.problem import validated
+
+from ..compilations import compilations
+
+N, B, D, K, T = 12, 4, 3, 3, 9  # three epochs
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(N, D)), RNG.normal(size=N)
+QUERIES = RNG.normal(size=(K, D)), RNG.normal(size=K)
+INDICES = np.concatenate([RNG.permutation(N).reshape(-1, B) for _ in range(3)])
+INIT = {"a": RNG.normal(size=(D, 5)), "b": RNG.normal(size=5)}
+NORMED = INIT, {"mean": np.zeros(5), "seen": np.zeros((), np.int32)}
+
+
+def hidden(params, x):
+    return jnp.tanh(x @ params["a"])
+
+
+def squares(params, hparams, batch):
+    """Return the loss of each example."""
+    return (hidden(params, batch[0]) @ params["b"] - batch[1]) ** 2
+
+
+def mean_square(params, hparams, batch):
+    return jnp.mean(squares(params, hparams, batch))
+
+
+def penalised(params, hparams, batch):
+    return mean_square(params, hparams, batch) + hparams["decay"] * jnp.sum(params["a"] ** 2)
+
+
+def dropped(params, hparams, batch, *, key):
+    keep = jax.random.bernoulli(key, 0.5, (len(batch[1]), 5)).astype(batch[0].dtype)
+    return ((keep * hidden(params, batch[0])) @ params["b"] - batch[1]) ** 2
+
+
+def normed(params, hparams, batch, state):
+    h = batch[0] @ params["a"]
+    mean, variance = jnp.mean(h, 0), jnp.var(h, 0)
+    state = {
+        "mean": 0.9 * state["mean"] + 0.1 * mean,
+        "seen": state["seen"] + 1,
+    }
+    h = jnp.tanh((h - mean[None]) / jnp.sqrt(variance + 0.1)[None])
+    return (h @ params["b"] - batch[1]) ** 2, state
+
+
+def mean_dropped(params, hparams, batch, *, key):
+    return jnp.mean(dropped(params, hparams, batch, key=key))
+
+
+def mean_normed(params, hparams, batch, state):
+    l, state = normed(params, hparams, batch, state)
+    return jnp.mean(l), state
+
+
+def error(state, hparams, batch):
+    return mean_square(state.params, hparams, batch)
+
+
+def normed_error(state, hparams, batch):
+    h = jnp.tanh(batch[0] @ state.params["a"] - state.model_state["mean"][None])
+    return jnp.mean((h @ state.params["b"] - batch[1]) ** 2)
+
+
+def momentum(hparams):
+    return optax.sgd(hparams["lr"], 0.9)
+
+
+def adam(hparams):
+    return optax.adam(hparams["lr"], eps_root=1e-6)
+
+
+def of_numbers(losses, has_state=False):
+    """Return the loss with the weights written out, as a user would: batches have numbers."""
+
+    def loss(params, hparams, batch, *state, **key):
+        x, y, i = batch
+        found = losses(params, hparams, (x, y), *state, **key)
+        if not has_state:
+            return jnp.mean(hparams["weight"][i] * found)
+        return jnp.mean(hparams["weight"][i] * found[0]), found[1]
+
+    return loss
+
+
+def of_numbers_penalised(params, hparams, batch):
+    return of_numbers(squares)(params, hparams, batch) + hparams["decay"] * jnp.sum(
+        params["a"] ** 2
+    )
+
+
+# name: the training, that with weights, losses, objective, start
+CASES = {
+    "momentum": (
+        ft.Training(mean_square, momentum),
+        ft.Training(of_numbers(squares), momentum),
+        None,
+        error,
+        INIT,
+    ),
+    "adam": (
+        ft.Training(mean_square, adam),
+        ft.Training(of_numbers(squares), adam),
+        None,
+        error,
+        INIT,
+    ),
+    "penalty": (
+        ft.Training(penalised, momentum),
+        ft.Training(of_numbers_penalised, momentum),
+        squares,
+        error,
+        INIT,
+    ),
+    "batch norm": (
+        ft.Training(mean_normed, momentum, has_state=True),
+        ft.Training(of_numbers(normed, True), momentum, has_state=True),
+        normed,
+        normed_error,
+        NORMED,
+    ),
+    "dropout": (
+        ft.Training(mean_dropped, adam, key=jax.random.key(3)),
+        ft.Training(of_numbers(dropped), adam, key=jax.random.key(3)),
+        dropped,
+        error,
+        INIT,
+    ),
+}
+FIRST = ("penalty", "batch norm")
+
+
+def problem_of(dynamics, objective=error, init=INIT, batches=None, **options):
+    batches = ft.Minibatches((X, Y), INDICES) if batches is None else batches
+    return ft.Problem(dynamics, objective, init, batches, validation=QUERIES, **options)
+
+
+def plain(**options):
+    return problem_of(CASES["momentum"][0], **options), {"lr": jnp.array(0.05)}
+
+
+def of_query(problem, k):
+    return problem.replace(validation=jax.tree.map(lambda leaf: leaf[k : k + 1], QUERIES))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[] if name in FIRST else [pytest.mark.second_tier])
+        for name in CASES
+    ],
+)
+def test_scores_are_those_of_weights_written_out(case, x64):
+    dynamics, explicit, losses, objective, init = CASES[case]
+    problem = problem_of(dynamics, objective, init)
+    hparams = {"lr": jnp.array(0.05)}
+    if case == "penalty":
+        hparams["decay"] = jnp.array(0.1)
+    found = ft.attribute(problem, hparams, QUERIES, losses=losses)
+    assert found.scores.shape == (K, N)
+    numbered = ft.Minibatches((X, Y, np.arange(N)), INDICES)
+    written = problem_of(explicit, objective, init, numbered)
+    point = {**hparams, "weight": jnp.ones(N)}
+    direction = jnp.asarray(RNG.normal(size=N))
+    step = 1e-5
+    for k in range(K):
+        value, grad, _ = ft.Reverse()(of_query(written, k), point)
+        np.testing.assert_allclose(found.errors[k], value, rtol=1e-10)
+        np.testing.assert_allclose(found.scores[k], grad["weight"], rtol=1e-7, atol=1e-10)
+        ends = [
+            of_query(written, k).response({**point, "weight": 1 + sign * step * direction})[0]
+            for sign in (1, -1)
+        ]
+        measured = (ends[0] - ends[1]) / (2 * step)
+        np.testing.assert_allclose(found.scores[k] @ direction, measured, rtol=1e-6, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """The scores of the plain problem, in single precision."""
+    problem, hparams = plain()
+    return ft.attribute(problem, hparams, QUERIES)
+
+
+def same(actual, expected):
+    np.testing.assert_allclose(actual.scores, expected.scores, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(actual.errors, expected.errors, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"chunk": 2}, {"store": "segments"}, {"store": 3}])
+def test_chunks_and_stores_give_the_same(options, found):
+    problem, hparams = plain()
+    engine = ft.Reverse(store=options.get("store", "states"))
+    chunk = options.get("chunk")
+    same(ft.attribute(problem, hparams, QUERIES, engine=engine, chunk=chunk), found)
+
+
+def test_objectives_are_queries(found):
+    problem, hparams = plain()
+    objectives = [
+        lambda state, h, validation, k=k: error(
+            state, h, jax.tree.map(lambda leaf: leaf[k : k + 1], validation)
+        )
+        for k in range(K)
+    ]
+    same(ft.attribute(problem, hparams, objectives, chunk=2), found)
+    both = problem.replace(objective={"lr": error})
+    first = ft.Attribution(found.scores[:1], found.errors[:1])
+    same(ft.attribute(both, hparams, objectives[:1]), first)
+
+
+def test_weights_that_the_problem_has(found):
+    numbered = ft.Minibatches((X, Y, np.arange(N)), INDICES)
+    written = problem_of(CASES["momentum"][1], batches=numbered)
+    hparams = {"lr": jnp.array(0.05), "weight": jnp.ones(N)}
+    same(ft.attribute(written, hparams, QUERIES), found)
+    with pytest.raises(ValueError, match=r"hparams\['weight'\] holds weights already"):
+        ft.attribute(written, hparams, QUERIES, groups=np.zeros(N, int))
+
+
+def test_a_group_has_the_sum_of_its_scores(found):
+    problem, hparams = plain()
+    groups = np.arange(N) % 5
+    grouped = ft.attribute(problem, hparams, QUERIES, groups=groups)
+    sums = found.scores @ (groups[:, None] == np.arange(5))
+    same(grouped, ft.Attribution(sums, found.errors))
+
+
+def test_a_start_that_depends_on_the_hyperparameters():
+    def start(hparams):
+        return {"a": jnp.asarray(INIT["a"], jnp.float32), "b": hparams["b"]}
+
+    hparams = {"lr": jnp.array(0.05), "b": jnp.asarray(INIT["b"], jnp.float32)}
+    a = ft.attribute(problem_of(CASES["momentum"][0], init=start), hparams, QUERIES)
+    same(a, ft.attribute(*plain(), QUERIES))
+
+
+def test_rows_made_by_a_function(found):
+    batches = ft.Minibatches((X, Y), INDICES, gather=lambda data, i: (data[0][i], data[1][i]))
+    problem, hparams = plain(batches=batches)
+    same(ft.attribute(problem, hparams, QUERIES), found)
+
+
+def ridge():
+    """Return a convex problem, trained until it has converged."""
+
+    def loss(w, hparams, batch):
+        return jnp.mean((batch[0] @ w - batch[1]) ** 2) + 0.1 * jnp.sum(w**2)
+
+    def losses(w, hparams, batch):
+        return (batch[0] @ w - batch[1]) ** 2
+
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(40, 3)).astype(np.float32)
+    y = (x @ np.array([1.0, -1.0, 0.5]) + rng.normal(size=40)).astype(np.float32)
+    problem = ft.Problem(
+        ft.Training(loss, optax.sgd(0.2)),
+        lambda state, h, batch: jnp.mean((batch[0] @ state.params - batch[1]) ** 2),
+        np.zeros(3, np.float32),
+        ft.FullBatch((x, y), steps=60),
+    )
+    queries = rng.normal(size=(4, 3)).astype(np.float32), np.ones(4, np.float32)
+    return problem, queries, losses, x, y
+
+
+def test_leaving_one_out_of_a_convex_problem():
+    problem, (qx, qy), losses, x, y = ridge()
+    found = ft.attribute(problem, {}, (qx, qy), losses=losses)
+    n = len(y)
+
+    def trained(keep):
+        return np.linalg.solve(
+            x.T @ (keep[:, None] * x) / n + 0.1 * np.eye(3), x.T @ (keep * y) / n
+        )
+
+    def errors(w):
+        return (qx @ w - qy) ** 2
+
+    before = errors(trained(np.ones(n)))
+    np.testing.assert_allclose(found.errors, before, rtol=1e-3)
+    left_out = [errors(trained(np.arange(n) != i)) - before for i in range(n)]
+    predicted = [found.change([i]) for i in range(n)]
+    assert np.corrcoef(np.ravel(predicted), np.ravel(left_out))[0, 1] > 0.99
+
+
+def test_validation_of_a_convex_problem():
+    problem, queries, losses, *_ = ridge()
+    found = ft.attribute(problem, {}, queries, losses=losses)
+    validation = found.validate(problem, {}, queries, losses=losses, subsets=20, drop=0.1, chunk=8)
+    assert validation.actual.shape == validation.predicted.shape == (4, 20)
+    assert validation.mean > 0.9
+    assert 0 < validation.standard_error < 0.1
+    assert "4 queries, 20 subsets" in str(validation)
+    plotted = pytest.importorskip("matplotlib.pyplot")
+    assert len(validation.plot().lines) == 5
+    plotted.close("all")
+    again = found.validate(problem, {}, queries, losses=losses, subsets=20, drop=0.1, chunk=1)
+    np.testing.assert_allclose(again.actual, validation.actual, rtol=1e-3, atol=1e-5)
+    with pytest.raises(ValueError, match="here are 4 queries and 2 weights"):
+        found.validate(problem, {}, queries, losses=losses, groups=np.arange(40) % 2)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        found.validate(problem, {}, queries, losses=losses, drop=2)
+
+
+def test_rank_correlations():
+    from scipy import stats
+
+    a, b = RNG.normal(size=(2, 3, 12)).round(1)
+    expected = [stats.spearmanr(x, y)[0] for x, y in zip(a, b, strict=True)]
+    np.testing.assert_allclose(spearman(a, b), expected)
+    assert spearman(np.ones((1, 4)), b[:1, :4]) == 0
+
+
+def test_helpful_and_harmful_examples(found):
+    assert found.top(2).shape == found.bottom(2).shape == (K, 2)
+    for k in range(K):
+        assert found.scores[k, found.top(1)[k, 0]] == found.scores[k].min()
+        assert found.scores[k, found.bottom(1)[k, 0]] == found.scores[k].max()
+    mask = np.arange(N) < 3
+    np.testing.assert_array_equal(found.change(mask), found.change([0, 1, 2]))
+    with pytest.raises(ValueError, match=r"Attribution.top\(0\)"):
+        found.top(0)
+
+
+def test_a_file_of_it(found, tmp_path):
+    path = tmp_path / "found.npz"
+    found.save(path)
+    loaded = ft.Attribution.load(path)
+    np.testing.assert_array_equal(loaded.scores, found.scores)
+    np.testing.assert_array_equal(loaded.errors, found.errors)
+    path.write_bytes(b"no numbers")
+    with pytest.raises(ValueError, match="is no attribution"):
+        ft.Attribution.load(path)
+
+
+class Kill(ft.Callback):
+    def step(self, run):
+        raise KeyboardInterrupt
+
+
+class Steps(ft.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def start(self, run):
+        self.seen.append(run.step)
+
+    step = start
+
+
+def test_a_killed_attribution_continues(found, tmp_path):
+    problem, hparams = plain()
+    folder = tmp_path / "parts"
+    with pytest.raises(KeyboardInterrupt):
+        ft.attribute(problem, hparams, QUERIES, chunk=1, folder=folder, callbacks=[Kill()])
+    assert {path.name for path in folder.iterdir()} == {
+        ".lock",
+        "attribution.json",
+        "queries_0.npz",
+    }
+    steps = Steps()
+    same(ft.attribute(problem, hparams, QUERIES, chunk=1, folder=folder, callbacks=[steps]), found)
+    assert steps.seen == [1, 2, 3]
+    steps = Steps()
+    same(ft.attribute(problem, hparams, QUERIES, folder=folder, callbacks=[steps]), found)
+    assert steps.seen == [3]
+
+
+def test_a_damaged_part_is_computed_again(found, tmp_path):
+    problem, hparams = plain()
+    ft.attribute(problem, hparams, QUERIES, chunk=1, folder=tmp_path)
+    path = tmp_path / "queries_1.npz"
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.warns(UserWarning, match=r"queries_1.npz cannot be read.*computed again"):
+        same(ft.attribute(problem, hparams, QUERIES, chunk=1, folder=tmp_path), found)
+    assert (tmp_path / "queries_1.npz.damaged").exists()
+
+
+def test_a_folder_belongs_to_one_attribution(tmp_path):
+    problem, hparams = plain()
+    ft.attribute(problem, hparams, QUERIES, folder=tmp_path)
+    with pytest.raises(RunError, match="what differs: the hyperparameters"):
+        ft.attribute(problem, {"lr": jnp.array(0.06)}, QUERIES, folder=tmp_path)
+    with pytest.raises(RunError, match="what differs: the queries"):
+        ft.attribute(problem, hparams, (QUERIES[0] + 1, QUERIES[1]), folder=tmp_path)
+    other = problem.replace(batches=ft.Minibatches((X, Y), INDICES[::-1]))
+    with pytest.raises(RunError, match="what differs: the training data"):
+        ft.attribute(other, hparams, QUERIES, folder=tmp_path)
+    (tmp_path / "attribution.json").unlink()
+    with pytest.raises(RunError, match="is gone"):
+        ft.attribute(problem, hparams, QUERIES, folder=tmp_path)
+
+
+def test_a_budget_of_memory_sets_the_chunk():
+    problem, hparams = plain()
+    wanted, point = weighted_problem(of_query(problem, 0), hparams, "weight", None, None)
+    arrays, structure = validated(wanted, point)
+    chosen = functools.partial(fitting, ft.Reverse(), structure, arrays)
+    with pytest.raises(MemoryError, match="one query at a time needs") as least:
+        chosen(K, 10)
+    number, unit = re.search(r"needs ([\d.]+) (\w+),", str(least.value)).groups()
+    needed = float(number) * {"B": 1, "KiB": 1024}[unit]
+    assert chosen(64, int(1.01 * needed)) == 1
+    assert chosen(64, int(1.5 * needed)) in (2, 4, 8, 16, 32)
+    assert chosen(64, 2**30) == 64
+    steps = Steps()
+    ft.attribute(problem, hparams, QUERIES, memory=f"{int(1.01 * needed)}", callbacks=[steps])
+    assert steps.seen == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"attribute\(memory='much'\)"):
+        ft.attribute(problem, hparams, QUERIES, memory="much")
+
+
+def test_a_step_back_touches_the_weights_of_its_examples_alone():
+    problem, hparams = plain()
+    wanted, point = weighted_problem(of_query(problem, 0), hparams, "weight", None, None)
+    arrays, structure = validated(wanted, point)
+    s_T, memory = jax.eval_shape(functools.partial(_train, ft.Reverse(), structure), arrays)
+    rows = functools.partial(jax.tree.map, lambda leaf: jnp.zeros((K, *leaf.shape), leaf.dtype))
+    adjoint = Adjoint(
+        rows(eqx.filter(s_T, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))), rows(point)
+    )
+    program = functools.partial(_pull, ft.Reverse(), structure)
+    (loop,) = [
+        equation
+        for equation in jax.make_jaxpr(program)(arrays, memory, adjoint).jaxpr.eqns
+        if equation.primitive.name == "scan"
+    ]
+    large = {
+        equation.primitive.name
+        for equation in loop.params["jaxpr"].jaxpr.eqns
+        if any(var.aval.shape[-1:] == (N,) for var in equation.outvars)
+    }
+    assert large == {"scatter-add"}
+
+
+def test_a_second_call_compiles_nothing(found):
+    problem, hparams = plain()
+    with compilations("_train", "_pull") as programs:
+        ft.attribute(problem, hparams, jax.tree.map(lambda leaf: leaf[[0, 1, 2, 0, 1]], QUERIES))
+    assert programs == ["jit(_pull)"]  # for 5 queries
+    with compilations("_train", "_pull") as programs:
+        ft.attribute(problem, {"lr": jnp.array(0.04)}, QUERIES)
+    assert not programs
+
+
+def test_a_training_that_diverges():
+    problem, _ = plain()
+    with pytest.raises(ft.NonFiniteError, match=r"query 0: not finite: value.*\n.*step"):
+        ft.attribute(problem, {"lr": jnp.array(1e20)}, QUERIES)
+    engine = ft.Reverse(check_finite=False)
+    assert not np.isfinite(
+        ft.attribute(problem, {"lr": jnp.array(1e20)}, QUERIES, engine=engine).scores
+    ).all()
+
+
+@pytest.mark.second_tier
+def test_scores_that_are_not_finite_say_why():
+    problem, _ = plain()
+    dead = ft.Minibatches((X * [1, 1, 0], Y), INDICES)
+    problem = problem.replace(dynamics=ft.Training(mean_square, optax.adam(0.01)), batches=dead)
+    with pytest.raises(
+        ft.NonFiniteError, match=r"query 0: .*hparams\['weight'\].*\n(.*\n)*.*eps_root"
+    ):
+        ft.attribute(problem, {}, QUERIES)
+
+
+class OfModel:
+    """A loss that cannot be hashed, of a model that is more than arrays."""
+
+    __hash__ = None
+
+    def __call__(self, model, hparams, batch):
+        return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+
+
+@pytest.mark.second_tier
+def test_a_model_and_a_loss_of_other_kinds():
+    model = eqx.nn.MLP(D, "scalar", 4, 1, key=jax.random.key(0))
+
+    def of_model(state, hparams, batch):
+        return OfModel()(state.params, hparams, batch)
+
+    training = ft.Training(OfModel(), optax.sgd(0.1))
+    problem = problem_of(training, of_model, model)
+    exact = ft.attribute(problem, {}, QUERIES)
+    assert exact.scores.shape == (K, N)
+    low = ft.attribute(problem.replace(dynamics=training.in_precision("bfloat16")), {}, QUERIES)
+    assert low.scores.dtype == np.float32
+    np.testing.assert_allclose(low.scores, exact.scores, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("batch norm", "each as a batch of one"),
+        ("dropout", r"draw random numbers \(dropout\).*give `losses=`"),
+    ],
+)
+def test_examples_that_depend_on_each_other_need_losses(case, words):
+    dynamics, _, _, objective, init = CASES[case]
+    with pytest.raises(ValueError, match=words):
+        ft.attribute(problem_of(dynamics, objective, init), {"lr": jnp.array(0.05)}, QUERIES)
+
+
+def test_losses_that_are_not_those_of_the_loss():
+    problem, hparams = plain()
+
+    def halves(params, hparams, batch):
+        return squares(params, hparams, batch) / 2
+
+    with pytest.raises(ValueError, match="are not those that the loss is the mean of"):
+        ft.attribute(problem, hparams, QUERIES, losses=halves)
+    with pytest.raises(
+        TypeError, match=r"an array of shape \(4,\); it returned\n  losses: float32\[\]"
+    ):
+        ft.attribute(problem, hparams, QUERIES, losses=mean_square)
+    with pytest.raises(TypeError, match=r"losses\(params, hparams, batch\)"):
+        ft.attribute(problem, hparams, QUERIES, losses=lambda params: 0)
+
+
+def test_a_small_penalty_is_not_lost():
+    problem = problem_of(CASES["penalty"][0])
+    hparams = {"lr": jnp.array(0.05), "decay": jnp.array(1e-4)}
+    _, state = problem.response(hparams)
+
+    def of_state(state, hparams, validation):
+        return jnp.sum(state.params["a"])
+
+    seen = ft.attribute(problem, hparams, [of_state], losses=squares).errors
+    assert seen[0] == pytest.approx(float(jnp.sum(state.params["a"])), rel=1e-6)
+
+
+def refused(kind, words, *, problem=None, queries=QUERIES, hparams=None, **options):
+    made, used = plain()
+    with pytest.raises(kind, match=words):
+        ft.attribute(problem or made, used if hparams is None else hparams, queries, **options)
+
+
+def test_what_is_refused():
+    problem, _ = plain()
+    refused(ValueError, "averages its error", problem=problem.replace(trajectory=True))
+    refused(TypeError, "Give `foretune.Reverse", engine=ft.Forward())
+    refused(ValueError, "everything", engine=ft.Reverse(store="everything"))
+    refused(ValueError, r"chunk=0", chunk=0)
+    refused(TypeError, "give `folder=` instead of a Checkpoint", callbacks=[ft.Checkpoint("x")])
+    refused(TypeError, r"give a list of objectives, `\[f\]`", queries=error)
+    refused(ValueError, "leading axes", queries=(QUERIES[0], QUERIES[1][:1]))
+    refused(ValueError, "holds no example", queries=(QUERIES[0][:0], QUERIES[1][:0]))
+    refused(
+        ValueError,
+        "which is the error of a query",
+        problem=problem.replace(objective={"lr": error}),
+    )
+    refused(TypeError, "which do not number the examples", problem=plain(batches=(X, Y))[0])
+    refused(ValueError, "groups has 3 entries for 12", groups=np.arange(3))
+    refused(TypeError, "one integer for each", groups=np.linspace(0, 1, N))
+    refused(ValueError, "the lowest is -1", groups=np.arange(N) - 1)
+    named = {"lr": jnp.array(0.05), "weight": jnp.array(1.0)}
+    refused(ValueError, "but weights of examples are a vector", hparams=named)
+    other = problem.replace(dynamics=Descent(), init=np.zeros(D, np.float32))
+    refused(TypeError, "can be added to `foretune.Training` alone", problem=other)
+
+
+class Descent(ft.Dynamics):
+    def init(self, params, hparams):
+        return params
+
+    def step(self, state, hparams, batch):
+        return state - hparams["lr"] * batch[0].sum(0)
