@@ -276,7 +276,7 @@ class OutOfFold(NamedTuple):
     seconds: float
 
 
-def estimator(name: str, x, classes: int):
+def estimator(name: str, x, classes: int) -> Any:
     """Return an everyday pipeline: gaps filled, strings one-hot, numbers standardised."""
     n, width = x.shape
     if name == "logistic":
@@ -288,14 +288,15 @@ def estimator(name: str, x, classes: int):
         model = HistGradientBoostingClassifier(
             max_iter=iterations,
             learning_rate=0.1 if iterations == 100 else 0.2,
-            early_stopping=True,
+            early_stopping=True,  # pyright: ignore[reportArgumentType]
             random_state=0,
         )
     if isinstance(x, pd.DataFrame):
         fill = (SimpleImputer(strategy="median"), StandardScaler())
+        numbers = make_column_selector(dtype_include="number")
         one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
         columns = make_column_transformer(
-            ("passthrough" if name == "boosting" else make_pipeline(*fill), numeric),
+            ("passthrough" if name == "boosting" else make_pipeline(*fill), numbers),
             (one_hot, make_column_selector(dtype_exclude="number")),
         )
         return make_pipeline(columns, model)
@@ -306,13 +307,13 @@ def estimator(name: str, x, classes: int):
     return model
 
 
-numeric = make_column_selector(dtype_include="number")
-
-
-def cross_validate(name: str, x, given, true, seed: int, x_checked=None, checked=None, train=True):
+def cross_validate(
+    name: str, x, given, true, seed: int, x_checked: Any = None, checked: Any = None, train=True
+) -> OutOfFold:
     """Return out-of-fold probabilities; `train=False` keeps checked rows from the training."""
     begun = time.perf_counter()
-    m = 0 if checked is None else len(checked)
+    checked = given[:0] if checked is None else checked
+    m = len(checked)
     n, k = len(given), int(max(given.max(), true.max())) + 1
     fold = np.empty(n, int)
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
@@ -322,13 +323,14 @@ def cross_validate(name: str, x, given, true, seed: int, x_checked=None, checked
             fold[rows] = f
         checked_fold = np.arange(m) % FOLDS if train else np.full(m, -1)
         everything = x if m == 0 else stack(x, x_checked)
-        labels = given if m == 0 else np.concatenate([given, checked])
+        labels = np.concatenate([given, checked])
         where = np.concatenate([fold, checked_fold])
         found = np.zeros((n + m, k))
         model = estimator(name, everything, k)
         for f in range(FOLDS):
             use = np.flatnonzero((where != f) & (where >= 0))
-            fitted = clone(model).fit(take(everything, use), labels[use])
+            fitted: Any = clone(model)
+            fitted.fit(take(everything, use), labels[use])
             for rows, share in ((where == f, 1.0), (where < 0, 1 / FOLDS)):
                 if rows.any():
                     p = fitted.predict_proba(take(everything, np.flatnonzero(rows)))
