@@ -7,6 +7,7 @@ wrong labels as positive, and its accuracy is that of softmax regression on kept
     python -m benchmarks.cleaning grid --cache DIR [--seeds 5] [--parts everyday]
     python -m benchmarks.cleaning kinds --out kinds.json
     python -m benchmarks.cleaning speed --out speed.json
+    python -m benchmarks.cleaning wild --out wild.json       many kinds of data: see wild.py
     python -m benchmarks.cleaning table --out benchmarks/results/cleaning_grid_h200.json
 
 The grid needs `pip install cleanlab`. Masks are kept in the cache, so an interrupted run continues,
@@ -34,6 +35,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import foretune as ft
+from benchmarks import wild
 from benchmarks.harness import record
 from experiments.cleaning import experiment as cleaning
 from experiments.cleaning.noise import corrupt
@@ -224,7 +226,12 @@ def published(masks: Masks, dataset, checks: int, seeds: int) -> dict:
 
 
 def grid(arguments) -> None:
-    dataset, masks, records, kernels = load("mnist"), Masks(arguments.cache), [], {}
+    dataset, masks, records, kernels = (
+        load("mnist"),
+        Masks(arguments.cache or "runs/cleaning-grid"),
+        [],
+        {},
+    )
     seeds = range(arguments.seeds)
     parts = set(arguments.parts)
     for checks, kind, rate in itertools.product(CHECKS, KINDS, RATES):
@@ -393,11 +400,14 @@ def print_table(records: list[dict], what: str, names: list[str], show) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=["grid", "kinds", "speed", "table"])
-    parser.add_argument("--cache", default="runs/cleaning-grid", help="folder of masks")
+    parser.add_argument("what", choices=["grid", "kinds", "speed", "table", "wild"])
+    parser.add_argument("--cache", help="folder of masks (grid) or probabilities (wild)")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=PARTS, help="groups of methods to compute"
+    )
+    parser.add_argument(
+        "--data", nargs="+", default=["develop"], help="wild: develop, held-out, or names of data"
     )
     parser.add_argument(
         "--final-steps", type=int, default=2000, help="of the final models; 0: no accuracies"
@@ -409,7 +419,8 @@ def main() -> None:
         help="where the JSON goes (or, for table, comes from)",
     )
     arguments = parser.parse_args()
-    {"grid": grid, "kinds": kinds, "speed": speed, "table": table}[arguments.what](arguments)
+    programs = {"grid": grid, "kinds": kinds, "speed": speed, "table": table, "wild": wild.run}
+    programs[arguments.what](arguments)
 
 
 if __name__ == "__main__":
