@@ -410,6 +410,14 @@ def main() -> None:
         "--data", nargs="+", default=["develop"], help="wild: develop, held-out, or names of data"
     )
     parser.add_argument(
+        "--levels",
+        nargs="+",
+        type=int,
+        choices=(0, 1, 2),
+        default=[0, 1, 2],
+        help="wild: no, few and many checked rows",
+    )
+    parser.add_argument(
         "--final-steps", type=int, default=2000, help="of the final models; 0: no accuracies"
     )
     parser.add_argument("--iterations", type=int, default=100, help="speed: iterations to time")

@@ -397,14 +397,11 @@ def ours(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
     """Return `LabelCleaner`'s probabilities that labels are wrong, and which it suspects."""
     from foretune.apps import LabelCleaner
 
-    x, x_checked = cell.x, cell.x_checked
-    if isinstance(x, pd.DataFrame):  # LabelCleaner takes numbers: the baselines' columns
-        columns = estimator("logistic", x, 2)[0].fit(stack(x, x_checked))
-        x, x_checked = columns.transform(x), columns.transform(x_checked)
-    checked = (x_checked, cell.checked_labels) if cell.checked else ()
+    checked = (cell.x_checked, cell.checked_labels) if cell.checked else ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few checked examples may lack a class
-        cleaner = LabelCleaner(random_state=cell.seed, progress=False).fit(x, cell.given, *checked)
+        cleaner = LabelCleaner(estimator="pool", random_state=cell.seed, progress=False)
+        cleaner.fit(cell.x, cell.given, *checked)
     return cleaner.confidence_, cleaner.suspects_
 
 
@@ -433,14 +430,14 @@ def run(arguments) -> None:
     cache, rows = arguments.cache or "runs/wild", []
     names = chosen(arguments.data)
     data = {name: load_data(name, cache) for name in names}
-    for level in range(3):  # without checked rows first
+    for level in arguments.levels:
         begin = len(rows)
         for seed, name in itertools.product(range(arguments.seeds), names):
             for noise in data[name].noises:
                 cell = make_cell(data[name], noise, data[name].checks[level], seed)
                 rows += judge(cell, arguments.parts, cache)
         print_tables(rows[begin:])
-    record(arguments.out, {"rows": rows}, packages=("cleanlab", "scikit-learn"))
+        record(arguments.out, {"rows": rows}, packages=("cleanlab", "scikit-learn"))
 
 
 def judge(cell: Cell, parts: list[str], cache: str | Path) -> list[dict]:

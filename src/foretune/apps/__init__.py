@@ -5,8 +5,16 @@ from ._optional import needs
 with needs("apps", "foretune.apps"):
     import sklearn  # noqa: F401
 
+from ._clean_labels import CleanedLabels as CleanedLabels
+from ._clean_labels import clean_labels as clean_labels
 from ._cleaner import LabelCleaner as LabelCleaner
 from ._plot import plot_task_graph as plot_task_graph
 from ._task_graph import TaskGraphClassifier as TaskGraphClassifier
 
-__all__ = ["LabelCleaner", "TaskGraphClassifier", "plot_task_graph"]
+__all__ = [
+    "CleanedLabels",
+    "LabelCleaner",
+    "TaskGraphClassifier",
+    "clean_labels",
+    "plot_task_graph",
+]

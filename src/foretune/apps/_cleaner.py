@@ -7,17 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import sparse
-from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils import check_random_state
+from sklearn.base import BaseEstimator, ClassifierMixin, clone
+from sklearn.utils import _safe_indexing, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from .._engines.base import check_engine
 from .._outer.callbacks import Progress
 from .._outer.run import check_callbacks
-from . import _noise, _weights
-from ._labels import FLOATS, check_whole, listed, plain_labels, second_set
+from . import _noise, _pool, _weights
+from ._columns import column_encoder, has_words, is_frame
+from ._labels import FLOATS, check_whole, listed, plain_labels, second_labels, second_set
 from ._models import make_features, make_model
+from ._posterior import judge
 
 STEPS = {"noise": 30, "weights": 300}
 HYPER_STEPS = {"noise": 30, "weights": 200}
@@ -33,6 +35,12 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         components of a Gaussian kernel, "mlp" a network with one hidden layer. A pair of functions
         `init(key, n_features, n_classes) -> params` and `apply(params, x) -> class scores` is a model
         of your own; it is fed the rows of X as they are.
+    estimator : None, "pool" or a scikit-learn classifier, default=None
+        What judges the labels in place of `model`, by out-of-fold probabilities. A classifier of your
+        own takes X as it is: a boosted tree, a pipeline with an encoder, a network's wrapper. "pool" is
+        the kernel model, logistic regression, a forest and boosted trees, combined by weights that are
+        learnt; data frames may have words, dates, text and gaps. None: "pool" for data frames with
+        such columns, else `model`.
     method : {"noise", "weights"}, default="noise"
         "noise" learns, by hypergradients on held-out folds, a matrix of how labels go wrong and the
         model's regularisers; weights are probabilities of a right label. "weights" is data
@@ -69,6 +77,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         That the label is wrong: for "noise" its probability, for "weights" 1 - weight.
     noise_matrix_ : array (n_classes, n_classes)
         p(given label | true label) as learnt ("noise" only). `noise_rate_` is the mean confidence.
+    pool_ : dict
+        With an estimator: the weight of each classifier in the pool.
     history_ : list of dict
         The descent: `step`, `value`, `gradient_norm`. `stopped_` says why it ended.
     classes_, n_features_in_, feature_names_in_
@@ -94,6 +104,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         self,
         model: Any = "kernel",
         *,
+        estimator: Any = None,
         method: Any = "noise",
         budget: Any = None,
         steps: Any = None,
@@ -105,6 +116,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         random_state: Any = None,
     ):
         self.model = model
+        self.estimator = estimator
         self.method = method
         self.budget = budget
         self.steps = steps
@@ -120,6 +132,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
 
         Without checked examples the "noise" method goes by the given labels alone.
         """
+        if self._pools(X):
+            return self._fit_pool(X, y, X_clean, y_clean)
+        self._final = None
         X, given, checked_X, checked, budget = self._checked_input(X, y, X_clean, y_clean)
         random = check_random_state(self.random_state)
         seed = int(random.randint(np.iinfo(np.int32).max))
@@ -158,6 +173,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the probability of each class, in the order of `classes_`."""
         check_is_fitted(self, "weights_")
+        if self._final is not None:
+            return self._final.predict_proba(self._encoded(X))
         X = validate_data(self, X, reset=False, accept_sparse="csr", dtype=FLOATS)
         scores = self._model.apply(self._params, jnp.asarray(self._features.transform(X)))
         probabilities = np.asarray(jax.nn.softmax(scores), np.float64)
@@ -168,6 +185,91 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
         return tags
+
+    def _pools(self, X) -> bool:
+        _pool.check_estimator(self.estimator)
+        if self.estimator is not None and self.method != "noise":
+            raise ValueError(
+                f"method={self.method!r} trains the model itself: leave `estimator` out."
+            )
+        return self.estimator is not None or (self.method == "noise" and has_words(X))
+
+    def _fit_pool(self, X, y, X_clean, y_clean):
+        """Judge labels by out-of-fold probabilities of any classifiers."""
+        if y is None:
+            raise ValueError("requires y to be passed, but the target y is None.")
+        given = self._classes_of(plain_labels(y, "y"))
+        pooled = self.estimator is None or isinstance(self.estimator, str)
+        rows: Any = X
+        self._encoder: Any = None
+        if has_words(X):
+            self.feature_names_in_ = np.asarray(X.columns, object)
+            self.n_features_in_ = len(X.columns)
+            if pooled:
+                self._encoder = column_encoder(X).fit(X)
+                rows = self._encoded(X)
+        elif pooled:
+            rows = validate_data(self, X, accept_sparse="csr", dtype=FLOATS)
+        else:
+            self.n_features_in_ = getattr(X, "shape", (0, 0))[1]
+        if len(given) != _length(rows):
+            raise ValueError(f"y has {len(given)} labels, and X has {_length(rows)} rows.")
+        checked, everything = np.zeros(0, int), rows
+        if X_clean is not None or y_clean is not None:
+            if X_clean is None or y_clean is None:
+                raise ValueError("give X_clean and y_clean together, or neither.")
+            checked, absent = second_labels(self, y_clean, _length(X_clean), "clean")
+            self._warn_of_absent(absent)
+            second = self._encoded(X_clean)
+            everything = _stacked(rows, second)
+        budget = self._options(len(given))
+        seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
+        rng, n, classes = np.random.default_rng(seed), len(given), len(self.classes_)
+        fold = np.concatenate(
+            [_noise.make_folds(labels, min(self.folds, n), rng) for labels in (given, checked)]
+        )
+        labels = np.concatenate([given, checked])
+        members = {"estimator": self.estimator}
+        if pooled:
+            members = _pool.pool_of(everything, classes, seed % 2**31)
+        found = {
+            name: _pool.out_of_fold(
+                name, member, everything, labels, fold, classes, seed=seed, progress=self.progress
+            )
+            for name, member in members.items()
+        }
+        if pooled and len(labels) <= _pool.MOST_KERNEL:
+            options = self._descent(None)
+            del options["key"]
+            found["kernel"] = _pool.kernel_probabilities(
+                everything, given, checked, fold, classes, seed=seed, **options
+            )
+        q = np.stack(list(found.values()))
+        bar = [Progress("weighing the labels")] if self.progress else []
+        unknown = np.full(len(checked), -1)
+        judged = judge(q[:, :n], given, q[:, n:], checked, unknown, seed=seed, callbacks=bar)
+        self.weights_ = judged.right
+        if budget is not None:
+            self.weights_ = _noise.fit_budget(judged.right, budget)
+        self.confidence_ = 1 - judged.right
+        self.suspects_ = self.weights_ < 0.5
+        self.suggested_ = self.classes_[judged.likely]
+        self.noise_matrix_ = judged.noise
+        self.noise_rate_ = float(self.confidence_.mean())
+        self.pool_ = dict(zip(found, judged.pool.tolist(), strict=True))
+        self.ranking_ = np.argsort(-self.confidence_, kind="stable")
+        descended = judged.result
+        self.history_ = [] if descended is None else descended.history
+        self.stopped_ = "no descent" if descended is None else descended.stopped
+        keep = np.flatnonzero(np.concatenate([~self.suspects_, np.ones(len(checked), bool)]))
+        final: Any = (
+            _pool.voting(everything, classes, seed % 2**31) if pooled else clone(self.estimator)
+        )
+        self._final = final.fit(_safe_indexing(everything, keep), labels[keep])
+        return self
+
+    def _encoded(self, X):
+        return X if self._encoder is None else np.asarray(self._encoder.transform(X), np.float64)
 
     def _fit_noise(self, z, given, checked, budget, key, seed):
         folds, rng = min(self.folds, len(given)), np.random.default_rng(seed)
@@ -260,6 +362,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
     def _training_data(self, X, y):
         labels: Any = None if y is None else plain_labels(y, "y")  # None: scikit-learn's message
         X, y = validate_data(self, X, labels, accept_sparse="csr", dtype=FLOATS)
+        return X, self._classes_of(y)
+
+    def _classes_of(self, y):
         check_classification_targets(y)
         self.classes_, given = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
@@ -267,7 +372,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
                 f"y has only one class, {listed(self.classes_)}: there is nothing to confuse it with. "
                 "LabelCleaner needs labels of two classes or more."
             )
-        return X, given
+        return given
 
     def _checked_data(self, X_clean, y_clean):
         if X_clean is None and y_clean is None:
@@ -282,13 +387,16 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
                 f"{len(checked)} checked examples for {len(self.classes_)} classes: check at least "
                 "one example of each class, better five."
             )
+        self._warn_of_absent(absent)
+        return rows, checked
+
+    def _warn_of_absent(self, absent) -> None:
         if absent:
             warnings.warn(
                 f"no checked example of {listed(absent)}: labels of that kind are judged by the given "
                 "ones alone.",
-                stacklevel=3,
+                stacklevel=4,
             )
-        return rows, checked
 
     def _options(self, n: int) -> float | None:
         if self.method not in STEPS:
@@ -311,6 +419,21 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
                 f"(0, {n}], or a fraction in (0, 1]."
             )
         return budget
+
+
+def _length(X: Any) -> int:
+    return X.shape[0] if hasattr(X, "shape") else len(X)
+
+
+def _stacked(first: Any, second: Any) -> Any:
+    """Stack rows of any kind that a classifier takes."""
+    if isinstance(first, list):
+        return [*first, *second]
+    if is_frame(first):
+        import pandas as pd
+
+        return pd.concat([first, second], ignore_index=True)
+    return _stack(first, second)
 
 
 def _stack(first, second):

@@ -46,10 +46,15 @@ def second_set(estimator: Any, X: Any, y: Any, name: str) -> tuple[Any, np.ndarr
         rows: Any = validate_data(estimator, X, reset=False, accept_sparse="csr", dtype=FLOATS)
     except ValueError as error:
         raise ValueError(f"X_{name}: {error}") from None
+    return rows, *second_labels(estimator, y, rows.shape[0], name)
+
+
+def second_labels(estimator: Any, y: Any, rows: int, name: str) -> tuple[np.ndarray, list[Any]]:
+    """Return the labels y_name as positions in `classes_`, and absent classes."""
     y = plain_labels(y, f"y_{name}")
-    if y.ndim != 1 or len(y) != rows.shape[0]:
+    if y.ndim != 1 or len(y) != rows:
         raise ValueError(
-            f"y_{name} has shape {y.shape}, and X_{name} has {rows.shape[0]} rows: give one label for "
+            f"y_{name} has shape {y.shape}, and X_{name} has {rows} rows: give one label for "
             "each row."
         )
     names, index = np.unique(y, return_inverse=True)
@@ -61,7 +66,7 @@ def second_set(estimator: Any, X: Any, y: Any, name: str) -> tuple[Any, np.ndarr
         )
     absent = [label for label in estimator.classes_ if not np.any(names == label)]
     position = np.array([int(np.flatnonzero(estimator.classes_ == label)[0]) for label in names])
-    return rows, position[index], absent
+    return position[index], absent
 
 
 def check_whole(name: str, value: Any, least: int) -> None:

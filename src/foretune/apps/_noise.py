@@ -57,6 +57,8 @@ class Tuned(NamedTuple):
 
     probabilities: np.ndarray
     """Of each class, for each given example, by the fold's model that has not seen it."""
+    checked_probabilities: np.ndarray
+    """The same for the checked ones."""
     noise: np.ndarray
     l2: np.ndarray
     result: Result
@@ -150,10 +152,12 @@ def tune(
     _, state = problem.response(hparams)
     scores = jax.vmap(model.apply, (0, None))(state.params, data.z)
     n = data.given.shape[0]
-    unseen = jnp.argmin(data.train[:, :n], axis=0)
-    probabilities = jax.nn.softmax(scores[unseen, jnp.arange(n)])
+    unseen = jnp.argmin(data.train, axis=0)
+    probabilities = jax.nn.softmax(scores[unseen, jnp.arange(len(unseen))])
+    probabilities = np.asarray(probabilities, np.float64)
     return Tuned(
-        np.asarray(probabilities, np.float64),
+        probabilities[:n],
+        probabilities[n:],
         np.asarray(jax.nn.softmax(hparams["noise"], axis=1), np.float64),
         np.asarray(jnp.exp(hparams["l2"])),
         result,

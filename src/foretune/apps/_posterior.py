@@ -10,20 +10,20 @@ theta = (a, W, b, log N) minimise
     mean over given labels of -log p(given | x)  +  mean over checked labels of -log p(true | x)
     + sum_g l2_g ||theta_g - start_g||^2,
 
-by T steps of Adam; a checked row whose given label is known as well adds -log N. The regularisers l2 are
-hyperparameters: they descend, by the exact hypergradient through those T steps, on checked labels held
-out in folds. So few checked rows change little, and many do what they show. Without checked rows the
-regularisers stay where they start, and W is 0.
+by T steps of Adam; a checked row whose given label is known as well adds -log N. The regularisers l2
+are hyperparameters: they descend, by the exact hypergradient through those T steps, on checked labels
+held out in folds. So few checked rows change little, and many do what they show. Without checked rows
+the regularisers stay where they start, and W is 0.
 
 Rows that are hard get wrong labels more often than a matrix can say, and where N is nearly the identity
-its small entries are mere noise. So alternatives are weighed by the pattern of N alone,
+its small entries are mere noise. So alternatives to the given label y are weighed by its pattern alone,
 
-    s_k = p(k | x) R_ky,   R_ky = (N_ky + 0.1) / mean of its off-diagonal entries for k != y,   R_yy = 1,
+    s_k = p(k | x) R_ky,   R_ky = (N_ky + 0.1) / mean of such off-diagonal entries,   R_yy = 1:
 
-y the given label: where N says nothing, R is 1, and s is p. The matrix as it stands, s_k = p(k | x) N_ky,
-trusts the given label more. How far it is believed follows from the share of the disagreements between
-labels and pool that N accounts for: log s is a mean of the two. The label's weight is s_y against its best
-alternative's, s_y / (s_y + max_{k != y} s_k).
+where N says nothing, R is 1, and s is p. The matrix as it stands, s_k = p(k | x) N_ky, trusts the given
+label more. How far it is believed follows from the share of the disagreements between labels and pool
+that N accounts for: log s is a mean of the two. A label's weight is s_y against its best alternative's,
+s_y / (s_y + max_{k != y} s_k).
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ from ._noise import START_RIGHT, make_folds
 FLOOR = 1e-3
 """No class has a lower probability: a classifier's 0 says no more than that it has seen none."""
 STEPS, HYPER_STEPS, FOLDS = 150, 15, 5
-MOST_TUNED, MOST_FITTED = 2_000, 20_000
+MOST_TUNED, MOST_FITTED = 1_000, 20_000
 """Rows with given labels that the regularisers, and the final parameters, are fitted on."""
 FEW_CHECKED = 20
 """With fewer checked rows the regularisers stay where they start."""
@@ -207,7 +207,9 @@ def _weighed(p, noise, pool, given, regularisers, result) -> Judgement:
     belief = MOST * np.clip((share - LOW) / (HIGH - LOW), 0.0, 1.0)
     tiny = np.finfo(np.float32).tiny
     log_noise = np.log(np.maximum(noise, tiny))
-    log_s = np.log(np.maximum(p, tiny)) + (belief * log_noise + (1 - belief) * np.log(pattern)).T[given]
+    log_s = (
+        np.log(np.maximum(p, tiny)) + (belief * log_noise + (1 - belief) * np.log(pattern)).T[given]
+    )
     mine = log_s[np.arange(n), given]
     others = np.where(np.arange(K) == given[:, None], -np.inf, log_s)
     right = 1 / (1 + np.exp(np.clip(others.max(1) - mine, -700, 700)))

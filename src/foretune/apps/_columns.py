@@ -1,0 +1,91 @@
+"""Columns of a data frame -> numbers, by scikit-learn's encoders.
+
+Numbers get the median where they are missing, and a column that says so; words of few kinds become
+indicator columns, dates seconds, free text the leading components of its TF-IDF. A column of words of
+which each row has its own is an identifier, and is left out with a warning.
+"""
+
+import warnings
+from typing import Any
+
+import numpy as np
+from sklearn.compose import ColumnTransformer
+from sklearn.decomposition import TruncatedSVD
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer, OneHotEncoder
+
+MOST_WORDS = 50
+"""Columns of more distinct words become text, or are identifiers."""
+COMPONENTS = 30
+"""Of a column of text."""
+
+
+def is_frame(X: Any) -> bool:
+    """Return whether X is a data frame."""
+    return hasattr(X, "iloc") and hasattr(X, "dtypes") and hasattr(X, "columns")
+
+
+def has_words(X: Any) -> bool:
+    """Return whether X is a data frame with columns that are not numbers, or with gaps."""
+    return is_frame(X) and (
+        any(dtype.kind not in "biuf" for dtype in X.dtypes) or bool(X.isna().to_numpy().any())
+    )
+
+
+def column_encoder(X: Any) -> ColumnTransformer:
+    """Return the encoder that suits the columns of a data frame, not yet fitted."""
+    parts: list[Any] = []
+    numbers = [name for name in X.columns if X[name].dtype.kind in "biuf"]
+    dates = [name for name in X.columns if X[name].dtype.kind in "mM"]
+    few, texts, identifiers = [], [], []
+    for name in X.columns:
+        if name in numbers or name in dates:
+            continue
+        column = X[name].dropna().astype(str)
+        kinds = column.nunique()
+        if kinds <= MOST_WORDS:
+            few.append(name)
+        elif kinds > 0.95 * len(column) and column.str.split().str.len().median() < 3:
+            identifiers.append(name)
+        else:
+            texts.append(name)
+    if identifiers:
+        warnings.warn(
+            f"left out: {', '.join(map(repr, identifiers))}, of which each row has its own word; it "
+            "looks like an identifier, which says nothing about other rows.",
+            stacklevel=4,
+        )
+    fill = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
+    if numbers:
+        parts.append(("numbers", fill, numbers))
+    if dates:
+        parts.append(("dates", make_pipeline(FunctionTransformer(_seconds), fill), dates))
+    if few:
+        words = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+        parts.append(("words", make_pipeline(FunctionTransformer(_as_text), words), few))
+    for name in texts:
+        vectors = TfidfVectorizer(sublinear_tf=True, min_df=2)
+        text = make_pipeline(FunctionTransformer(_as_text), vectors, _components(X[name]))
+        parts.append((f"text of {name}", text, name))
+    if not parts:
+        raise ValueError("no column is left to learn from: all are identifiers.")
+    return ColumnTransformer(parts, sparse_threshold=0.0)
+
+
+def _components(column: Any) -> TruncatedSVD:
+    words = TfidfVectorizer(sublinear_tf=True, min_df=2).fit(_as_text(column))
+    return TruncatedSVD(min(COMPONENTS, len(words.vocabulary_)), random_state=0)
+
+
+def _as_text(column: Any) -> Any:
+    return column.astype(object).where(column.notna(), "").astype(str)
+
+
+def _seconds(frame: Any) -> np.ndarray:
+    def seconds(column):
+        numbers = column.to_numpy("datetime64[s]" if column.dtype.kind == "M" else "timedelta64[s]")
+        return np.where(np.isnat(numbers), np.nan, numbers.astype(np.int64))
+
+    return np.stack([seconds(frame[name]) for name in frame.columns], axis=1)
