@@ -1,6 +1,6 @@
 """Real-time tuning of a 15-million-parameter network beside its plain training, in one run.
 
-    python -m benchmarks.realtime [--small] [--m 3 6] [--rounds 5] [--out benchmarks/results/realtime-h200.json]
+    python -m benchmarks.realtime [--small] [--m 3 6] [--out benchmarks/results/realtime-h200.json]
 
 The network of the paper's speech experiment: 1353-2000-2000-2000-2000 with heads of 183 classes and
 300 outputs; batches of 500, windows of 200 minibatches, SGD with momentum; learning rate, momentum and

@@ -60,6 +60,7 @@ def _main(
     "`foretune clean train.csv --clean checked.csv --label species`\n\n"
     "`foretune clean reviews.parquet --clean checked.parquet --text review --out suspects`\n\n"
     "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"
+    "`foretune clean train.csv --pred-probs probabilities.npy`\n\n"
     "Both files need the same columns. Without --out the folder of train.csv is runs/clean-train. "
     "suspects.csv lists the labels held to be wrong, the most suspicious first; weights.csv has every "
     "row. Exit status: 0 done, 1 bad input, 2 wrong use, "
@@ -92,6 +93,24 @@ def clean(
         str | None, typer.Option(help="Rows are images of this shape, as 28x28 or 32x32x3.")
     ] = None,
     model: Annotated[Model, typer.Option(help="What is trained.")] = Model.kernel,
+    pool: Annotated[
+        bool,
+        typer.Option(
+            "--pool",
+            help="Judge by the kernel model, logistic regression, a forest and boosted trees together. "
+            "For tables with words, dates, text or gaps that is so anyhow.",
+        ),
+    ] = False,
+    pred_probs: Annotated[
+        Path | None,
+        typer.Option(
+            "--pred-probs",
+            help="Out-of-fold class probabilities of your own model for the rows of TRAIN: .npy, or "
+            ".npz or .csv with a column for each class in sorted order. Checked rows are then rows of "
+            "TRAIN: --clean is a .csv with the columns row and label.",
+            show_default=False,
+        ),
+    ] = None,
     method: Annotated[
         Method, typer.Option(help="A matrix of label noise, or the paper's free weights.")
     ] = Method.noise,
@@ -114,6 +133,8 @@ def clean(
     """
     if clean is None and method is Method.weights:
         raise typer.BadParameter("--method weights needs checked rows: --clean FILE.")
+    if (pool or pred_probs is not None) and method is Method.weights:
+        raise typer.BadParameter("--method weights trains the model itself: leave --pool out.")
     out = out or Path("runs") / f"clean-{train.stem}"
     with plain_errors(debug, out):
         from .apps import _files
@@ -133,6 +154,8 @@ def clean(
                 steps,
                 iterations,
                 seed,
+                pool,
+                None if pred_probs is None else str(pred_probs),
             ),
         )
         print(page.parent / "suspects.csv")

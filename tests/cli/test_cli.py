@@ -69,6 +69,34 @@ def test_clean_finds_and_lists_the_suspects(iris, cleaned):
     assert str(out / "report.html") in result.output.replace("\n", "")
 
 
+def test_clean_from_predictions(iris, tmp_path):
+    folder, wrong = iris
+    frame = pd.read_csv(folder / "train.csv")
+    classes, given = np.unique(frame["species"], return_inverse=True)
+    true = np.where(wrong, (given + 1) % 3, given)  # a model that is right but for some
+    p = 0.1 + 0.7 * np.eye(3)[true]
+    np.save(tmp_path / "p.npy", p)
+    checked = pd.DataFrame({"row": np.arange(6), "species": classes[true[:6]]})
+    checked.to_csv(tmp_path / "checked.csv", index=False)
+    command = ("clean", folder / "train.csv", "--label", "species")
+    result = foretune(*command, "--pred-probs", tmp_path / "p.npy", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    rows = list(csv.DictReader((tmp_path / "out" / "suspects.csv").read_text().splitlines()))
+    assert {int(row["row"]) for row in rows} == set(np.flatnonzero(wrong))
+    assert "other labels are wrong too" in (tmp_path / "out" / "report.html").read_text()
+    with_checked = ("--pred-probs", tmp_path / "p.npy", "--clean", tmp_path / "checked.csv")
+    again = foretune(*command, *with_checked, "--out", tmp_path / "checked")
+    assert again.exit_code == 0, again.output
+    np.save(tmp_path / "p.npy", p[:-1])
+    result = foretune(*command, "--pred-probs", tmp_path / "p.npy", "--out", tmp_path / "bad")
+    assert result.exit_code == 1
+    assert "110 labels need shape (110, 3)" in result.output.replace("\n", " ")
+    assert not (tmp_path / "bad").exists()
+    result = foretune(*command, "--pred-probs", tmp_path / "none.npy")
+    assert result.exit_code == 1
+    assert "no such file" in result.output
+
+
 def test_the_run_folder(cleaned):
     out, _ = cleaned
     config = json.loads((out / "config.json").read_text())

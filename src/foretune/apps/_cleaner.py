@@ -229,7 +229,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
             [_noise.make_folds(labels, min(self.folds, n), rng) for labels in (given, checked)]
         )
         labels = np.concatenate([given, checked])
-        members = {"estimator": self.estimator}
+        members: dict[str, Any] = {"estimator": self.estimator}
         if pooled:
             members = _pool.pool_of(everything, classes, seed % 2**31)
         found = {
@@ -262,9 +262,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         self.history_ = [] if descended is None else descended.history
         self.stopped_ = "no descent" if descended is None else descended.stopped
         keep = np.flatnonzero(np.concatenate([~self.suspects_, np.ones(len(checked), bool)]))
-        final: Any = (
-            _pool.voting(everything, classes, seed % 2**31) if pooled else clone(self.estimator)
-        )
+        final: Any = _pool.voting(members) if pooled else clone(self.estimator)
         self._final = final.fit(_safe_indexing(everything, keep), labels[keep])
         return self
 

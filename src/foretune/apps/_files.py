@@ -14,9 +14,10 @@ from .._outer.callbacks import History
 from .._outer.checkpoint import Checkpoint
 from .._outer.files import write_whole
 from ..report import RunFolder, curves, histogram, write_page
-from . import LabelCleaner
+from . import LabelCleaner, clean_labels
+from ._columns import has_words, is_frame
 from ._gallery import gallery_item
-from ._tables import Encoder, Table, read_table, with_labels_alike
+from ._tables import DataError, Encoder, Table, read_numbers, read_table, with_labels_alike
 
 SHOWN = 24
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -37,41 +38,85 @@ class Settings(NamedTuple):
     steps: int | None = None
     iterations: int | None = None
     seed: int = 0
+    pool: bool = False
+    pred_probs: str | None = None
 
 
 def run(out: str | Path, settings: Settings) -> Path:
     """Clean, write the lists and the report, and return the report's path."""
+    if settings.pred_probs is not None:
+        return _run_on_predictions(out, settings)
     options = (settings.label, settings.image, settings.drop)
     table, checked, files = read_table(settings.train, *options), None, [settings.train]
     if settings.clean is not None:
         table, checked = with_labels_alike(table, read_table(settings.clean, *options))
         files.append(settings.clean)
-    encoder = Encoder(settings.text).fit(table)
-    X = encoder.transform(table)
-    clean = (None, None) if checked is None else (encoder.transform(checked), checked.y)
-    asked = settings._asdict() | {
-        "rows": len(table.y),
-        "checked rows": len(checked.y) if checked else 0,
-    }
-    title = f"Suspicious labels in {Path(settings.train).name}"
+    # Words, dates and gaps are the pool's, unless the columns of text are named.
+    pooled = settings.pool or (
+        settings.method == "noise" and not settings.text and has_words(table.x)
+    )
+    if pooled and is_frame(table.x):
+        encode = lambda table: table.x  # noqa: E731
+    else:
+        encode = Encoder(settings.text).fit(table).transform
+    X = encode(table)
+    clean = (None, None) if checked is None else (encode(checked), checked.y)
     cleaner = LabelCleaner(
         settings.model,
+        estimator="pool" if pooled else None,
         method=settings.method,
         budget=settings.budget,
         steps=settings.steps,
         hyper_steps=settings.iterations,
         random_state=settings.seed,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fit says it again
-        cleaner._checked_input(X, table.y, *clean)  # before the folder is taken
-    folder = RunFolder(out, kind="clean", title=title, settings=asked, files=files)
+    if not pooled:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # fit says it again
+            cleaner._checked_input(X, table.y, *clean)  # before the folder is taken
+    folder = _folder(out, settings, table, len(checked.y) if checked else 0, files)
     if folder.result is not None:
         return write_page(folder.path)
     cleaner.callbacks = [Checkpoint(folder.checkpoints, every=10), History(folder.metrics)]
     cleaner.fit(X, table.y, *clean)
     if cleaner.stopped_ == "interrupted":
         raise KeyboardInterrupt
+    return _written(folder, cleaner, table, len(checked.y) if checked else 0)
+
+
+def _run_on_predictions(out: str | Path, settings: Settings) -> Path:
+    """The same for class probabilities that the user brings; checked rows are rows of the table."""
+    table = read_table(settings.train, settings.label, settings.image, settings.drop)
+    files, rows, right = [settings.train, str(settings.pred_probs)], None, None
+    if settings.clean is not None:
+        files.append(settings.clean)
+        checked = read_table(settings.clean, settings.label)
+        if not is_frame(checked.x) or "row" not in checked.x.columns:
+            raise DataError(
+                f"{settings.clean}: with --pred-probs the checked rows are rows of {settings.train}: "
+                "give a .csv with the columns row (counted from 0) and label."
+            )
+        table, checked = with_labels_alike(table, checked)
+        rows, right = checked.x["row"].to_numpy(), checked.y
+    found = clean_labels(
+        table.y, read_numbers(str(settings.pred_probs)), rows, right, random_state=settings.seed
+    )
+    count = 0 if rows is None else len(rows)
+    folder = _folder(out, settings, table, count, files)
+    if folder.result is not None:
+        return write_page(folder.path)
+    return _written(folder, found, table, count)
+
+
+def _folder(
+    out: str | Path, settings: Settings, table: Table, checked: int, files: list[str]
+) -> RunFolder:
+    asked = settings._asdict() | {"rows": len(table.y), "checked rows": checked}
+    title = f"Suspicious labels in {Path(settings.train).name}"
+    return RunFolder(out, kind="clean", title=title, settings=asked, files=files)
+
+
+def _written(folder: RunFolder, cleaner: Any, table: Table, checked: int) -> Path:
     write_lists(folder, cleaner, table)
     folder.write(
         "result.json",
@@ -84,7 +129,7 @@ def run(out: str | Path, settings: Settings) -> Path:
     return write_page(folder.path)
 
 
-def write_lists(folder: RunFolder, cleaner: LabelCleaner, table: Table) -> None:
+def write_lists(folder: RunFolder, cleaner: Any, table: Table) -> None:
     """Write suspects.csv, the most suspicious first, and weights.csv, every row in its order.
 
     Labels are as in the file that was read, but for one thing: text that a spreadsheet would take for
@@ -125,13 +170,13 @@ def cell(label: Any) -> str:
     return f"'{text}" if formula else text
 
 
-def _judgement(cleaner: LabelCleaner, table: Table, i: Any) -> list[Any]:
+def _judgement(cleaner: Any, table: Table, i: Any) -> list[Any]:
     numbers = (cleaner.confidence_[i], cleaner.weights_[i])
     labels = (table.y[i], cleaner.suggested_[i])
     return [*map(cell, labels), *(f"{number:.6f}" for number in numbers)]
 
 
-def summary(cleaner: LabelCleaner, table: Table, checked: Table | None) -> dict[str, Any]:
+def summary(cleaner: Any, table: Table, checked: int) -> dict[str, Any]:
     """Return the headline, notes and the table of classes."""
     rows = []
     for name in cleaner.classes_:
@@ -145,9 +190,7 @@ def summary(cleaner: LabelCleaner, table: Table, checked: Table | None) -> dict[
             [str(name), int(mine.sum()), int(found.sum()), found.sum() / mine.sum(), likely]
         )
     count, n = int(cleaner.suspects_.sum()), len(table.y)
-    helped = (
-        f"with the help of {len(checked.y):,} checked rows" if checked else "without checked rows"
-    )
+    helped = f"with the help of {checked:,} checked rows" if checked else "without checked rows"
     marked = [str(name) for name in cleaner.classes_ if cell(name) != str(name)]
     return {
         "headline": f"{count:,} of {n:,} labels are suspicious ({count / n:.1%}).",
@@ -155,8 +198,9 @@ def summary(cleaner: LabelCleaner, table: Table, checked: Table | None) -> dict[
             f"Judged {helped}. Rows count from 0, without a header. "
             "suspects.csv lists the suspects, weights.csv every row.",
             "A suspect is a label that the model of the data and of its label noise holds to be wrong "
-            "more probably than not; look at it before you change it."
-            if cleaner.method == "noise"
+            "more probably than not; look at it before you change it. By its probabilities some "
+            f"{cleaner.confidence_[~cleaner.suspects_].sum():.0f} of the other labels are wrong too."
+            if getattr(cleaner, "method", "noise") == "noise"
             else "A suspect is a row whose weight fell to 0 in the descent on the checked rows' error.",
             *(
                 f"In the two lists an apostrophe stands before {name}, which a spreadsheet would take "
@@ -174,7 +218,7 @@ def summary(cleaner: LabelCleaner, table: Table, checked: Table | None) -> dict[
     }
 
 
-def draw(folder: RunFolder, cleaner: LabelCleaner) -> list[dict[str, str]]:
+def draw(folder: RunFolder, cleaner: Any) -> list[dict[str, str]]:
     """Draw the weights and the descent."""
     kept = ~cleaner.suspects_
     groups = {"suspects": cleaner.weights_[~kept], "kept": cleaner.weights_[kept]}
@@ -183,6 +227,9 @@ def draw(folder: RunFolder, cleaner: LabelCleaner) -> list[dict[str, str]]:
         {name: values for name, values in groups.items() if len(values)},
         xlabel="weight: how far the label is trusted",
     )
+    shown = [{"file": "figures/weights.svg", "title": "Weights", "caption": "All rows."}]
+    if not cleaner.history_:
+        return shown
     steps = [record["step"] for record in cleaner.history_]
     values = [record["value"] for record in cleaner.history_]
     line = {"label": "error", "x": steps, "y": values}
@@ -191,17 +238,15 @@ def draw(folder: RunFolder, cleaner: LabelCleaner) -> list[dict[str, str]]:
         [{"title": "", "ylabel": "held-out error", "lines": [line]}],
         xlabel="hyper-iteration",
     )
-    return [
-        {"file": "figures/weights.svg", "title": "Weights", "caption": "All rows."},
-        {
-            "file": "figures/descent.svg",
-            "title": "The descent",
-            "caption": "The error that the hypergradients lower.",
-        },
-    ]
+    descent = {
+        "file": "figures/descent.svg",
+        "title": "The descent",
+        "caption": "The error that the hypergradients lower.",
+    }
+    return [*shown, descent]
 
 
-def gallery(folder: RunFolder, cleaner: LabelCleaner, table: Table) -> dict[str, Any]:
+def gallery(folder: RunFolder, cleaner: Any, table: Table) -> dict[str, Any]:
     """Return the most suspicious rows, as pictures where rows are images."""
     items = []
     for i in cleaner.ranking_[:SHOWN]:

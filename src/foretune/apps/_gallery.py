@@ -4,12 +4,11 @@ from typing import Any
 
 from ..report import picture
 from ..report._folder import RunFolder
-from . import LabelCleaner
 
 
 def gallery_item(
     folder: RunFolder,
-    cleaner: LabelCleaner,
+    cleaner: Any,
     i: Any,
     *,
     given: Any,

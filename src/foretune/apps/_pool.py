@@ -49,9 +49,9 @@ def pool_of(X: Any, classes: int, seed: int) -> dict[str, Any]:
     return members
 
 
-def voting(X: Any, classes: int, seed: int) -> VotingClassifier:
+def voting(members: dict[str, Any]) -> VotingClassifier:
     """Return the model that a pool ends with: the mean of its classifiers."""
-    return VotingClassifier(list(pool_of(X, classes, seed).items()), voting="soft")
+    return VotingClassifier(list(members.items()), voting="soft")
 
 
 def check_estimator(estimator: Any) -> None:
@@ -96,7 +96,7 @@ def out_of_fold(
 
 
 def kernel_probabilities(
-    X: np.ndarray,
+    X: Any,
     given: np.ndarray,
     checked: np.ndarray,
     fold: np.ndarray,

@@ -174,7 +174,7 @@ def judge(
             _problem(rows(MOST_TUNED, fold[None] != np.arange(FOLDS)[:, None])),
             hparams,
             steps=HYPER_STEPS,
-            optimizer=optax.adam(0.5),
+            optimizer=optax.adam(0.15),
             constraints={name: Box(np.log(1e-7), np.log(1e4)) for name in hparams},
             callbacks=callbacks,
         )

@@ -1,0 +1,236 @@
+"""Cleaning from predictions, by any classifier, and of tables as people have them."""
+
+import pickle
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import sparse
+from sklearn.datasets import make_blobs
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.linear_model import LogisticRegression
+from sklearn.naive_bayes import GaussianNB
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder
+
+import foretune as ft
+from foretune.apps import LabelCleaner, clean_labels
+from foretune.apps import _posterior as posterior
+from foretune.apps._columns import column_encoder, has_words
+
+
+def predictions(n=400, classes=3, wrong=0.2, seed=0, bias=0.0):
+    """Return labels of which some are wrong, predictions, and the true labels.
+
+    `bias` makes the predictions prefer class 0.
+    """
+    rng = np.random.default_rng(seed)
+    true = rng.integers(0, classes, n)
+    scores = rng.normal(size=(n, classes)) + 2.5 * np.eye(classes)[true]
+    scores[:, 0] += bias
+    p = np.exp(scores)
+    flipped = rng.random(n) < wrong
+    given = np.where(flipped, (true + rng.integers(1, classes, n)) % classes, true)
+    return given, p / p.sum(1, keepdims=True), true
+
+
+def share_found(found, wrong, rows=slice(None)):
+    """Return the share of wrong labels among the first, as many as there are."""
+    order = np.argsort(-found.confidence_[rows], kind="stable")
+    return wrong[rows][order[: wrong[rows].sum()]].mean()
+
+
+def test_predictions_alone_rank_by_the_best_alternative():
+    given, p, _ = predictions()
+    found = clean_labels(given, p)
+    mine = p[np.arange(400), given]
+    other = np.where(np.arange(3) == given[:, None], 0, p).max(1)
+    expected = mine / (mine + other)
+    np.testing.assert_allclose(found.weights_, expected, atol=2e-3)
+    assert np.all(found.suspects_ == (found.weights_ < 0.5))
+    assert np.all(np.diff(found.weights_[found.ranking_]) >= 0)
+    assert np.all(found.suggested_[found.suspects_] == p.argmax(1)[found.suspects_])
+    assert found.noise_rate_ == pytest.approx(found.confidence_.mean())
+    assert 0 < found.unflagged_ < 400
+
+
+@pytest.mark.second_tier
+def test_checked_rows_correct_predictions_that_lean_to_a_class():
+    given, p, true = predictions(n=1500, bias=2.0)
+    wrong, rows = given != true, np.arange(200)
+    rest = slice(200, None)
+    alone = clean_labels(given, p, progress=False)
+    helped = clean_labels(given, p, rows, true[rows], progress=False)
+    assert share_found(helped, wrong, rest) > share_found(alone, wrong, rest) + 0.05
+    assert np.all(helped.suspects_[rows] == wrong[rows])  # what is checked is known
+    assert np.all(helped.suggested_[rows] == true[rows])
+    bins = np.mean(helped.confidence_[rest]) - np.mean(wrong[rest])
+    assert abs(bins) < 0.1
+    assert helped.stopped_ != "no descent"
+
+
+@pytest.mark.second_tier
+def test_few_checked_rows_do_no_harm():
+    given, p, true = predictions(n=600)
+    wrong = given != true
+    for count in (3, 12):  # too few to tune a regulariser on
+        rows = np.zeros(600, bool)
+        rows[:count] = True
+        helped = clean_labels(given, p, rows, true[rows], progress=False)
+        alone = share_found(clean_labels(given, p), wrong, ~rows)
+        assert share_found(helped, wrong, ~rows) > alone - 0.03
+
+
+def test_several_predictions_are_pooled_and_noise_is_left_out():
+    given, p, _ = predictions()
+    q = np.random.default_rng(1).dirichlet(np.ones(3), 400)
+    found = clean_labels(given, {"good": p, "none": q}, progress=False)
+    assert found.pool_["pred_probs['good']"] > 5 * found.pool_["pred_probs['none']"]
+
+
+def test_labels_of_any_type_and_classes_without_labels():
+    given, p, _ = predictions()
+    names = np.array(["a", "b", "ç"])
+    by_name = clean_labels(names[given], p)
+    np.testing.assert_array_equal(by_name.weights_, clean_labels(given, p).weights_)
+    assert set(by_name.suggested_) <= set(names)
+    some = given < 2
+    found = clean_labels(given[some], p[some], classes=[0, 1, 2])
+    assert len(found.weights_) == some.sum()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda y, p: (y, p[:-1]), r"shape \(59, 3\): 60 labels need shape \(60, 3\)"),
+        (lambda y, p: (y, p[:, :2] / p[:, :2].sum(1, keepdims=True)), "2 columns.*3 classes"),
+        (lambda y, p: (y, p * np.where(np.arange(60) == 7, 0.5, 1)[:, None]), "row 7 with 0.5"),
+        (lambda y, p: (y, np.log(p)), "logarithms"),
+        (lambda y, p: (y, 5 * p - 1), "outside of .0, 1.*softmax"),
+        (lambda y, p: (y, np.where(np.arange(60)[:, None] == 3, np.nan, p)), "row 3"),
+        (lambda y, p: (y, "words"), "must be numbers"),
+        (lambda y, p: (y, {}), "empty"),
+        (lambda y, p: (y, p, [0, 0], [1, 1]), "twice"),
+        (lambda y, p: (y, p, [99], [1]), "99; there are 60"),
+        (lambda y, p: (y, p, [1.5], [1]), "row numbers"),
+        (lambda y, p: (y, p, [1], [9]), "checked_labels has 9"),
+        (lambda y, p: (y, p, [1], None), "together"),
+        (lambda y, p: (y, p, [1, 2], [1]), "2 rows are checked"),
+        (lambda y, p: (y, p, np.ones(9, bool), [1]), "mask of shape"),
+        (lambda y, p: (y, p, np.arange(60), y), "every row is checked"),
+        (lambda y, p: (np.zeros(60), p), "only one class"),
+        (lambda y, p: ([None, *y[1:]], p), "without a label"),
+    ],
+)
+def test_bad_predictions(change, message):
+    given, p, _ = predictions(n=60)
+    with pytest.raises(ValueError, match=message):
+        clean_labels(*change(given, p))
+
+
+def test_predictions_of_the_training_rows_themselves_are_noted():
+    given, _, _ = predictions(n=60)
+    with pytest.warns(UserWarning, match="out-of-fold"):
+        clean_labels(given, 0.001 + 0.997 * np.eye(3)[given])
+
+
+def test_the_hypergradient_of_the_regularisers_is_right():
+    given, p, true = predictions(n=40)
+    logs = np.log(p)[None].astype(np.float32)
+    train = (np.arange(12) % 3 != np.arange(3)[:, None]).astype(np.float32)
+    parts = (logs[:, 12:], given[12:], logs[:, :12], true[:12], given[:12], train)
+    problem = posterior._problem(posterior.Rows(*map(jnp.asarray, parts)), steps=5)
+    hparams = jax.tree.map(lambda v: v + 1.0, posterior._start_regularisers(28, 12))
+    ft.check_hypergradient(problem, hparams, verbose=False)
+
+
+@pytest.fixture(scope="module")
+def customers():
+    """Return a frame with words, dates, text, an identifier and gaps, and its labels."""
+    rng = np.random.default_rng(0)
+    n = 240
+    size, red = rng.normal(size=n), rng.random(n) < 0.5
+    true = np.where(size + red > 0.5, "stays", "goes")
+    frame = pd.DataFrame(
+        {
+            "size": np.where(rng.random(n) < 0.1, np.nan, size),
+            "colour": pd.Categorical(np.where(red, "red", "blå")),
+            "since": pd.Timestamp("2020-01-01") + pd.to_timedelta(rng.integers(0, 999, n), "D"),
+            "id": [f"u{i}" for i in range(n)],
+            "note": [
+                f"a note of number {i % 97} on {'red' if r else 'blue'}" for i, r in enumerate(red)
+            ],
+        }
+    )
+    wrong = rng.random(n) < 0.2
+    other = np.where(true == "stays", "goes", "stays")
+    return frame, np.where(wrong, other, true), true, wrong
+
+
+def test_columns_of_all_kinds(customers):
+    frame, *_ = customers
+    assert has_words(frame)
+    assert not has_words(frame[["size"]].fillna(0))
+    with pytest.warns(UserWarning, match="'id'.*identifier"):
+        encoder = column_encoder(frame)
+    encoded = encoder.fit_transform(frame)
+    assert np.all(np.isfinite(encoded))
+    assert {name for name, *_ in encoder.transformers} == {
+        *("numbers", "dates", "words", "text of note")
+    }
+    new = frame[:3].assign(colour="green", note=None, since=pd.NaT)
+    assert np.all(np.isfinite(encoder.transform(new)))  # what was not seen is nothing, not an error
+
+
+@pytest.mark.second_tier
+@pytest.mark.filterwarnings("ignore:left out")
+def test_a_table_as_it_is(customers):
+    frame, given, true, wrong = customers
+    cleaner = LabelCleaner(random_state=0, progress=False)
+    cleaner.fit(frame[:200], given[:200], frame[200:], true[200:])
+    assert set(cleaner.pool_) == {"kernel", "logistic", "forest", "boosting"}
+    assert share_found(cleaner, wrong[:200]) > 0.7
+    again = pickle.loads(pickle.dumps(cleaner))
+    np.testing.assert_array_equal(again.predict(frame[:9]), cleaner.predict(frame[:9]))
+    assert cleaner.score(frame, true) > 0.85
+
+
+def test_any_classifier():
+    X, y = make_blobs(150, centers=3, random_state=0, cluster_std=0.6)
+    wrong = np.arange(150) < 30
+    given = np.where(wrong, (y + 1) % 3, y)
+    for estimator in (GaussianNB(), RandomForestClassifier(20, random_state=0)):
+        cleaner = LabelCleaner(estimator=estimator, random_state=0, progress=False)
+        cleaner.fit(X, given)
+        assert share_found(cleaner, wrong) > 0.7  # by chance 0.2
+        assert cleaner.predict_proba(X).shape == (150, 3)
+    words = [[("red", "green", "blue")[k]] for k in y]  # X as the classifier takes it
+    model = make_pipeline(OneHotEncoder(), LogisticRegression())
+    cleaner = LabelCleaner(estimator=model, random_state=0, progress=False).fit(words, given)
+    assert share_found(cleaner, wrong) > 0.9
+
+
+@pytest.mark.second_tier
+def test_a_pool_takes_sparse_rows():
+    X, y = make_blobs(90, centers=2, random_state=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cleaner = LabelCleaner(estimator="pool", random_state=0, progress=False, hyper_steps=2)
+        cleaner.fit(sparse.csr_matrix(X), y)
+    assert set(cleaner.pool_) == {"kernel", "logistic", "forest"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimator": "forest"}, "estimator='forest'.*'pool'"),
+        ({"estimator": RandomForestClassifier}, "a scikit-learn classifier"),
+        ({"estimator": GaussianNB(), "method": "weights"}, "leave `estimator` out"),
+    ],
+)
+def test_bad_estimators(options, message):
+    with pytest.raises(ValueError, match=message):
+        LabelCleaner(**options).fit(np.zeros((4, 2)), [0, 1, 0, 1])
