@@ -174,7 +174,7 @@ def test_images_have_a_gallery(tmp_path):
         ("a,label\n1,x\n2,y\n3,x\n", None, "no such file"),
         ("", "a,label\n1,x\n2,y\n", "train.csv is empty"),
         ("a,label\n1,x\n2,y\n3,x\n", "a,label\n1,z\n2,y\n", "labels that y does not have: 'z'"),
-        ("a,label\n1,x\n,y\n3,x\n", "a,label\n1,x\n2,y\n", "missing or infinite numbers"),
+        ("a,label\n1,x\ninf,y\n3,x\n", "a,label\n1,x\n2,y\n", "missing or infinite numbers"),
         ("a,label\n1,x\n2,y\n3,x\n", "a,label\n1,x\n", "1 checked examples for 2 classes"),
         ("a,label\n1,x\n2,x\n3,x\n", "a,label\n1,x\n2,x\n", "only one class, 'x'"),
         ("a,label\n1,x\n2,y\n3,x\n", "b,label\n1,x\n2,y\n", "in one only: a, b"),

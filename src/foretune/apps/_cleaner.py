@@ -231,7 +231,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         labels = np.concatenate([given, checked])
         members: dict[str, Any] = {"estimator": self.estimator}
         if pooled:
-            members = _pool.pool_of(everything, classes, seed % 2**31)
+            members = _pool.pool_of(everything, labels, classes, seed % 2**31)
         found = {
             name: _pool.out_of_fold(
                 name, member, everything, labels, fold, classes, seed=seed, progress=self.progress

@@ -26,13 +26,16 @@ MOST_TRAINED = 50_000
 """Each classifier of a fold trains on this many rows at most."""
 WIDE = 100
 """With more columns than this the pool has no boosted trees: pixels and words take them long."""
+COMMON = 10
+"""Boosted trees stop early, by rows set aside, where every class has this many."""
 MOST_KERNEL = 20_000
 """With more rows than this the pool has no kernel model."""
 
 
-def pool_of(X: Any, classes: int, seed: int) -> dict[str, Any]:
+def pool_of(X: Any, labels: np.ndarray, classes: int, seed: int) -> dict[str, Any]:
     """Return the classifiers that are pooled, beside the kernel model."""
     n, width = X.shape
+    rarest = np.bincount(labels, minlength=classes).min()
     logistic = LogisticRegression(max_iter=1000)
     forest = RandomForestClassifier(200 if n <= 2000 else 100, n_jobs=-1, random_state=seed)
     if sparse.issparse(X):
@@ -43,7 +46,7 @@ def pool_of(X: Any, classes: int, seed: int) -> dict[str, Any]:
         members["boosting"] = HistGradientBoostingClassifier(
             max_iter=100 if few else 30,
             learning_rate=0.1 if few else 0.2,
-            early_stopping=True,  # pyright: ignore[reportArgumentType]
+            early_stopping=bool(rarest >= COMMON),  # pyright: ignore[reportArgumentType]
             random_state=seed,
         )
     return members
