@@ -245,6 +245,7 @@ def test_a_group_has_the_sum_of_its_scores(found):
     same(grouped, ft.Attribution(sums, found.errors))
 
 
+@pytest.mark.second_tier
 def test_a_start_that_depends_on_the_hyperparameters():
     def start(hparams):
         return {"a": jnp.asarray(INIT["a"], jnp.float32), "b": hparams["b"]}
@@ -302,6 +303,7 @@ def test_leaving_one_out_of_a_convex_problem():
     assert np.corrcoef(np.ravel(predicted), np.ravel(left_out))[0, 1] > 0.99
 
 
+@pytest.mark.second_tier
 def test_validation_of_a_convex_problem():
     problem, queries, losses, *_ = ridge()
     found = ft.attribute(problem, {}, queries, losses=losses)
@@ -410,6 +412,7 @@ def test_a_folder_belongs_to_one_attribution(tmp_path):
         ft.attribute(problem, hparams, QUERIES, folder=tmp_path)
 
 
+@pytest.mark.second_tier
 def test_a_budget_of_memory_sets_the_chunk():
     problem, hparams = plain()
     wanted, point = weighted_problem(of_query(problem, 0), hparams, "weight", None, None)
@@ -452,6 +455,7 @@ def test_a_step_back_touches_the_weights_of_its_examples_alone():
     assert large == {"scatter-add"}
 
 
+@pytest.mark.second_tier
 def test_a_second_call_compiles_nothing(found):
     problem, hparams = plain()
     with compilations("_train", "_pull") as programs:
@@ -537,6 +541,7 @@ def test_losses_that_are_not_those_of_the_loss():
         ft.attribute(problem, hparams, QUERIES, losses=lambda params: 0)
 
 
+@pytest.mark.second_tier
 def test_a_small_penalty_is_not_lost():
     problem = problem_of(CASES["penalty"][0])
     hparams = {"lr": jnp.array(0.05), "decay": jnp.array(1e-4)}
