@@ -215,7 +215,7 @@ def whole_run(parts: dict[str, Any], windows: int, rounds: int) -> dict[str, Any
         return state, error(state, hparams, validation)
 
     def plain_run():
-        state = copied(dynamics.init(parts["params"], hparams))
+        state, value = copied(dynamics.init(parts["params"], hparams)), None
         for _ in range(windows):
             state, value = plain(state, hparams, window)
         return value
