@@ -78,7 +78,6 @@ def out_of_fold(
     classes: int,
     *,
     seed: int,
-    weight: np.ndarray | None = None,
     progress: bool = True,
 ) -> np.ndarray:
     """Return each row's class probabilities by a classifier trained on the other folds."""
@@ -92,8 +91,7 @@ def out_of_fold(
         if len(train) > MOST_TRAINED:
             train = np.sort(rng.permutation(train)[:MOST_TRAINED])
         model: Any = clone(estimator)
-        extra = {} if weight is None else {"sample_weight": weight[train]}
-        model.fit(_safe_indexing(X, train), labels[train], **extra)
+        model.fit(_safe_indexing(X, train), labels[train])
         found[np.ix_(held, model.classes_)] = model.predict_proba(_safe_indexing(X, held))
     return found
 
