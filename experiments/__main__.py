@@ -310,6 +310,134 @@ def complexity(
         show_result(experiment.run(out, settings))
 
 
+@app.command(
+    epilog="Examples:\n\n"
+    "`python -m experiments human --quick` — 3,000 labels of each network, about a minute\n\n"
+    "`python -m experiments human` — CIFAR-10N, two networks, two sets of labels\n\n"
+    "`python -m experiments human --data mine.npz --checked 0,500` — predictions of your own"
+)
+def human(
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help=".npz files with log_probs, given and true; by default CIFAR-10N's."),
+    ] = None,
+    checked: Annotated[
+        str | None, typer.Option(help="Numbers of verified labels; 0,100,500,2000.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Draws of verified labels; 5.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="3,000 labels, 0 and 200 of them verified, one seed.")
+    ] = False,
+    out: Out = None,
+    debug: Debug = False,
+) -> None:
+    """Human label noise: which labels of CIFAR-10N are wrong, given a network's predictions?
+
+    `clean_labels` with and without verified labels, compared with self-confidence, the margin, and
+    softmax regression from predictions to verified labels. Interrupted, the same command continues
+    where it was. Ends with the path of a report.
+    """
+    out = out or Path("runs") / f"human{'-quick' if quick else ''}"
+    with plain_errors(debug, out):
+        from .human import experiment
+
+        given = {
+            "data": tuple(data) if data else None,
+            "checked": _numbers(checked, ",", "0,100,500,2000"),
+            "seeds": seeds,
+        }
+        asked = {name: value for name, value in given.items() if value is not None}
+        usual = experiment.QUICK if quick else experiment.Settings()
+        show_result(experiment.run(out, usual._replace(**asked)))
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "`python -m experiments language --quick` — a small network, minutes on two CPU cores\n\n"
+    "`python -m experiments language` — 1,000 steps, 3 seeds, on a GPU\n\n"
+    "`python -m experiments language --data texts/ --target mine --quick` — your texts: a .txt file "
+    "for each source, one of them the target"
+)
+def language(
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder with sources.npz or with .txt files; by default text in FORETUNE_DATA.",
+            show_default=False,
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="A source's name, an .npz file with validation and test, or a text file.",
+            show_default=False,
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of each method; 3.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, max=100, help="Layers; 4.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, max=100_000, help="Width; 128.")] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Heads of the attention; 4.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="Bytes of a window; 128.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="Windows of a minibatch; 32.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of a training (T); 1000.")
+    ] = None,
+    outer: Annotated[
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations; 20.")
+    ] = None,
+    transfer: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=16, help="How many times as long and wide mixtures are tried; 4, or 1: not."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="1 layer of width 32, 200 steps, 10 hyper-iterations, 1 seed."
+        ),
+    ] = False,
+    out: Out = None,
+    debug: Debug = False,
+) -> None:
+    """A language model: which sources to train on, and how, for the least loss on another text?
+
+    The weights of the sources, the schedule of the rate and the constants of AdamW are learnt by
+    hypergradients, through whole trainings and in one, compared with fixed mixtures, shortcuts, and
+    searches with the same time. Interrupted, the same command continues where it was. Ends with the
+    path of a report.
+    """
+    with plain_errors(debug, out):
+        from .language import experiment
+
+        given = {
+            "seeds": seeds,
+            "layers": layers,
+            "width": width,
+            "heads": heads,
+            "context": context,
+            "batch": batch,
+            "steps": steps,
+            "outer": outer,
+            "transfer": transfer,
+        }
+        asked = {name: value for name, value in given.items() if value is not None}
+        usual = experiment.QUICK if quick else experiment.Settings()
+        settings = usual._replace(data=data, target=target, **asked)
+        name = f"language{f'-{Path(target).stem}' if target else ''}{'-quick' if quick else ''}"
+        show_result(experiment.run(out or Path("runs") / name, settings))
+
+
 def _numbers(text: str | None, separator: str, example: str) -> tuple[int, ...] | None:
     if text is None:
         return None

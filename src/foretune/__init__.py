@@ -10,6 +10,7 @@ from ._engines.base import Hypergradient as Hypergradient
 from ._engines.check import HypergradientCheck as HypergradientCheck
 from ._engines.check import HypergradientMismatch as HypergradientMismatch
 from ._engines.check import check_hypergradient as check_hypergradient
+from ._engines.disk import ReverseOnDisk as ReverseOnDisk
 from ._engines.forward import Forward as Forward
 from ._engines.implicit import Implicit as Implicit
 from ._engines.nonfinite import NonFiniteError as NonFiniteError
@@ -48,6 +49,7 @@ from ._outer.variables import Log as Log
 from ._outer.variables import Logit as Logit
 from ._outer.verdicts import Advice as Advice
 from ._outer.verdicts import Trust as Trust
+from ._problem.attention import attention as attention
 from ._problem.batches import FullBatch as FullBatch
 from ._problem.batches import Minibatches as Minibatches
 from ._problem.dropout import dropout as dropout

@@ -1,4 +1,4 @@
-"""The command line: `foretune clean`, `foretune report`.
+"""The command line: `foretune clean`, `foretune attribute`, `foretune report`.
 
 Exit status: 0 when done, 1 when something is wrong with what was given (a message on standard error;
 with `--debug` the traceback), 2 for a wrong use of the command, 130 after Ctrl-C and 143 after SIGTERM,
@@ -15,12 +15,19 @@ import typer
 
 from .report import command_line, plain_errors, show_result, write_page
 
-app = command_line("Hyperparameters by gradients: find wrong labels, read the reports.")
+app = command_line(
+    "Hyperparameters by gradients: find wrong labels, explain predictions, read the reports."
+)
 
 Label = Annotated[str | None, typer.Option(help="A file's column (or array) of labels.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 MOST_STEPS = 1_000_000
 """More steps or hyper-iterations than this are a slip of the hand: they would take weeks."""
+Text = Annotated[list[str] | None, typer.Option(help="A column of text (repeatable).")]
+Drop = Annotated[list[str] | None, typer.Option(help="A column to leave out (repeatable).")]
+Image = Annotated[
+    str | None, typer.Option(help="Rows are images of this shape, as 28x28 or 32x32x3.")
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
 
 
@@ -28,6 +35,13 @@ class Model(enum.StrEnum):
     """Models of `foretune clean`."""
 
     kernel = "kernel"
+    softmax = "softmax"
+    mlp = "mlp"
+
+
+class Explained(enum.StrEnum):
+    """Models of `foretune attribute`."""
+
     softmax = "softmax"
     mlp = "mlp"
 
@@ -61,6 +75,7 @@ def _main(
     "`foretune clean reviews.parquet --clean checked.parquet --text review --out suspects`\n\n"
     "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"
     "`foretune clean train.csv --pred-probs probabilities.npy`\n\n"
+    "`foretune clean houses.csv --label price --values`\n\n"
     "Both files need the same columns. Without --out the folder of train.csv is runs/clean-train. "
     "suspects.csv lists the labels held to be wrong, the most suspicious first; weights.csv has every "
     "row. Exit status: 0 done, 1 bad input, 2 wrong use, "
@@ -85,13 +100,9 @@ def clean(
         ),
     ] = None,
     label: Label = None,
-    text: Annotated[list[str] | None, typer.Option(help="A column of text (repeatable).")] = None,
-    drop: Annotated[
-        list[str] | None, typer.Option(help="A column to leave out (repeatable).")
-    ] = None,
-    image: Annotated[
-        str | None, typer.Option(help="Rows are images of this shape, as 28x28 or 32x32x3.")
-    ] = None,
+    text: Text = None,
+    drop: Drop = None,
+    image: Image = None,
     model: Annotated[Model, typer.Option(help="What is trained.")] = Model.kernel,
     pool: Annotated[
         bool,
@@ -101,6 +112,16 @@ def clean(
             "For tables with words, dates, text or gaps that is so anyhow.",
         ),
     ] = False,
+    values: Annotated[
+        bool | None,
+        typer.Option(
+            "--values/--classes",
+            help="The labels are numbers such as prices: judge them by regressors, or take each for a "
+            "class. By default they are numbers where one of them has a fraction and they are of more "
+            "than 20 kinds.",
+            show_default=False,
+        ),
+    ] = None,
     pred_probs: Annotated[
         Path | None,
         typer.Option(
@@ -135,6 +156,11 @@ def clean(
         raise typer.BadParameter("--method weights needs checked rows: --clean FILE.")
     if (pool or pred_probs is not None) and method is Method.weights:
         raise typer.BadParameter("--method weights trains the model itself: leave --pool out.")
+    if values and (pred_probs is not None or method is Method.weights or budget is not None):
+        raise typer.BadParameter(
+            "--values has no --pred-probs, --method weights or --budget: leave them out, or call "
+            "foretune.apps.clean_values on your predictions."
+        )
     out = out or Path("runs") / f"clean-{train.stem}"
     with plain_errors(debug, out):
         from .apps import _files
@@ -156,16 +182,106 @@ def clean(
                 seed,
                 pool,
                 None if pred_probs is None else str(pred_probs),
+                values,
             ),
         )
         print(page.parent / "suspects.csv")
         show_result(page)
 
 
+@app.command(
+    epilog="Examples:\n\n"
+    "`foretune attribute train.csv wrong.csv --label species`\n\n"
+    "`foretune attribute images.npz queries.npz --model mlp --most 8`\n\n"
+    "`foretune attribute reviews.parquet asked.parquet --text review --out why`\n\n"
+    "Both files need the same columns; QUERIES may have no labels: what the model predicts is then "
+    "explained. Without --out the folder of train.csv is runs/attribute-train. most.csv lists the rows "
+    "that helped and harmed each query most, scores.npz holds the matrix of all scores (queries x "
+    "rows). Exit status: 0 done, 1 bad input, 2 wrong use, 130 or 143 interrupted (the same command "
+    "resumes)."
+)
+def attribute(
+    train: Annotated[
+        Path, typer.Argument(help="Training rows and labels: .npz, .csv or .parquet.")
+    ],
+    queries: Annotated[Path, typer.Argument(help="Rows to explain, with or without labels.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="The run's folder.", show_default="runs/attribute-TRAIN's name"
+        ),
+    ] = None,
+    label: Label = None,
+    text: Text = None,
+    drop: Drop = None,
+    image: Image = None,
+    model: Annotated[
+        Explained, typer.Option(help="What is trained: softmax regression or a small network.")
+    ] = Explained.softmax,
+    most: Annotated[
+        int, typer.Option(min=1, max=1000, help="Helpful and harmful rows listed for each query.")
+    ] = 5,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_STEPS,
+            help="Steps of the training.",
+            show_default="20 epochs, 100 or more",
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-9, help="Rate of the descent.", show_default="0.3 for softmax, 0.03 for mlp"
+        ),
+    ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust", help="First ask whether the scores can be trusted: some tens of trainings."
+        ),
+    ] = False,
+    seed: Seed = 0,
+    debug: Debug = False,
+) -> None:
+    """Find the rows of TRAIN that helped and harmed the prediction of each row of QUERIES.
+
+    Writes the scores of all rows, a list of the rows that matter most, and a report that shows each
+    query beside them.
+    """
+    out = out or Path("runs") / f"attribute-{train.stem}"
+    with plain_errors(debug, out):
+        from .apps import _explain
+
+        page = _explain.run(
+            out,
+            _explain.Settings(
+                str(train),
+                str(queries),
+                label,
+                tuple(text or ()),
+                tuple(drop or ()),
+                _shape(image),
+                model.value,
+                most,
+                steps,
+                rate,
+                trust,
+                seed,
+            ),
+        )
+        print(page.parent / "most.csv")
+        show_result(page)
+
+
 @app.command(epilog="Example: `foretune report runs/clean-train`")
 def report(
     folder: Annotated[
-        Path, typer.Argument(help="The folder of `foretune clean` or of an experiment.")
+        Path,
+        typer.Argument(
+            help="The folder of `foretune clean`, `foretune attribute` or an experiment."
+        ),
     ],
     debug: Debug = False,
 ) -> None:

@@ -91,6 +91,30 @@ def test_several_predictions_are_pooled_and_noise_is_left_out():
     assert found.pool_["pred_probs['good']"] > 5 * found.pool_["pred_probs['none']"]
 
 
+def test_of_few_rows_the_pool_stays_nearer_to_an_equal_one():
+    ratio = {}
+    for n in (20, 2000):
+        given, p, _ = predictions(n=n)
+        none = np.random.default_rng(1).dirichlet(np.ones(3), n)
+        good, bad = clean_labels(given, [p, none], progress=False).pool_.values()
+        ratio[n] = good / bad
+    assert ratio[20] < 5 < 15 < ratio[2000]
+
+
+def test_rows_of_weight_0_teach_nothing():
+    given, p, _ = predictions(n=300)
+    q = np.stack([p, np.sqrt(p) / np.sqrt(p).sum(1, keepdims=True)])
+    none, nobody = q[:, :0], np.zeros(0, int)
+    alone = posterior.judge(q[:, :200], given[:200], none, nobody, nobody, seed=0)
+    others = np.r_[given[:200], np.zeros(100, int)]  # a hundred more, all called class 0
+    weight = np.r_[np.full(200, 2.0), np.zeros(100)]
+    found = posterior.judge(q, others, none, nobody, nobody, seed=0, weight=weight)
+    np.testing.assert_allclose(found.noise, alone.noise, atol=1e-4)
+    np.testing.assert_allclose(found.right[:200], alone.right, atol=1e-4)
+    counted = posterior.judge(q, others, none, nobody, nobody, seed=0)
+    assert np.abs(counted.noise - alone.noise).max() > 0.02
+
+
 def test_labels_of_any_type_and_classes_without_labels():
     given, p, _ = predictions()
     names = np.array(["a", "b", "ç"])
@@ -141,9 +165,11 @@ def test_the_hypergradient_of_the_regularisers_is_right():
     given, p, true = predictions(n=40)
     logs = np.log(p)[None].astype(np.float32)
     train = (np.arange(12) % 3 != np.arange(3)[:, None]).astype(np.float32)
-    parts = (logs[:, 12:], given[12:], logs[:, :12], true[:12], given[:12], train)
-    problem = posterior._problem(posterior.Rows(*map(jnp.asarray, parts)), steps=5)
-    hparams = jax.tree.map(lambda v: v + 1.0, posterior._start_regularisers(28, 12))
+    weight = np.linspace(0.5, 1.5, 28, dtype=np.float32)
+    parts = (logs[:, 12:], given[12:], weight, logs[:, :12], true[:12], given[:12], train)
+    start = posterior._start_regularisers(28, 12) | {"belief": jnp.asarray(0.3)}
+    problem = posterior._problem(posterior.Rows(*map(jnp.asarray, parts)), start, steps=5)
+    hparams = jax.tree.map(lambda v: v + 0.5, start)
     ft.check_hypergradient(problem, hparams, verbose=False)
 
 
@@ -206,6 +232,8 @@ def test_any_classifier():
         cleaner = LabelCleaner(estimator=estimator, random_state=0, progress=False)
         cleaner.fit(X, given)
         assert share_found(cleaner, wrong) > 0.7  # by chance 0.2
+        np.testing.assert_allclose(cleaner.probabilities_.sum(1), 1, atol=1e-5)
+        assert np.mean(cleaner.probabilities_.argmax(1) == y) > 0.8  # as given: 0.8
         assert cleaner.predict_proba(X).shape == (150, 3)
     words = [[("red", "green", "blue")[k]] for k in y]  # X as the classifier takes it
     model = make_pipeline(OneHotEncoder(), LogisticRegression())

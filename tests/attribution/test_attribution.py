@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._attribution.sweep import _pull, _train, fitting
+from foretune._attribution.sweep import Spread, _pull, _train, fitting
 from foretune._attribution.validation import spearman
 from foretune._attribution.weighted import weighted_problem
 from foretune._engines.schedules import Adjoint
@@ -317,6 +317,11 @@ def test_validation_of_a_convex_problem():
     plotted.close("all")
     again = found.validate(problem, {}, queries, losses=losses, subsets=20, drop=0.1, chunk=1)
     np.testing.assert_allclose(again.actual, validation.actual, rtol=1e-3, atol=1e-5)
+    other = validation.of(found.scores)
+    np.testing.assert_array_equal(other.correlations, validation.correlations)
+    assert validation.of(-found.scores).mean == pytest.approx(-validation.mean)
+    with pytest.raises(ValueError, match="but 4 queries and 40 weights were validated"):
+        validation.of(found.scores[:2])
     with pytest.raises(ValueError, match="here are 4 queries and 2 weights"):
         found.validate(problem, {}, queries, losses=losses, groups=np.arange(40) % 2)
     with pytest.raises(ValueError, match="between 0 and 1"):
@@ -417,7 +422,7 @@ def test_a_budget_of_memory_sets_the_chunk():
     problem, hparams = plain()
     wanted, point = weighted_problem(of_query(problem, 0), hparams, "weight", None, None)
     arrays, structure = validated(wanted, point)
-    chosen = functools.partial(fitting, ft.Reverse(), structure, arrays)
+    chosen = functools.partial(fitting, ft.Reverse(), structure, arrays, spread=Spread())
     with pytest.raises(MemoryError, match="one query at a time needs") as least:
         chosen(K, 10)
     number, unit = re.search(r"needs ([\d.]+) (\w+),", str(least.value)).groups()
@@ -464,6 +469,73 @@ def test_a_second_call_compiles_nothing(found):
     with compilations("_train", "_pull") as programs:
         ft.attribute(problem, {"lr": jnp.array(0.04)}, QUERIES)
     assert not programs
+
+
+def test_a_second_call_traces_no_training():
+    calls = []
+
+    def counted(params, hparams, batch):
+        calls.append(1)
+        return mean_square(params, hparams, batch)
+
+    problem = problem_of(ft.Training(counted, momentum))
+    hparams = {"lr": jnp.array(0.05)}
+    ft.attribute(problem, hparams, QUERIES)
+    calls.clear()
+    ft.attribute(problem, hparams, QUERIES)
+    assert not calls
+
+
+def test_scores_at_other_weights(found, x64):
+    """Weights of a half are half the rate, for gradient descent; a half of a half counts twice."""
+    problem, hparams = plain()
+    half = ft.attribute(problem, hparams, QUERIES, keep=0.5)
+    slow = ft.attribute(problem, {"lr": hparams["lr"] / 2}, QUERIES)
+    same(half, ft.Attribution(2 * slow.scores, slow.errors))
+    refused(ValueError, r"keep=0\)", keep=0)
+    numbered = ft.Minibatches((X, Y, np.arange(N)), INDICES)
+    written = problem_of(CASES["momentum"][1], batches=numbered)
+    own = {**hparams, "weight": jnp.ones(N)}
+    refused(ValueError, r"attribute\(keep=...\)", problem=written, hparams=own, keep=0.5)
+
+
+def chaotic():
+    """A training that multiplies small changes: the logistic map, with a rate that depends on data."""
+
+    def loss(w, hparams, batch):
+        return jnp.mean(batch[0]) * (w**3 / 3 - w**2 / 2) * 3.9 + w**2 / 2
+
+    def losses(w, hparams, batch):
+        return batch[0] * (w**3 / 3 - w**2 / 2) * 3.9
+
+    problem = ft.Problem(
+        ft.Training(loss, optax.sgd(1.0)),
+        lambda state, h, batch: jnp.mean((state.params - batch[0]) ** 2),
+        np.float32(0.3),
+        ft.FullBatch((np.ones(20, np.float32),), steps=60),
+    )
+    return problem, losses
+
+
+def test_a_chaotic_training_is_warned_of():
+    problem, losses = chaotic()
+    queries = (np.array([0.1, 0.8], np.float32),)
+    with pytest.warns(RuntimeWarning, match="multiplies small changes"):
+        ft.attribute(problem, {}, queries, losses=losses)
+    with pytest.warns(RuntimeWarning) as seen:
+        ft.attribute(problem, {}, queries, losses=losses, trust=True)
+    assert re.search(r"scores may mislead: .*misleads.*grows", str(seen[0].message))
+    with pytest.warns(RuntimeWarning, match="scores may mislead"):
+        ft.attribute(
+            problem.replace(validation=queries), {}, [problem.objective], losses=losses, trust=True,
+            engine=ft.Reverse(check_finite=False),
+        )  # fmt: skip
+
+
+@pytest.mark.second_tier
+def test_a_smooth_training_is_not_warned_of():
+    problem, queries, losses, *_ = ridge()
+    ft.attribute(problem, {}, queries, losses=losses, trust=True)
 
 
 def test_a_training_that_diverges():

@@ -211,10 +211,11 @@ def test_wrong_use():
 def test_a_report_of_checkpoints_is_refused(tmp_path):
     result = foretune("report", tmp_path)
     assert result.exit_code == 1
-    assert "a folder of `foretune clean` or of an experiment" in result.output.replace("\n", " ")
+    which = "a folder of `foretune clean`, `foretune attribute` or of an experiment"
+    assert which in result.output.replace("\n", " ")
 
 
-@pytest.mark.parametrize("command", [[], ["clean"], ["report"]])
+@pytest.mark.parametrize("command", [[], ["clean"], ["attribute"], ["report"]])
 def test_help(command):
     result = foretune(*command, "--help")
     assert result.exit_code == 0
@@ -341,3 +342,29 @@ def test_a_terminated_clean_is_unfinished_and_resumes(iris, tmp_path, monkeypatc
     assert again.exit_code == 0, again.output
     records = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in records] == list(range(5))
+
+
+def test_labels_with_fractions_are_values(tmp_path):
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"a": rng.normal(size=60), "b": rng.normal(size=60)})
+    frame["price"] = (frame["a"] + 0.1 * rng.normal(size=60)).round(3)
+    frame.loc[7, "price"] = 25.5
+    frame.to_csv(tmp_path / "prices.csv", index=False)
+    result = foretune("clean", tmp_path / "prices.csv", "--label", "price", "--out", tmp_path / "o")
+    assert result.exit_code == 0, result.output
+    assert "1 of 60 values are suspicious" in result.output
+    (row,) = csv.DictReader((tmp_path / "o" / "suspects.csv").read_text().splitlines())
+    assert (row["row"], row["given"]) == ("7", "25.5")
+    assert (tmp_path / "o" / "report.html").exists()
+
+
+def test_what_counts_as_values(tmp_path):
+    assert _files.looks_numeric(np.array([f"{i}.5" for i in range(30)]))
+    assert not _files.looks_numeric(np.array([f"{i}.0" for i in range(30)]))  # whole numbers
+    assert not _files.looks_numeric(np.array(["0.5", "1.5"] * 20))  # two classes
+    assert not _files.looks_numeric(np.array([f"v{i}" for i in range(30)]))
+    table = Table(None, np.array(["1.5", "many"]), None, "a.csv")
+    with pytest.raises(ValueError, match="row 1 is 'many', not a number"):
+        _files.as_numbers(table)
+    used = foretune("clean", "a.csv", "--values", "--pred-probs", "p.npy")
+    assert used.exit_code == 2

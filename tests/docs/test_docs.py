@@ -145,12 +145,30 @@ def test_the_task_graph_example_learns(capsys, monkeypatch, tmp_path):
             r"checked digits, (\d+)% are wrong",
             lambda share: share > 40,
         ),
+        (
+            "attribution_choose",
+            [],
+            r"random half: ([\d.]+)%\n.*that helps: ([\d.]+)%",
+            lambda random, chosen: chosen > random,
+        ),
+        (
+            "attribution_labels",
+            [],
+            r"attribute: (\d+) of 60.*\nLabelCleaner: (\d+) of 60",
+            lambda attributed, cleaned: attributed > 30 and cleaned > 40,
+        ),
         ("custom_dynamics", [], r"off by at most ([\d.]+)", lambda off: off < 0.05),
         (
             "drifting_stream",
             ["--steps", "2000"],
             r"quarters: \[([\d.]+), ([\d.]+)",
             lambda quiet, noisy: quiet > noisy,
+        ),
+        (
+            "language_mixture",
+            ["--steps", "40", "--iterations", "6"],
+            r"test loss, even: ([\d.]+)[^:]*: ([\d.]+)",
+            lambda even, learnt: learnt < even,
         ),
         (
             "noisy_text",

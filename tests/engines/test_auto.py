@@ -15,9 +15,10 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._engines import auto
+from foretune._engines import auto, costs
 from foretune._engines.costs import Costs, byte_seconds, free_bytes, host_bytes
 from foretune._problem.arguments import unflatten
+from foretune._problem.problem import validated
 
 from ..problems import assert_trees_close, regression
 from .test_schedules import network
@@ -40,7 +41,20 @@ def timeless(monkeypatch):
         state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(start))
         m = sum(leaf.size for leaf in jax.tree.leaves(hparams))
         tangents = {1: 1.5e-3, 4: 3e-3}
-        return Costs(problem.steps, m, state, 1e-3, 1e-3, 3e-3, 3.5e-3, 3.0 * state, tangents)
+        return Costs(
+            steps=problem.steps,
+            hyperparameters=m,
+            state=state,
+            step=1e-3,
+            again=1e-3,
+            adjoint=3e-3,
+            ordinary=np.inf,
+            whole=3.5e-3,
+            kept=3.0 * state,
+            kept_gradient=2.9e-3,
+            gradient=state / 2,
+            tangents=tangents,
+        )
 
     monkeypatch.setattr(auto, "measure_costs", costs)
     monkeypatch.setattr(auto, "byte_seconds", lambda: 1e-10)
@@ -56,6 +70,43 @@ def test_the_result_is_that_of_an_exact_engine():
     assert_trees_close(found.value, expected.value, 1e-12)
     inside = jax.jit(lambda h: ft.Auto(memory="1GiB")(problem, h).grad)(hparams)
     assert_trees_close(inside, expected.grad, 1e-10)
+
+
+def test_both_ways_to_transpose_a_gradient_are_measured(timeless, monkeypatch):
+    problem, hparams, _ = network(30)
+    many = hparams | {"shift": jnp.full(32, 0.5)}
+    whole = auto.measure_costs
+
+    def ordinary_is(seconds):
+        auto._CHOICES.clear()
+        changed = lambda *given: whole(*given)._replace(ordinary=seconds)  # noqa: E731
+        monkeypatch.setattr(auto, "measure_costs", changed)
+        return ft.Auto().explain(problem, many)
+
+    cheap = ordinary_is(1e-3)
+    assert cheap.engine == ft.Reverse(transpose="reverse")
+    assert "Reverse(transpose='reverse')" in str(cheap)
+    assert ordinary_is(1e-1).engine.transpose == "forward"
+    auto._CHOICES.clear()
+
+
+class Halving:
+    def init(self, params, hparams):
+        return params
+
+    def step(self, state, hparams, batch):
+        return hparams["lr"] * state
+
+
+@pytest.mark.second_tier
+def test_they_are_two_programs_of_a_training_and_one_of_other_dynamics(monkeypatch):
+    monkeypatch.setattr(costs, "_CALLS", 10**9)  # however brief the training, it is measured
+    problem, hparams = regression(steps=4)
+    other = ft.Problem(Halving(), lambda s, h, _: s, jnp.array(8.0), ft.FullBatch(None, steps=4))
+    for each, two in ((problem, True), (other, False)):
+        names = hparams if two else {"lr": hparams["lr"]}
+        arrays, structure = validated(each, names)
+        assert np.isfinite(costs.measure_costs(structure, arrays, 1e9).ordinary) == two
 
 
 def test_it_chooses_inside_jit_where_nothing_was_chosen_before():
@@ -109,6 +160,24 @@ def test_it_says_what_it_chose_and_from_what():
     assert "Forward(chunk=1)" in text
     assert "at most 1.0 GiB" in text
     assert ft.Auto("1GiB").explain(problem, hparams) is choice  # remembered
+
+
+def test_a_training_that_takes_less_than_its_compilation_is_not_measured_further(monkeypatch):
+    programs, compile_all = [], costs.compile_all
+
+    def recording(lowered):
+        programs.append(list(lowered))
+        return compile_all(lowered)
+
+    monkeypatch.setattr(costs, "compile_all", recording)
+    monkeypatch.setattr(costs, "_CALLS", 0)
+    problem, hparams = regression(steps=22)
+    choice = ft.Auto("1GiB").explain(problem, hparams)
+    assert programs == [["plain"]]
+    assert len(choice.compiled) == 1  # the engine that is chosen
+    assert not choice.measured
+    expected = ft.Reverse()(problem, hparams).grad
+    assert_trees_close(ft.Auto("1GiB")(problem, hparams).grad, expected, 1e-4)
 
 
 def test_engines_predicted_level_are_measured(timeless, monkeypatch):

@@ -184,6 +184,7 @@ def test_a_hypergradient_can_be_differentiated():
         np.testing.assert_allclose(product[leaf], (high[leaf] - low[leaf]) / (2 * step), rtol=1e-6)
 
 
+@pytest.mark.second_tier
 def test_sharded_data_gives_the_same_result():
     problem, hparams = regression(n=16)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
@@ -313,6 +314,7 @@ def test_names_may_hold_brackets_and_quotes():
         ft.Reverse()(problem, hparams | {"a']['b": jnp.array(jnp.nan)})
 
 
+@pytest.mark.second_tier
 def test_real_time_tuning_takes_lists():
     def loss(params, hparams, batch):
         return jnp.sum((params[0] - batch) ** 2) + hparams[1] * jnp.sum(params[0] ** 2)

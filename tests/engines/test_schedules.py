@@ -16,7 +16,7 @@ from foretune._engines.schedules import binomial_plan, binomial_steps, segments_
 
 from ..problems import assert_trees_close, regression
 
-STORES = ["everything", "segments", "host", 1, 3]
+STORES = ["everything", "gradients", "segments", "host", 1, 3]
 later = functools.partial(pytest.param, marks=pytest.mark.second_tier)
 
 
@@ -102,6 +102,7 @@ def test_folds(store):
     )
 
 
+@pytest.mark.second_tier
 def test_under_jit_and_in_minimize():
     problem, hparams = regression(steps=12)
     engine = ft.Reverse(store=3)
@@ -184,9 +185,9 @@ def temporary(store, steps):
 class TestMemory:
     def test_segments_grow_with_the_square_root(self):
         assert temporary("segments", 10_000) / temporary("segments", 100) <= 11
-        assert temporary("segments", 10_000) < 210
+        assert temporary("segments", 10_000) < 260  # with gradients, half a state each
 
-    @pytest.mark.parametrize("states", [3, later(10)])
+    @pytest.mark.parametrize("states", [later(3), later(10)])
     def test_binomial_does_not_grow_with_the_steps(self, states):
         few, many = temporary(states, 200), temporary(states, 100_000)
         # The plan is a few integers a step; the states are c and those in work.
@@ -197,12 +198,13 @@ class TestMemory:
         for steps in [1, 2, 3, 7, 99, 100, 101, 1000]:
             length, count = segments_of(steps)
             assert 0 <= steps - length * count < length
-            assert length + count <= 2 * math.sqrt(steps) + 2
+            assert length + count <= 2.3 * math.sqrt(steps) + 2
+        assert segments_of(32) == (4, 8)  # equal ones: one program for all
 
 
 def test_bad_options():
     with pytest.raises(
-        ValueError, match=r"store='sqrt'.*'everything', 'states', 'segments', 'host'"
+        ValueError, match=r"store='sqrt'.*'everything', 'gradients', 'states', 'segments', 'host'"
     ):
         ft.Reverse(store="sqrt")
     with pytest.raises(ValueError, match="store=0"):

@@ -257,6 +257,22 @@ def test_remedies_follow_from_what_was_seen():
     assert low_precision(full.problem, hparams) is None
 
 
+@pytest.mark.promotes("a bfloat16 loss with float32 hyperparameters")
+def test_what_a_loss_in_low_precision_does_is_said():
+    problem, hparams = minibatches()
+    low = problem.replace(dynamics=problem.dynamics.in_precision(jnp.bfloat16))
+    report = ft.trust(low, hparams, advice=False, verbose=False)
+    exact, found = ft.Reverse()(problem, hparams).grad, ft.Reverse()(low, hparams).grad
+    assert report.rounding.dtype == "bfloat16"
+    for name, off in report.rounding.off.items():
+        leaf = name.split("'")[1]
+        difference = np.linalg.norm(found[leaf] - exact[leaf]) / np.linalg.norm(exact[leaf])
+        assert off == pytest.approx(difference, rel=1e-3)
+        assert 0 < off < 0.2
+    assert "with a bfloat16 loss the gradient is off by" in str(report)
+    assert ft.trust(problem, hparams, advice=False, verbose=False).rounding is None
+
+
 def test_minimize_warns_of_a_gradient_that_misleads(capsys):
     problem, hparams = regression()
     ft.minimize(problem, hparams, steps=1, trust=True)

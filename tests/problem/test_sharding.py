@@ -95,6 +95,13 @@ def test_split_tangents_exchange_the_gradient_alone_and_at_the_end(simulated):
 
 
 @pytest.mark.second_tier
+def test_split_queries_exchange_nothing(simulated):
+    assert simulated[0]["queries"] < 1e-12
+    assert simulated[0]["queries and data"] < 1e-12
+    assert simulated[0]["queries: exchanged"] == 0
+
+
+@pytest.mark.second_tier
 def test_real_time_tuning_on_8_devices(simulated, alone):
     close(simulated[0]["real time"], alone["real time"])
     assert simulated[0]["real time: compiled"] == 1

@@ -108,6 +108,7 @@ def test_a_rate_that_falls_to_a_third_starts_again():
     assert restarted == [False, True, False, True, False, False]
 
 
+@pytest.mark.second_tier
 def test_a_run_ends_at_its_horizon_and_resumes(tmp_path):
     windows, validation = data(WINDOWS, DELTA)
     stream = [tuple(leaf[i] for leaf in window) for window in windows for i in range(DELTA)]

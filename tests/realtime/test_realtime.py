@@ -215,6 +215,7 @@ def test_it_compiles_once(caplog):
     assert not [r for r in caplog.records if "_program" in r.getMessage() and "ompil" in r.message]
 
 
+@pytest.mark.second_tier
 def test_memory_does_not_grow_with_the_number_of_steps():
     d, m = 20_000, 3
 
@@ -408,6 +409,7 @@ def with_a_constant_pixel():
 
 
 @pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.second_tier
 def test_a_derivative_that_is_not_finite_does_not_stop_the_training(traced):
     window, validation, params, hparams = with_a_constant_pixel()
     realtime = tuner(lambda h: optax.adam(h["lr"], b1=h["momentum"]), outer=None)
@@ -454,6 +456,7 @@ def test_a_hypergradient_that_is_not_finite_leaves_the_hyperparameters():
     assert all(np.all(np.asarray(z) == 0) for z in jax.tree.leaves(state.Z))
 
 
+@pytest.mark.second_tier
 def test_a_network_that_dies_is_brought_back():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(6, 10, 20, 4)).astype(np.float32)
@@ -529,6 +532,7 @@ def test_a_window_that_begins_with_what_is_not_finite_is_an_error():
             realtime.update(altered, windows[1], validation)
 
 
+@pytest.mark.second_tier
 def test_an_infinite_accumulator_of_the_optimizer_is_no_fault():
     def optimizer(h):
         plateau = optax.contrib.reduce_on_plateau(accumulation_size=1)  # its best value is inf
@@ -829,6 +833,7 @@ def test_data_that_no_longer_fits():
     realtime.update(state, window, validation)  # and it continues
 
 
+@pytest.mark.second_tier
 def test_states_of_other_tuners():
     (window, *_), validation = data()
     params, hparams = start()
@@ -887,6 +892,7 @@ def test_the_paper_setting():
     assert_trees_close(state.hparams, expected, 1e-3)
 
 
+@pytest.mark.second_tier
 def test_divergence_in_the_last_step_is_undone_too():
     windows, validation = data(delta=1, windows=3)
     params, hparams = start(lr=1e25)

@@ -213,6 +213,7 @@ class TestRun:
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert set(lines[0]["z_norm"]) == {"lr", "decay"}
 
+    @pytest.mark.second_tier
     def test_nan_in_the_stream_loses_nothing(self, tmp_path):
         stream = list(batches(40))
         stream[22][1][3] = np.nan
@@ -272,6 +273,7 @@ class TestRun:
         assert record["hparams"]["lr"] == float(result.best.hparams["lr"])
         assert record["value"] == float(result.best.score)
 
+    @pytest.mark.second_tier
     def test_a_diverging_start_with_bias_and_no_validation_data(self):
         bias = ft.Bias(every=1, windows=1)
         using = ft.RealTime(
@@ -285,6 +287,7 @@ class TestRun:
         assert result.history[0]["undone"]
         assert np.isfinite(result.history[-1]["value"])
 
+    @pytest.mark.second_tier
     def test_a_regulariser_that_goes_to_0_warns_once(self):
         def shrink(updates, state, params=None, **_):
             return jax.tree.map(lambda h: -0.99 * h, params), state
@@ -307,7 +310,7 @@ class TestRun:
         assert not result.history[-1]["undone"]  # and it recovers
         assert result.history[-1]["value"] < 1
 
-    @pytest.mark.parametrize("killed_after", [1, 5])
+    @pytest.mark.parametrize("killed_after", [1, pytest.param(5, marks=pytest.mark.second_tier)])
     def test_a_resumed_run_is_the_same_to_the_bit(self, tmp_path, killed_after):
         whole = run(batches(32))
         run(batches(32), steps=killed_after, callbacks=[ft.Checkpoint(tmp_path)])

@@ -12,13 +12,14 @@ from .._engines.base import Hypergradient
 from .._engines.nonfinite import NonFiniteError, explain
 from .._engines.reverse import Reverse
 from .._outer.run import Run, check_callbacks, check_outside_programs, digest_of, started
-from .._problem.checks import check_count, describe
+from .._problem.checks import check_count, check_flag, check_mesh, describe
 from .._problem.folds import CrossValidated
 from .._problem.problem import Problem, validated
 from .attribution import Attribution
+from .doubts import warn_first, warn_of_size
 from .parts import Parts
 from .queries import as_queries, chosen, is_functions, with_query
-from .sweep import MOST, backward, ends, fitting, forward
+from .sweep import MOST, Spread, backward, ends, fitting, forward
 from .weighted import HeldObjective, weighted_problem
 
 
@@ -30,9 +31,12 @@ def attribute(
     weights: str = "weight",
     losses: Any = None,
     groups: Any = None,
+    keep: Any = 1.0,
+    trust: bool = False,
     engine: Any = None,
     chunk: Any = None,
     memory: Any = None,
+    mesh: Any = None,
     folder: Any = None,
     callbacks: Any = (),
 ) -> Attribution:
@@ -58,9 +62,17 @@ def attribute(
             as a batch of one; that their mean is the loss is checked. A penalty on the parameters is
             best left out here: by default each example has its share of it.
         groups: the group of each training example, 0, 1, ...: one weight, and one score, per group.
+        keep: the weight of all examples at which the derivatives are taken. To see what leaving out a
+            large part does, give the share that is kept: 0.5 is halfway between with and without, and
+            predicts trainings on half of the data better than 1 does. `errors` are those there.
+        trust: whether `foretune.trust` is asked first, about the mean error of the queries, and a
+            warning says where scores may mislead. Costs a hypergradient and some tens of trainings.
+            In any case there is a warning where scores are far beyond the errors.
         engine: `Reverse(...)`, whose `store` says what is kept of the training.
         chunk: the most queries that go back through the training together, 64 by default.
         memory: what a program may need at most: bytes, or a text like "4GiB". By default what is free.
+        mesh: `foretune.mesh(queries=8)`, say: each device takes its share of the queries, beside a
+            training of its own. Give the problem as `foretune.shard(problem, mesh)`.
         folder: where finished chunks are written. A call with the same folder, problem and queries
             continues there.
         callbacks: `foretune.Progress()`, say. A run's `step` counts queries.
@@ -80,30 +92,37 @@ def attribute(
     """
     engine = Reverse() if engine is None else engine
     _check(problem, hparams, weights, engine, chunk, callbacks)
+    _check_options(keep, trust, mesh)
     memory = None if memory is None else parse_bytes(memory, "attribute")
     queries, K = as_queries(problem, queries)
     one = with_query(problem, queries, 0)
-    wanted, point = weighted_problem(one, hparams, weights, losses, groups)
+    wanted, point = weighted_problem(one, hparams, weights, losses, groups, keep)
     arrays, structure = validated(wanted, point)
     w = np.asarray(point[weights])
     scores, errors = np.zeros((K, len(w)), w.dtype), np.zeros(K, w.dtype)
-    run = Run(K, None, dict)
+    run, spread = Run(K, None, dict), Spread(mesh)
     with Parts(folder, lambda: _fingerprint(wanted, point, queries, K)) as parts:
         missing = parts.read(scores, errors)
         run.move(K - len(missing), None)
         with started(callbacks, run):
             if len(missing):
-                c = fitting(engine, structure, arrays, min(len(missing), chunk or MOST), memory)
+                if trust:
+                    warn_first(wanted, point, queries, engine)
+                most = min(len(missing), chunk or MOST * spread.devices)
+                c = fitting(engine, structure, arrays, most, memory, spread)
                 s_T, stored = forward(engine, structure, arrays)
                 for rows in np.split(missing, range(c, len(missing), c)):
                     filled = np.append(rows, np.repeat(rows[-1], c - len(rows)))  # for one program
-                    E, adjoint = ends(wanted, point, s_T, chosen(queries, filled))
-                    found = backward(engine, structure, arrays, stored, adjoint)
-                    errors[rows], scores[rows] = E[: len(rows)], found[: len(rows)]
+                    E, adjoint = ends(wanted, point, s_T, spread.place(chosen(queries, filled)))
+                    found = backward(engine, structure, arrays, stored, spread.place(adjoint))
+                    errors[rows] = np.asarray(E)[: len(rows)]
+                    scores[rows] = np.asarray(found)[: len(rows)]
                     if engine.check_finite is not False:
                         _check_finite(wanted, point, queries, rows, Attribution(scores, errors))
                     parts.write(rows, scores[rows], errors[rows])
                     _report(run, callbacks, rows, errors)
+    if engine.check_finite is not False:
+        warn_of_size(scores, errors)
     return Attribution(scores, errors)
 
 
@@ -131,9 +150,9 @@ def _check(problem: Any, hparams: Any, name: Any, engine: Any, chunk: Any, callb
             "training by reverse mode. Give `foretune.Reverse()`, or where memory is short "
             '`foretune.Reverse(store="segments")`.'
         )
-    if engine.store == "everything":
+    if engine.store in ("everything", "gradients"):
         raise ValueError(
-            "attribute(engine=Reverse(store='everything')): what is inside the steps is not kept "
+            f"attribute(engine=Reverse(store={engine.store!r})): what is inside the steps is not kept "
             "between chunks of queries, and computing it again costs little beside the adjoints of "
             'many. Give `foretune.Reverse()` or `foretune.Reverse(store="segments")`.'
         )
@@ -145,6 +164,14 @@ def _check(problem: Any, hparams: Any, name: Any, engine: Any, chunk: Any, callb
             raise TypeError(
                 f"attribute keeps its own parts: give `folder=` instead of {describe(callback)}."
             )
+
+
+def _check_options(keep: Any, trust: Any, mesh: Any) -> None:
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+        raise ValueError(f"attribute(keep={keep!r:.60}): give a share above 0, up to 1.")
+    check_flag(trust, f"attribute(trust={trust!r:.60})")
+    if mesh is not None:
+        check_mesh(mesh, "attribute(mesh=...)", "queries")
 
 
 def _fingerprint(problem: Problem, weights: PyTree, queries: Any, K: int) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Attribution(NamedTuple):
             chunk: how many trainings run side by side; by default as many as memory allows.
         """
         given = problem, hparams, queries, weights, losses, groups
-        return validate(self.scores, self.errors, given, subsets, drop, key, chunk)
+        return validate(self.scores, given, subsets, drop, key, chunk)
 
     def __repr__(self) -> str:
         K, n = self.scores.shape

@@ -12,13 +12,13 @@ Time, with K errors: one training, and for each chunk the steps once more and it
 Memory: the states, and for each error of a chunk n scores, alpha and what is inside a step.
 """
 
-import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from .._engines.auto import program_bytes
@@ -58,7 +58,7 @@ def weighted_system(problem: Problem, weights: dict[str, Array]) -> System:
 
 def _train(engine: Reverse, structure: Structure, arrays: list[Array]) -> tuple[PyTree, Any]:
     problem, weights = unflatten(structure, arrays)
-    system = weighted_system(problem, weights)
+    system = engine.transposing(weighted_system(problem, weights))
     return engine.schedule.forward(system, weights, system.initial(weights))
 
 
@@ -66,7 +66,7 @@ def _pull(
     engine: Reverse, structure: Structure, arrays: list[Array], memory: Any, adjoint: Adjoint
 ) -> Float[Array, "c n"]:
     problem, weights = unflatten(structure, arrays)
-    system = weighted_system(problem, weights)
+    system = engine.transposing(weighted_system(problem, weights))
     alpha_0, g = engine.schedule.backward(system, weights, memory, adjoint)
     _, pull_initial = eqx.filter_vjp(system.initial, weights)
     (g_initial,) = pull_rows(pull_initial, alpha_0)
@@ -103,28 +103,62 @@ def ends(
     return jax.vmap(lambda query: end(problem.objective, as_batch(query)))(queries)
 
 
+class Spread(NamedTuple):
+    """The queries of a chunk, over the devices of a mesh's axis `queries`; without one, on one device.
+
+    Adjoints do not know of each other, so nothing is exchanged on the way back.
+    """
+
+    mesh: Any = None
+
+    @property
+    def devices(self) -> int:
+        """How many take part."""
+        return 1 if self.mesh is None else self.mesh.shape["queries"]
+
+    @property
+    def sharding(self) -> Any:
+        """How arrays with a leading axis of queries lie."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec("queries"))
+
+    def place(self, rows: PyTree) -> PyTree:
+        """Return arrays, or objectives, in their places."""
+        if self.mesh is None or is_functions(rows):
+            return rows
+        return jax.device_put(rows, self.sharding)
+
+
 def fitting(
-    engine: Reverse, structure: Structure, arrays: list[Array], most: int, memory: int | None
+    engine: Reverse,
+    structure: Structure,
+    arrays: list[Array],
+    most: int,
+    memory: int | None,
+    spread: Spread,
 ) -> int:
-    """Return how many errors can go back together, at most `most`, or raise where not even one can."""
+    """Return how many errors go back together, about `most` at most, or raise where not one can."""
     given = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
     free = free_bytes() + given
     limit = min(free, math.inf if memory is None else memory)
-    s_T, stored = jax.eval_shape(functools.partial(_train, engine, structure), arrays)
+    s_T, stored = forward.lower(engine, structure, arrays).out_info  # traced once, by `forward` too
     _, weights = unflatten(structure, arrays)
 
     def rows(tree, c):
         floats = eqx.filter(tree, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((c, *leaf.shape), leaf.dtype), floats)
+        return jax.tree.map(lambda leaf: row(leaf, c), floats)
 
-    chunk, needed = most, 0
-    while chunk:
+    def row(leaf, c):
+        return jax.ShapeDtypeStruct((c, *leaf.shape), leaf.dtype, sharding=spread.sharding)
+
+    each, needed = -(-most // spread.devices), 0
+    while each:
+        chunk = each * spread.devices
         adjoint = Adjoint(rows(s_T, chunk), rows(weights, chunk))
         program = backward.lower(engine, structure, arrays, stored, adjoint).compile()
         needed = program_bytes(program)
         if needed <= limit:
             return chunk
-        chunk //= 2
+        each //= 2
     states = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(stored))
     raise MemoryError(
         TOO_LITTLE.format(

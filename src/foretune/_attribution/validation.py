@@ -43,6 +43,27 @@ class Validation(NamedTuple):
     """Spearman's rank correlation of the two, for each query."""
     mean: float
     standard_error: float
+    left_out: Float[np.ndarray, "m n"]
+    """The weights that each subset takes away: those of its examples, and 0 for the others."""
+
+    def of(self, scores: Any) -> "Validation":
+        """Return the validation of other scores, K x n, by the same trainings.
+
+        >>> import foretune as ft, numpy as np
+        >>> left_out = np.eye(3)
+        >>> ours = ft.Validation(
+        ...     np.zeros((1, 3)), np.array([[3.0, 1.0, 2.0]]), np.zeros(1), 0.0, 0.0, left_out)
+        >>> ours.of([[-3.0, -1.0, -2.0]]).mean
+        1.0
+        """
+        scores = np.asarray(scores)
+        shape = len(self.actual), self.left_out.shape[1]
+        if scores.shape != shape:
+            raise ValueError(
+                f"the scores have the shape {scores.shape}, but {shape[0]} queries and {shape[1]} "
+                "weights were validated."
+            )
+        return _compared(-scores @ self.left_out.T, self.actual, self.left_out)
 
     def __str__(self) -> str:
         K, m = self.actual.shape
@@ -69,7 +90,6 @@ class Validation(NamedTuple):
 
 def validate(
     scores: Float[np.ndarray, "K n"],
-    errors: Float[np.ndarray, " K"],
     given: tuple[Any, ...],
     subsets: Any,
     drop: Any,
@@ -101,17 +121,24 @@ def validate(
     keys = jax.random.split(key, subsets)
     order = jax.vmap(lambda key: jax.random.permutation(key, len(w)))(keys)
     kept = np.asarray(order >= count)
-    actual = _retrained(wanted, name, w, kept, queries, chunk).T - errors[:, None]
+    rows = np.concatenate([np.ones((1, len(w)), bool), kept])  # the first with all examples
+    whole, *parts = _retrained(wanted, name, w, rows, queries, chunk)
+    actual = (np.stack(parts) - whole).T
     if not np.isfinite(actual).all():
         bad = int((~np.isfinite(actual)).any(0).sum())
         raise NonFiniteError(
             f"the errors of {bad} of {subsets} trainings without {count} of {len(w)} examples are not "
             "finite: the training diverges without them. Leave out fewer, `drop=0.1` say."
         )
-    predicted = -(scores * w) @ ~kept.T
+    left_out = (w * ~kept).astype(w.dtype)
+    return _compared(-scores @ left_out.T, actual, left_out)
+
+
+def _compared(predicted: np.ndarray, actual: np.ndarray, left_out: np.ndarray) -> Validation:
     correlations = spearman(predicted, actual)
-    deviation = _standard_error(predicted, actual, jax.random.fold_in(key, subsets))
-    return Validation(predicted, actual, correlations, float(correlations.mean()), deviation)
+    deviation = _standard_error(predicted, actual)
+    mean = float(correlations.mean())
+    return Validation(predicted, actual, correlations, mean, deviation, left_out)
 
 
 def _retrained(
@@ -162,10 +189,9 @@ def _ranks(x: Float[np.ndarray, "K m"]) -> Float[np.ndarray, "K m"]:
     return less.sum(2) + (equal.sum(2) - 1) / 2
 
 
-def _standard_error(predicted: np.ndarray, actual: np.ndarray, key: Any) -> float:
+def _standard_error(predicted: np.ndarray, actual: np.ndarray) -> float:
     """Return the standard deviation of the mean with queries and subsets drawn anew from these."""
-    seed = np.asarray(jax.random.bits(key, (2,), "uint32"))
-    rng, (K, m) = np.random.default_rng(seed), actual.shape
+    rng, (K, m) = np.random.default_rng(0), actual.shape
     means = []
     for _ in range(RESAMPLES):
         k, j = rng.integers(K, size=K), rng.integers(m, size=m)

@@ -127,18 +127,18 @@ class Weighted(Held):
 
 
 def weighted_problem(
-    problem: Problem, hparams: PyTree, name: str, losses: Any, groups: Any
+    problem: Problem, hparams: PyTree, name: str, losses: Any, groups: Any, keep: float = 1.0
 ) -> tuple[Problem, dict[str, Float[Array, " n"]]]:
     """Return the problem as a function of the weights alone, and the weights as it is.
 
-    Its objective is that of `problem`, and so is its validation data.
+    Weights that are added are `keep`. Its objective and validation data are those of `problem`.
     """
     own = isinstance(hparams, dict) and name in hparams
     hparams = check_hparams(hparams) if jax.tree.leaves(hparams) else hparams
     begin = problem.init if problem._starts_from_function() else None
     changes: dict[str, Any] = {"init": None if begin else problem.init}
     if own:
-        weights = _own_weights(problem, hparams, name, losses, groups)
+        weights = _own_weights(hparams, name, losses=losses, groups=groups, keep=keep)
         rest = {key: leaf for key, leaf in hparams.items() if key != name}
         holding = Holding(rest, name)
         changes["dynamics"] = Held(_bare(problem), holding, begin)
@@ -151,7 +151,7 @@ def weighted_problem(
         numbered = Numbered(problem.batches, groups)
         weighted = Weighted(_bare(problem), holding, begin, losses, False, name)
         more, dtype = check_losses(problem, weighted, hparams, losses)
-        weights = jnp.ones(count, np.promote_types(dtype, np.float32))
+        weights = jnp.full(count, keep, np.promote_types(dtype, np.float32))
         changes["dynamics"] = Weighted(_bare(problem), holding, begin, losses, more, name)
         changes["batches"] = numbered
     if not isinstance(problem.objective, dict):
@@ -175,9 +175,7 @@ def _check_training(problem: Problem, name: str) -> None:
         )
 
 
-def _own_weights(
-    problem: Problem, hparams: dict[str, Any], name: str, losses: Any, groups: Any
-) -> Float[Array, " n"]:
+def _own_weights(hparams: dict[str, Any], name: str, **options: Any) -> Float[Array, " n"]:
     weights = hparams[name]
     if not eqx.is_array(weights) or weights.ndim != 1:
         raise ValueError(
@@ -185,8 +183,8 @@ def _own_weights(
             "examples are a vector. Where it is something else, name the weights otherwise, "
             '`weights="example"` say: weights of that name are then added to the loss.'
         )
-    for option, given in {"losses": losses, "groups": groups}.items():
-        if given is not None:
+    for option, given in options.items():
+        if given is not None and not (option == "keep" and given == 1):
             raise ValueError(
                 f"attribute({option}=...) is for weights that are added to the loss, but "
                 f"hparams[{name!r}] holds weights already. Leave it out, or give `weights=` a name "

@@ -4,8 +4,9 @@ A few steps of the training are timed in the ways that engines go through it (`c
 hypergradient over T steps of m hyperparameters then takes
 
     Reverse, everything      T (step and adjoint, all stored)        T times what the adjoint keeps
+    Reverse, gradients       T step + T adjoint less a gradient      T states and gradients
     Reverse, states          T step + T adjoint                      T states
-    Reverse, segments        2 T step + T adjoint                    about 2 sqrt(T) states
+    Reverse, segments        2 T step + the same                     about 2 sqrt(T) of both
     Reverse, c states        N(T, c) step + T adjoint                c states (N: binomial)
     Forward, chunk c         ceil(m / c) T (step with c tangents)    c + 1 states
 
@@ -38,6 +39,7 @@ from .costs import (
     show_bytes,
 )
 from .forward import Forward
+from .products import has_no_mode
 from .reverse import Reverse
 from .schedules import binomial_steps, segments_of
 
@@ -64,6 +66,8 @@ class Candidate(NamedTuple):
         e: Any = self.engine
         if isinstance(e, Forward):
             return "Forward()" if e.chunk is None else f"Forward(chunk={e.chunk})"
+        if e.transpose != "forward":
+            return f"Reverse(transpose={e.transpose!r})"
         return "Reverse()" if e.store == "states" else f"Reverse(store={e.store!r})"
 
 
@@ -181,9 +185,15 @@ def choose(
     found = sorted(candidates(costs, check_finite), key=lambda c: c.seconds)
     left, sizes = [c for c in found if c.bytes + given <= limit], {}
     while left:
-        rivals = _RIVALS if left[0].seconds <= _BRIEF else 1
+        rivals = _RIVALS if costs.measured and left[0].seconds <= _BRIEF else 1
         group = [c for c in left[:rivals] if c.seconds <= _NEAR * left[0].seconds]
-        programs = compiled(group, structure, arrays)
+        try:
+            programs = compiled(group, structure, arrays)
+        except (ValueError, TypeError) as error:  # a mode that was assumed, not measured
+            if costs.measured or not has_no_mode(error):
+                raise
+            left = [c for c in left if type(c.engine) is not type(group[0].engine)]
+            continue
         sizes |= {name: program_bytes(program) for name, program in programs.items()}
         if fit := [c for c in group if sizes[c.name] <= limit]:
             measured = {}
@@ -214,15 +224,19 @@ def candidates(costs: Costs, check_finite: bool | None) -> list[Candidate]:
         engine = Forward(chunk=None if chunk == m else chunk, check_finite=check_finite)
         found.append(Candidate(engine, seconds, (chunk + 1) * state))
 
-    def reverse(store, seconds, held):
-        engine = Reverse(store=store, check_finite=check_finite)
+    def reverse(store, seconds, held, transpose="forward"):
+        engine = Reverse(store=store, check_finite=check_finite, transpose=transpose)
         found.append(Candidate(engine, seconds + held * byte_seconds(), held))
 
-    back = T * costs.adjoint
+    back, kept = T * costs.adjoint, T * costs.kept_gradient
     length, count = segments_of(T)
+    both = state + costs.gradient
     reverse("everything", T * costs.whole, T * costs.kept)
+    reverse("gradients", T * costs.step + kept, T * both)
     reverse("states", T * costs.step + back, T * state)
-    reverse("segments", 2 * T * costs.step + back, (length + count) * state)
+    if math.isfinite(costs.ordinary):
+        reverse("states", T * (costs.step + costs.ordinary), T * state, transpose="reverse")
+    reverse("segments", 2 * T * costs.step + kept, length * both + count * state)
     for c in _halved(T):
         if c < T:
             reverse(c, (binomial_steps(T, c) + 1) * costs.again + back, c * state)

@@ -1,9 +1,12 @@
 """What the parts of a hypergradient take on this device: a few steps of the problem itself, timed.
 
-The first n of the T steps are compiled and run as plain training, with the adjoint from stored states,
-with some of them stored, with all that the adjoint needs stored, and with one, four and more tangents;
-n is so large that plain training takes some hundredths of a second. The compiler says how much memory
-each takes.
+The first n of the T steps are compiled and run as plain training, with the adjoint from stored states
+(the loss's gradient transposed in both ways), with some of them stored, with all that the adjoint needs
+stored, and with one, four and more tangents; n is so large that plain training takes some hundredths of
+a second. The compiler says how much memory each takes.
+
+Where a hundred trainings take less time than the compiler took for one, no choice of an engine can save
+what measuring them costs: plain training alone is timed, and the rest assumed.
 """
 
 import functools
@@ -33,6 +36,7 @@ from .schedules import binomial_steps
 
 _SHORT = 4
 _SECONDS = 0.02
+_CALLS = 100  # of a hypergradient, in which measuring costs must pay
 _PROMISING = 3.0
 
 
@@ -48,12 +52,20 @@ class Costs(NamedTuple):
     """Seconds of a step that is computed again in a loop whose length the compiler does not know."""
     adjoint: float
     """Seconds of a step's adjoint from the state before it: the step is computed once more."""
+    ordinary: float
+    """Seconds of the same with a gradient transposed by reverse mode, where that differs."""
     whole: float
     """Seconds of a step and its adjoint, where all that the adjoint needs was stored."""
     kept: float
     """Bytes that are stored for a step then."""
+    kept_gradient: float
+    """Seconds of a step's adjoint where its gradient was stored with the state before it."""
+    gradient: float
+    """Bytes that are stored for a step then, beside the state."""
     tangents: dict[int, float]
     """Seconds of a step with c tangents, for some c."""
+    measured: bool = True
+    """Whether more than `step` was measured."""
 
     def with_tangents(self, count: int) -> float:
         """Return the seconds of a step with `count` tangents, between or beyond those measured."""
@@ -79,6 +91,7 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
         problem, hparams = unflatten(structure, arrays)
         system = make_system(problem, hparams)
         sizes["T"], sizes["m"] = system.steps, ravel_pytree(hparams)[0].size
+        sizes["two ways"] = problem.dynamics.transposable() is not problem.dynamics
         sizes["K"] = len(jax.eval_shape(system.errors, system.initial(hparams), hparams))
         return system.initial(hparams)
 
@@ -99,7 +112,10 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
             except (ValueError, TypeError) as error:
                 if not has_no_mode(error):
                     raise
-        for name, compiled in compile_all(lowered).items():
+        began = time.perf_counter()
+        programs = compile_all(lowered)
+        sizes["compiling"] = agreed(time.perf_counter() - began)
+        for name, compiled in programs.items():
             seconds, size = run_time(compiled.result(), arrays, limit)
             found[name] = seconds / steps, size
         return found
@@ -116,21 +132,30 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
     most = max(1, min(T, int(limit / (4 * max(state, 1)))))
     n = min(most, _SHORT)
     step, _ = timed(plain, n)["plain"]
+    if _CALLS * T * step < sizes["compiling"]:
+        return _assumed(T, m, state, step)
     n = max(n, min(most, math.ceil(_SECONDS / step)))
     few = max(1, n // 4)
-    stores = {"states": "states", "everything": "everything", "some": few}
+    stores = {s: s for s in ("states", "gradients", "everything")} | {"some": few}
     solves = {name: Reverse(store=store).solve for name, store in stores.items()}
+    if sizes["two ways"]:
+        solves["ordinary"] = Reverse(transpose="reverse").solve
     largest = int(max(1, min(m, limit // max(state, 1) - 2)))
     counts = dict.fromkeys((1, min(4, largest)))
     runs = timed({**plain, **solves, **{c: tangents(c) for c in counts}}, n)
     step, (states, held), (whole, more) = runs["plain"][0], runs["states"], runs["everything"]
     kept = state + max(more - held, 0.0) / n
     adjoint = max(states - step, step)
+    ordinary = max(runs["ordinary"][0] - step, step) if "ordinary" in runs else math.inf
+    kept_gradient = max(runs["gradients"][0] - step, step)
+    gradient = min(max(runs["gradients"][1] - held, 0.0) / n, state)
     again = math.inf
     if math.isfinite(adjoint):
         again = max((runs["some"][0] - adjoint) * n / (binomial_steps(n, few) + 1), step)
     found = {c: runs[c][0] for c in counts if math.isfinite(runs[c][0])}
-    costs = Costs(T, m, state, step, again, adjoint, whole, kept, found)
+    costs = Costs(
+        T, m, state, step, again, adjoint, ordinary, whole, kept, kept_gradient, gradient, found
+    )
     # Many tangents only where a few of them promise something.
     passes = -(-m // largest) * costs.with_tangents(largest)
     if largest not in counts and passes < _PROMISING * min(step + adjoint, whole):
@@ -138,6 +163,26 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
         if math.isfinite(seconds):
             found[largest] = seconds
     return costs
+
+
+def _assumed(T: int, m: int, state: float | int, step: float) -> Costs:
+    """Return what a step of some network takes, as multiples of plain training."""
+    tangents = {1: 2 * step, 4: 4 * step}
+    return Costs(
+        steps=T,
+        hyperparameters=m,
+        state=state,
+        step=step,
+        again=step,
+        adjoint=3 * step,
+        ordinary=math.inf,
+        whole=4 * step,
+        kept=4 * state,
+        kept_gradient=2 * step,
+        gradient=state,
+        tangents=tangents,
+        measured=False,
+    )
 
 
 def _shortened(system: System, steps: int, K: int) -> System:

@@ -7,6 +7,7 @@ With A_t = dPhi_t/ds_{t-1}, B_t = dPhi_t/dlambda and row vectors alpha_t,
 
 The states s_0 .. s_{T-1} are stored on the way forward, or some of them; on the way back each step is
 computed again from the state before it to give alpha_t A_t and alpha_t B_t in one transposed product.
+Within it the Hessian of a loss is symmetric, so that its product comes by forward mode (`training.py`).
 
 Time: that of a few training runs, whatever the number of hyperparameters. Memory: T states, or as
 few as one (`schedules.py`).
@@ -23,9 +24,10 @@ from .._problem.system import System
 from .base import AbstractEngine, Solution, check_options
 from .nonfinite import FORWARD
 from .products import error_gradients, pull_rows
-from .schedules import Adjoint, Binomial, Everything, Schedule, Segments, States
+from .schedules import Adjoint, Binomial, Everything, Gradients, Schedule, Segments, States
 
-STORES = ("everything", "states", "segments", "host")
+STORES = ("everything", "gradients", "states", "segments", "host")
+TRANSPOSES = ("forward", "reverse")
 
 
 class Reverse(AbstractEngine):
@@ -41,11 +43,19 @@ class Reverse(AbstractEngine):
             and less overhead where a step is so small that starting its kernels takes the time.
         store: what is kept on the way forward; the rest is computed again. All give the same result.
             "states" (default): the T states, each step computed once more.
-            "everything": also what is inside the steps; nothing is computed again. The fastest where
-            it fits.
-            "segments": about 2 sqrt(T) states, each step computed twice more.
+            "gradients": also the gradients of `Training`'s loss, so that only the optimizer's part of a
+            step is computed again.
+            "everything": also what is inside the steps; nothing is computed again.
+            "segments": about 2 sqrt(T) states, and gradients with half of them; each step computed
+            once more.
             A number c: at most c states, and as few steps computed again as c allow.
             "host": the T states in the host's memory, where the device has its own.
+        transpose: how the adjoint passes through the gradient of `Training`'s loss. "forward", the
+            default: by forward mode over the gradient, since the Hessian is symmetric; this keeps
+            little inside a step. "reverse": by reverse mode, as through any other function, which is
+            also what happens where the loss has a function with a `jax.custom_vjp`, and with
+            "everything". Give it where the loss has a `jax.custom_jvp` of several arguments that is
+            not the derivative of any function.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -63,6 +73,7 @@ class Reverse(AbstractEngine):
     check_finite: bool | None = None
     unroll: int = 1
     store: str | int = "states"
+    transpose: str = "forward"
 
     def __check_init__(self):
         check_options(self)
@@ -72,6 +83,8 @@ class Reverse(AbstractEngine):
                 f"Reverse(store={self.store!r}): give a number of states, 1 or more, or one of "
                 f"{', '.join(map(repr, STORES))}."
             )
+        if self.transpose not in TRANSPOSES:
+            raise ValueError(f"Reverse(transpose={self.transpose!r}): give 'forward' or 'reverse'.")
 
     @property
     def schedule(self) -> Schedule:
@@ -82,6 +95,7 @@ class Reverse(AbstractEngine):
             _check_host()
         return {
             "everything": Everything(self.unroll),
+            "gradients": Gradients(self.unroll),
             "states": States(self.unroll),
             "segments": Segments(self.unroll),
             "host": States(self.unroll, on_host=True),
@@ -92,9 +106,13 @@ class Reverse(AbstractEngine):
         """`Forward`."""
         return FORWARD
 
+    def transposing(self, system: System) -> System:
+        """Return the system with its steps as `transpose` asks for them."""
+        return system if self.transpose == "forward" else system._replace(transposable=system.step)
+
     def solve(self, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T."""
-        schedule = self.schedule
+        schedule, system = self.schedule, self.transposing(system)
         s_0, pull_initial = eqx.filter_vjp(system.initial, hparams)
         s_T, memory = schedule.forward(system, hparams, s_0)
         errors, alpha_T, g = error_gradients(system, s_T, hparams)

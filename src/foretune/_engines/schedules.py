@@ -6,13 +6,13 @@ again from the nearest one before them. All give the same hypergradient.
 | `store`        | states held      | steps computed again             |
 |----------------|------------------|----------------------------------|
 | "everything"   | T, and more      | none: also what is inside a step |
+| "gradients"    | T, T gradients   | none: only the optimizer's part  |
 | "states"       | T                | T                                |
 | "host"         | T, on the host   | T                                |
-| "segments"     | about 2 sqrt(T)  | 2 T                              |
+| "segments"     | about 2 sqrt(T)  | T: gradients are kept in one     |
 | c, a number    | c, and one more  | as few as c allow (`Binomial`)   |
 
-A step "computed again" once is the least, but for "everything": the adjoint itself runs the step to
-differentiate it.
+Where no gradient is stored, the adjoint itself runs the step to differentiate it.
 """
 
 import functools
@@ -27,6 +27,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from .._problem.system import System
+from .._problem.training import GRADIENT
 from .products import pull_rows
 
 
@@ -65,8 +66,21 @@ class Everything(NamedTuple):
 
     def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
         """Transpose it."""
-        alpha_A, alpha_B = pull_rows(memory, adjoint.alpha)
-        return Adjoint(alpha_A, _sum(adjoint.g, alpha_B))
+        return _pulled(memory, adjoint)
+
+
+class Gradients(NamedTuple):
+    """Store each state, and the gradient of the loss with which the step from it begins."""
+
+    unroll: int = 1
+
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+        """Run, and keep them."""
+        return _kept(system, hparams, s_0, 0, system.steps, self.unroll)
+
+    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+        """Go back over them."""
+        return _pulled(memory, adjoint)
 
 
 class States(NamedTuple):
@@ -107,6 +121,9 @@ class Segments(NamedTuple):
         firsts, last = memory
 
         def back(adjoint, s, first, steps):
+            if system.sees_all:
+                _, pull = _kept(system, hparams, s, first, steps, self.unroll)
+                return _pulled(pull, adjoint)
             _, states = recorded(system, hparams, s, first, steps, self.unroll)
             return _sweep(system, hparams, states, adjoint, first, steps, self.unroll)
 
@@ -124,10 +141,15 @@ class Segments(NamedTuple):
 def segments_of(steps: int) -> tuple[int, int]:
     """Return the length of a segment and how many there are, but for a shorter last one.
 
-    >>> segments_of(100), segments_of(7)
-    ((10, 10), (3, 2))
+    Where equal segments hold nearly as little they are taken, since a shorter one is a program more.
+
+    >>> segments_of(100), segments_of(1000), segments_of(7)
+    ((10, 10), (25, 40), (3, 2))
     """
     length = max(1, math.isqrt(steps - 1) + 1)
+    equal = next(d for d in range(math.isqrt(steps), 0, -1) if steps % d == 0)
+    if equal + steps // equal <= 2.3 * math.sqrt(steps):
+        length = equal
     return length, steps // length
 
 
@@ -153,15 +175,18 @@ class Binomial(NamedTuple):
         """Go back step by step; before each, compute what is missing."""
         plan = binomial_plan(system.steps, self.states)
         kept, s = memory
-        adjoint = adjoint_step(system, hparams, adjoint, s, system.steps - 1)
 
-        def back(carry, row):
-            adjoint, kept = carry
-            kept, s = self._reach(system, hparams, plan, kept, row)
-            return (adjoint_step(system, hparams, adjoint, s, row.step), kept), None
+        def back(carry, entry):
+            adjoint, kept, s = carry
+            t, before = entry
+            adjoint = adjoint_step(system, hparams, adjoint, s, t)
+            return (adjoint, *self._reach(system, hparams, plan, kept, before)), None
 
-        before = jax.tree.map(lambda a: a[:-1], plan.rows)
-        return lax.scan(back, (adjoint, kept), before, reverse=True)[0][0]
+        # before step t, the row of step t - 1; before step 0, one that computes nothing
+        nothing = Row(0, 0, 0, 0, 0)
+        before = jax.tree.map(lambda a, b: np.append(np.int32(a), b[:-1]), nothing, plan.rows)
+        steps = np.arange(system.steps, dtype=np.int32), before
+        return lax.scan(back, (adjoint, kept, s), steps, reverse=True)[0][0]
 
     def _reach(
         self, system: System, hparams: PyTree, plan: "Plan", kept: PyTree, row: "Row"
@@ -169,20 +194,24 @@ class Binomial(NamedTuple):
         """Return the stored states, with new ones on the way, and the state before a step."""
         lengths = jnp.asarray(plan.lengths)
 
-        def reach(s, first, count):
-            def step(k, s):
-                return system.step(s, hparams, _entry(system, first + k))
+        def step(t, s):
+            return system.step(s, hparams, _entry(system, t))
 
-            return lax.fori_loop(0, count, step, s)
+        def advance(
+            k, carry
+        ):  # one loop for what is stored and, last, for what is not: one program
+            kept, s, at = carry
+            stored = k < row.count
+            until = jnp.where(stored, at + lengths[row.first + k], row.step)
+            s = lax.fori_loop(at, until, step, s)
+            # the last is not: what is written in its place is what is there
+            slot = row.slot + k + stored.astype(row.slot.dtype)
+            new = jax.tree.map(lambda a, b: jnp.where(stored, a, b), s, take(kept, slot))
+            return _put(kept, slot, new), s, until
 
-        def store(k, carry):
-            kept, at = carry
-            slot = row.slot + k
-            s = reach(take(kept, slot), at, lengths[row.first + k])
-            return _put(kept, slot + 1, s), at + lengths[row.first + k]
-
-        kept, at = lax.fori_loop(0, row.count, store, (kept, jnp.asarray(row.at)))
-        return kept, reach(take(kept, row.slot + row.count), at, row.step - at)
+        row = jax.tree.map(jnp.asarray, row)
+        start = kept, take(kept, row.slot), row.at
+        return lax.fori_loop(0, row.count + 1, advance, start)[:2]
 
 
 class Row(NamedTuple):
@@ -294,6 +323,28 @@ def recorded(
     return lax.scan(step, s, first + jnp.arange(count), unroll=unroll)
 
 
+def _kept(
+    system: System, hparams: PyTree, s: PyTree, first: Any, count: int, unroll: int
+) -> tuple[PyTree, Any]:
+    """Return the state after the steps and its pullback, with states and gradients kept."""
+    policy = jax.checkpoint_policies.save_only_these_names(GRADIENT)
+
+    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def step(s, hparams, t):
+        return system.transposable(s, hparams, _entry(system, t))
+
+    def run(s, hparams):
+        times = first + jnp.arange(count)
+        return lax.scan(lambda s, t: (step(s, hparams, t), None), s, times, unroll=unroll)[0]
+
+    return eqx.filter_vjp(run, s, hparams)
+
+
+def _pulled(pull: Any, adjoint: Adjoint) -> Adjoint:
+    alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
+    return Adjoint(alpha_A, _sum(adjoint.g, alpha_B))
+
+
 def _sweep(
     system: System,
     hparams: PyTree,
@@ -319,7 +370,7 @@ def adjoint_step(system: System, hparams: PyTree, adjoint: Adjoint, s: PyTree, t
     """alpha_{t-1} = alpha_t A_t, and alpha_t B_t is added to g."""
     x = _entry(system, t)
     seen = system.seen(hparams, x)
-    _, pull = eqx.filter_vjp(lambda s, h: system.step(s, h, x), s, seen)
+    _, pull = eqx.filter_vjp(lambda s, h: system.transposable(s, h, x), s, seen)
     alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
     return Adjoint(alpha_A, system.add(adjoint.g, alpha_B, x))
 

@@ -132,13 +132,21 @@ class Truncated(AbstractEngine):
         before, n = system.steps - self.steps, min(PIECES, self.steps)
         s = advance(system, hparams, system.initial(hparams), 0, before, self.unroll)
 
-        def step(s, copies, entry):
-            piece, x = entry
-            return system.step(s, jax.tree.map(lambda leaf: leaf[piece], copies), x)
+        def of_piece(step):
+            def by_copy(s, copies, entry):
+                piece, x = entry
+                return step(s, jax.tree.map(lambda leaf: leaf[piece], copies), x)
+
+            return by_copy
 
         xs = jax.tree.map(lambda leaf: leaf[before:], system.xs)
         pieces = jnp.arange(self.steps) * n // self.steps
-        last = system._replace(step=step, xs=(pieces, xs), steps=self.steps)
+        last = system._replace(
+            step=of_piece(system.step),
+            transposable=of_piece(system.transposable),
+            xs=(pieces, xs),
+            steps=self.steps,
+        )
         copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *leaf.shape)), hparams)
         s_T, memory = whole.schedule.forward(last, copies, s)
         errors, alpha_T, explicit = error_gradients(system, s_T, hparams)

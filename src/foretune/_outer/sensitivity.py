@@ -16,9 +16,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
+from .._engines.base import AbstractEngine
+from .._engines.nonfinite import NonFiniteError
 from .._engines.products import has_no_mode, pushforward
 from .._problem.arguments import filtered
 from .._problem.batches import Minibatches, Stacked
+from .._problem.checks import named_leaves
 from .._problem.folds import CrossValidated
 from .._problem.problem import Problem
 from .._problem.system import System, make_system
@@ -162,6 +165,45 @@ def low_precision(problem: Problem, hparams: PyTree) -> str | None:
     found: set[str] = set()
     _note_types(jax.make_jaxpr(step)(hparams).jaxpr, found.add)
     return next((name for name in ("bfloat16", "float16") if name in found), None)
+
+
+class Rounding(NamedTuple):
+    """What computing the loss in a type below single precision does to a gradient."""
+
+    dtype: str
+    off: dict[str, float]
+    """By leaf: the distance from the gradient with a float32 loss, relative to that one."""
+
+    def __str__(self) -> str:
+        leaves = (f"{100 * off:.2g} % in {leaf}" for leaf, off in self.off.items())
+        return f"with a {self.dtype} loss the gradient is off by {', '.join(leaves)}"
+
+
+def rounding_of(
+    engine: AbstractEngine, problem: Problem, hparams: PyTree, grad: PyTree
+) -> Rounding | None:
+    """Return what a low precision does, by one more gradient; None where there is none to undo."""
+    low = low_precision(problem, hparams)
+    if low is None or isinstance(problem, CrossValidated):
+        return None
+    if not problem.dynamics.offers("in_precision"):
+        return None
+    full = problem.replace(dynamics=problem.dynamics.in_precision(jnp.float32))
+    if low_precision(full, hparams):  # of the loss's own making: it cannot be undone from here
+        return None
+    try:
+        exact = engine(full, hparams).grad
+    except NonFiniteError:
+        return None
+    exact, found = named_leaves(exact, "hparams"), named_leaves(grad, "hparams")
+    return Rounding(
+        low,
+        {
+            leaf: float(jnp.linalg.norm(found[leaf] - g) / jnp.linalg.norm(g))
+            for leaf, g in exact.items()
+            if jnp.any(g)
+        },
+    )
 
 
 def _note_types(jaxpr: Any, note: Callable[[str], Any]) -> None:

@@ -27,7 +27,7 @@ from .constraints import check_constraints
 from .remedies import remedies
 from .rough import Evolution, Smoothed
 from .run import check_outside_programs, feasible
-from .sensitivity import ORDER, growth_of, low_precision, variants_of
+from .sensitivity import ORDER, growth_of, low_precision, rounding_of, variants_of
 from .slopes import (
     DESCENT,
     MISLEADS,
@@ -208,7 +208,7 @@ def _report(
     report = Trust(
         title, slopes, scale, verdicts_of(slopes, scale), radius_of(slopes, scale),
         float(sum(jax.tree.leaves(value))), growth, spread, fresh, [], engine, grad, around, 0,
-        nonfinite,
+        nonfinite, None if nonfinite else rounding_of(engine, problem, hparams, grad),
     )  # fmt: skip
     advice = list(_about_noise(report))
     if not report.ok and advise:

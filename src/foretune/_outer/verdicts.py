@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._engines.base import AbstractEngine
-from .sensitivity import Growth
+from .sensitivity import Growth, Rounding
 from .slopes import MISLEADS, SIZE, TRUST, Measured, Slope, judged
 
 
@@ -41,7 +41,8 @@ class Trust(NamedTuple):
     `ok` and `verdicts` (by leaf) are what it comes to, `radius` (by leaf) how far the gradient holds,
     `advice` and `engine` (with its gradient, `grad`) what to do. `slopes` has predicted and measured
     changes, `value` the error, `fresh` that of other runs, `spread` how much it varies, `growth` what
-    becomes of a small change, `nonfinite` why the gradient is not finite; `trainings` is the cost.
+    becomes of a small change, `nonfinite` why the gradient is not finite, `rounding` what a loss in low
+    precision does to it; `trainings` is the cost.
     """
 
     title: str
@@ -74,6 +75,8 @@ class Trust(NamedTuple):
     """How many trainings it took, besides hypergradients."""
     nonfinite: str
     """Why the gradient is not finite, where the error is; else empty."""
+    rounding: Rounding | None
+    """What a loss in bfloat16 or float16 does to the gradient, where it is computed in one."""
 
     @property
     def ok(self) -> bool:
@@ -144,6 +147,8 @@ def _lines(report: Trust) -> Iterator[str]:
         yield report.nonfinite
     if report.growth is not None:
         yield str(report.growth)
+    if report.rounding is not None:
+        yield str(report.rounding)
     if report.fresh:
         runs = f"{np.mean(report.fresh):.4g} in the mean of {len(report.fresh)} other runs"
         yield f"error {report.value:.4g} here, {runs}"

@@ -63,6 +63,10 @@ class Dynamics(abc.ABC):
         """Return the same dynamics with its loss computed in another floating-point type."""
         raise NotImplementedError
 
+    def transposable(self) -> "Dynamics":
+        """Return the same dynamics with a step that is cheap to transpose, without forward mode."""
+        return self
+
     def offers(self, capability: str) -> bool:
         """Return whether one of the optional methods is there."""
         return getattr(type(self), capability) is not getattr(Dynamics, capability)
@@ -126,8 +130,17 @@ class Wrapper(Dynamics, eqx.Module):
 
     def in_precision(self, dtype: Any) -> Dynamics:
         """Return the same in another floating-point type."""
-        low = as_dynamics(self.inner.in_precision(dtype))
-        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, low)
+        return self._around(self.inner.in_precision(dtype))
+
+    def transposable(self) -> Dynamics:
+        """Return the same with the object's transposable form."""
+        if not isinstance(self.inner, Dynamics):
+            return self
+        return self._around(self.inner.transposable())
+
+    def _around(self, dynamics: Any) -> Dynamics:
+        """Return the same around another object."""
+        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, as_dynamics(dynamics))
 
     def offers(self, capability: str) -> bool:
         """Return whether the object does."""

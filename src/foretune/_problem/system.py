@@ -40,10 +40,18 @@ class System(NamedTuple):
     steps: int  # T
     restore: Callable[[PyTree], PyTree]  # s -> the user's state
     rows: dict[str | None, int]  # hyperparameter's name -> the error it follows; None: all of them
+    transposable: Callable[
+        [PyTree, PyTree, PyTree], PyTree
+    ]  # Phi, as reverse mode differentiates it
     # Where a step depends on a few entries of lambda, its adjoint need not touch the others: `seen` is
     # what `step` takes instead of all of lambda, `add` puts the adjoint's product with it in its place.
     seen: Callable[[PyTree, PyTree], PyTree] = _all_of_it  # lambda, x_t -> what step t sees
     add: Callable[[PyTree, PyTree, PyTree], PyTree] = _sum  # g, alpha_t B_t, x_t -> their sum
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether a step sees all of lambda."""
+        return self.seen is _all_of_it
 
     def run(self, hparams: PyTree) -> PyTree:
         """Return s_T: plain training."""
@@ -86,18 +94,24 @@ def make_system(problem: Any, hparams: PyTree, *, whole: bool = False) -> System
     def initial(hparams):
         return eqx.filter(problem.start(hparams), moving)
 
-    def step_and_loss(s, hparams, x):
-        state, loss = problem.dynamics.advance(restore(s), hparams, problem.batches.batch(x))
+    def advance(dynamics, s, hparams, x):
+        state, loss = dynamics.advance(restore(s), hparams, problem.batches.batch(x))
         return eqx.filter(state, moving), loss
+
+    def step_and_loss(s, hparams, x):
+        return advance(problem.dynamics, s, hparams, x)
 
     def step(s, hparams, x):
         return step_and_loss(s, hparams, x)[0]
+
+    def transposable(s, hparams, x):
+        return advance(problem.dynamics.transposable(), s, hparams, x)[0]
 
     def errors(s, hparams):
         return tuple(f(restore(s), hparams, problem.validation) for f in functions.values())
 
     xs, steps, rows = problem.batches.xs, problem.steps, rows_of(problem)
-    plain = System(initial, step, step_and_loss, errors, xs, steps, restore, rows)
+    plain = System(initial, step, step_and_loss, errors, xs, steps, restore, rows, transposable)
     return _averaged(plain, hparams) if problem.trajectory else plain
 
 
@@ -141,18 +155,25 @@ def _averaged(system: System, hparams: PyTree) -> System:
     def initial(hparams):
         return system.initial(hparams), tuple(jnp.zeros((), E.dtype) for E in shapes)
 
-    def step(state, hparams, x):
-        s, mean = state
-        s = system.step(s, hparams, x)
-        return s, tuple(
-            m + E / system.steps for m, E in zip(mean, system.errors(s, hparams), strict=True)
-        )
+    def averaging(inner):
+        def step(state, hparams, x):
+            s, mean = state
+            s = inner(s, hparams, x)
+            return s, tuple(
+                m + E / system.steps for m, E in zip(mean, system.errors(s, hparams), strict=True)
+            )
+
+        return step
 
     def errors(state, hparams):
         return state[1]
 
     return system._replace(
-        initial=initial, step=step, errors=errors, restore=lambda state: system.restore(state[0])
+        initial=initial,
+        step=averaging(system.step),
+        errors=errors,
+        restore=lambda state: system.restore(state[0]),
+        transposable=averaging(system.transposable),
     )
 
 

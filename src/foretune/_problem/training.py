@@ -4,9 +4,14 @@
 
 with v the optimizer's accumulators. Everything else, from ISTA to power iteration, is a `Dynamics`
 written by the user.
+
+The adjoint of a step needs u' dg/dw and u' dg/dlambda of the gradient g = grad_w J. Since the Hessian
+is symmetric, u' dg/dw = (H u)', both are the derivative of grad_{w, lambda} J along (u, 0): forward
+mode over reverse, in which nothing is kept that the gradient itself does not keep (`transposable`).
 """
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, jaxprs_in_params
 from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
 from .checks import check_flag, check_key, check_signature, describe, describe_tree
@@ -29,6 +36,8 @@ BRANCHES = (
     "a formula in the step, `optax.adam(lambda t: h['lr'] * jnp.minimum(1, (t + 1) / 9))`, or give "
     "those constants as plain numbers and scale the result, `lambda t: h['lr'] * schedule(t)`."
 )
+GRADIENT = "foretune.gradient"
+"""What the value, the model state and the gradient of a loss are called where a step is transposed."""
 FLAX = "flax.nnx.module.Module"  # told by name: Flax is not a dependency
 
 
@@ -76,6 +85,7 @@ class Training(Dynamics, eqx.Module):
     optimizer: Any = eqx.field(converter=reused)
     has_state: bool = eqx.field(static=True, default=False, kw_only=True)
     key: Key[Array, ""] | UInt32[Array, "..."] | None = eqx.field(default=None, kw_only=True)
+    _symmetric: bool = eqx.field(static=True, default=False, init=False)  # see `transposable`
 
     def __check_init__(self):
         if not callable(self.loss):
@@ -148,7 +158,8 @@ class Training(Dynamics, eqx.Module):
         self, state: TrainState, hparams: PyTree, batch: PyTree
     ) -> tuple[TrainState, Array]:
         weights, fixed, objective = self._objective(state, hparams, batch)
-        (value, model_state), grads = jax.value_and_grad(objective, has_aux=True)(weights)
+        differentiated = _symmetric_gradient if self._symmetric else _gradient
+        (value, model_state), grads = differentiated(objective, weights)
         optimizer = self._optimizer(hparams)
         extra = {
             "value": value,
@@ -197,6 +208,12 @@ class Training(Dynamics, eqx.Module):
         loss = self.loss.loss if isinstance(self.loss, _Cast) else self.loss
         return eqx.tree_at(lambda training: training.loss, self, _Cast(loss, dtype))
 
+    def transposable(self) -> "Training":
+        """Return the same training, with the gradient's transposed product by forward mode."""
+        training = copy.copy(self)
+        object.__setattr__(training, "_symmetric", True)  # a module is frozen
+        return training
+
     def _optimizer(self, hparams: PyTree) -> optax.GradientTransformationExtraArgs:
         optimizer: Any = self.optimizer
         if not isinstance(optimizer, optax.GradientTransformation):
@@ -232,6 +249,92 @@ class _Cast(eqx.Module):
         return value.astype(np.promote_types(value.dtype, np.float32)), jax.tree.map(
             restored, new, state[0]
         )
+
+
+def _gradient(objective: Callable[..., Any], weights: PyTree) -> tuple[Any, PyTree]:
+    """Return (J, model state) and g."""
+    return jax.value_and_grad(objective, has_aux=True)(weights)
+
+
+def _symmetric_gradient(objective: Callable[..., Any], weights: PyTree) -> tuple[Any, PyTree]:
+    """Return the same, with a transposed product of its own; it has no forward mode.
+
+    With the pullback G(w, theta, c) = c' d(J, m)/d(w, theta) of the loss J and the model state m, of
+    which g is the first part at c = (1, 0), cotangents (a, b, u) of J, m and g give
+
+        a dJ + b' dm + u' dg  =  the derivative of G along w: u, c: (a, b)
+
+    in w as in theta, which is all else that the loss depends on.
+    """
+    rest = []
+
+    def arrays_only(weights):
+        value, model_state = objective(weights)
+        arrays, other = eqx.partition(model_state, eqx.is_array)
+        rest[:] = [other]
+        return value, arrays
+
+    traced, shape = jax.make_jaxpr(arrays_only, return_shape=True)(weights)
+    if traced.effects or _has_own_rules(traced.jaxpr) or any(map(jnp.iscomplexobj, traced.consts)):
+        return _gradient(objective, weights)
+    if any(map(jnp.iscomplexobj, jax.tree.leaves(weights))):
+        return _gradient(objective, weights)
+    theta, constants = eqx.partition(traced.consts, eqx.is_inexact_array)
+    structure = jax.tree.structure(shape)
+
+    def loss(weights, theta, constants):
+        closed = ClosedJaxpr(traced.jaxpr, eqx.combine(theta, constants))
+        out = jaxpr_as_fun(closed)(*jax.tree.leaves(weights))
+        value, model_state = jax.tree.unflatten(structure, out)
+        floats, others = eqx.partition(model_state, eqx.is_inexact_array)
+        return (value, floats), others
+
+    def plain(weights, theta, constants):
+        def value(weights):
+            (value, floats), others = loss(weights, theta, constants)
+            return value, (floats, others)
+
+        (value, aux), grads = jax.value_and_grad(value, has_aux=True)(weights)
+        return value, aux, grads
+
+    def forward(weights, theta, constants):
+        return plain(weights, theta, constants), (weights, theta, constants)
+
+    def backward(kept, cotangents):
+        weights, theta, constants = kept
+        a, (b, _), u = cotangents
+        one = jnp.ones_like(a), jax.tree.map(jnp.zeros_like, b)
+
+        def G(weights, c):
+            _, pull, _ = jax.vjp(
+                lambda w, theta: loss(w, theta, constants), weights, theta, has_aux=True
+            )
+            return pull(c)
+
+        _, (d_weights, d_theta) = jax.jvp(G, (weights, one), (u, (a, b)))
+        return d_weights, d_theta, jax.tree.map(_no_tangent, constants)
+
+    gradient = jax.custom_vjp(plain)
+    gradient.defvjp(forward, backward)
+    found = checkpoint_name(gradient(weights, theta, constants), GRADIENT)
+    value, (floats, others), grads = found
+    return (value, eqx.combine(floats, others, *rest)), grads
+
+
+def _has_own_rules(jaxpr: Any) -> bool:
+    """Return whether a function in it has a reverse mode of its own.
+
+    It need not have a forward mode then, and its derivative need not be one (a gradient that is
+    reversed, say), so that the Hessian need not be symmetric.
+    """
+    inner = [j for equation in jaxpr.eqns for j in jaxprs_in_params(equation.params)]
+    return any("custom_vjp" in e.primitive.name for e in jaxpr.eqns) or any(
+        map(_has_own_rules, inner)
+    )
+
+
+def _no_tangent(leaf: Any) -> Any:
+    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,9 @@ class CleanedLabels(NamedTuple):
     """The descent of the regularisers, empty where there were too few checked rows for one."""
     stopped_: str
     """Why it ended."""
+    reliability_: np.ndarray | None
+    """Of each checked row, held out: the probability that its given label is right, and whether it is;
+    None where there were too few."""
 
     @property
     def unflagged_(self) -> float:
@@ -108,7 +111,7 @@ def clean_labels(
     given = np.array([position[label] for label in y.tolist()])
     q = {
         name: _probabilities(name, array, len(y), names, given)
-        for name, array in _by_name(pred_probs).items()
+        for name, array in by_name(pred_probs, "pred_probs", 2).items()
     }
     rows, right = _checked(checked, checked_labels, len(y), position)
     if len(rows) == len(y):
@@ -139,19 +142,22 @@ def clean_labels(
         names,
         [] if found.result is None else found.result.history,
         "no descent" if found.result is None else found.result.stopped,
+        found.claims,
     )
 
 
-def _by_name(pred_probs: Any) -> dict[str, Any]:
-    if isinstance(pred_probs, dict):
-        given = {f"pred_probs[{name!r}]": array for name, array in pred_probs.items()}
-    elif isinstance(pred_probs, list | tuple) and all(np.ndim(array) == 2 for array in pred_probs):
-        given = {f"pred_probs[{i}]": array for i, array in enumerate(pred_probs)}
+def by_name(given: Any, what: str, axes: int) -> dict[str, Any]:
+    """Return one array, or a dict or list of them, each of so many axes, by the names of errors."""
+    if isinstance(given, dict):
+        named = {f"{what}[{name!r}]": array for name, array in given.items()}
+    elif isinstance(given, list | tuple) and all(np.ndim(array) == axes for array in given):
+        named = {f"{what}[{i}]": array for i, array in enumerate(given)}
     else:
-        given = {"pred_probs": pred_probs}
-    if not given:
-        raise ValueError("pred_probs is empty: give an array of shape (rows, classes).")
-    return given
+        named = {what: given}
+    if not named:
+        shape = "(rows, classes)" if axes == 2 else "(rows,)"
+        raise ValueError(f"{what} is empty: give an array of shape {shape}.")
+    return named
 
 
 def _probabilities(
@@ -200,10 +206,26 @@ def _probabilities(
 def _checked(
     checked: Any, labels: Any, n: int, position: dict[Any, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    if (checked is None) != (labels is None):
-        raise ValueError("give checked and checked_labels together, or neither.")
+    rows = checked_rows(checked, labels, n, "checked_labels")
     if checked is None:
-        return np.zeros(0, int), np.zeros(0, int)
+        return rows, np.zeros(0, int)
+    right = np.asarray(plain_labels(labels, "checked_labels"))
+    if right.shape != rows.shape:
+        raise ValueError(f"{len(rows)} rows are checked, and checked_labels has {right.shape}.")
+    unknown = sorted(set(right.tolist()) - set(position))
+    if unknown:
+        raise ValueError(
+            f"checked_labels has {listed(unknown)}; the classes are {listed(list(position))}."
+        )
+    return rows, np.array([position[label] for label in right.tolist()], int)
+
+
+def checked_rows(checked: Any, labels: Any, n: int, name: str) -> np.ndarray:
+    """Return the numbers of the checked rows, given by number or as a mask."""
+    if (checked is None) != (labels is None):
+        raise ValueError(f"give checked and {name} together, or neither.")
+    if checked is None:
+        return np.zeros(0, int)
     rows = np.asarray(checked)
     if rows.dtype == bool:
         if rows.shape != (n,):
@@ -216,12 +238,4 @@ def _checked(
         raise ValueError(f"checked has rows from {rows.min()} to {rows.max()}; there are {n}.")
     if len(np.unique(rows)) < len(rows):
         raise ValueError("checked names a row twice.")
-    right = np.asarray(plain_labels(labels, "checked_labels"))
-    if right.shape != rows.shape:
-        raise ValueError(f"{len(rows)} rows are checked, and checked_labels has {right.shape}.")
-    unknown = sorted(set(right.tolist()) - set(position))
-    if unknown:
-        raise ValueError(
-            f"checked_labels has {listed(unknown)}; the classes are {listed(list(position))}."
-        )
-    return rows, np.array([position[label] for label in right.tolist()], int)
+    return rows

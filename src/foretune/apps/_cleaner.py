@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import sparse
-from sklearn.base import BaseEstimator, ClassifierMixin, clone
-from sklearn.utils import _safe_indexing, check_random_state
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -16,7 +15,7 @@ from .._engines.base import check_engine
 from .._outer.callbacks import Progress
 from .._outer.run import check_callbacks
 from . import _noise, _pool, _weights
-from ._columns import column_encoder, has_words, is_frame
+from ._columns import column_encoder, has_words, row_count, stack_rows
 from ._labels import FLOATS, check_whole, listed, plain_labels, second_labels, second_set
 from ._models import make_features, make_model
 from ._posterior import judge
@@ -51,7 +50,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
     steps : int or None, default=None
         Steps of each inner training (T); None is 30 for "noise", 300 for "weights".
     hyper_steps : int or None, default=None
-        Hyper-iterations; None is 30 for "noise", 200 for "weights".
+        Hyper-iterations; None is 30 for "noise" (15 in the pool), 200 for "weights".
     folds : int, default=5
         Folds of the "noise" method: an example is judged by a model that has not seen it.
     engine : a foretune engine or None, default=None
@@ -79,6 +78,12 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         p(given label | true label) as learnt ("noise" only). `noise_rate_` is the mean confidence.
     pool_ : dict
         With an estimator: the weight of each classifier in the pool.
+    probabilities_ : array (n, n_classes)
+        With an estimator: the pooled probability of each class, by classifiers that have not seen the
+        row. Its given label has no part in it.
+    reliability_ : array (checked rows, 2) or None
+        With an estimator and 20 checked rows or more: of each, held out, the probability of its most
+        probable label and whether that is right.
     history_ : list of dict
         The descent: `step`, `value`, `gradient_norm`. `stopped_` says why it ended.
     classes_, n_features_in_, feature_names_in_
@@ -127,19 +132,23 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         self.progress = progress
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any, X_clean: Any = None, y_clean: Any = None) -> "LabelCleaner":
+    def fit(
+        self, X: Any, y: Any, X_clean: Any = None, y_clean: Any = None, *, sample_weight: Any = None
+    ) -> "LabelCleaner":
         """Find the wrong labels of (X, y), given checked examples (X_clean, y_clean).
 
-        Without checked examples the "noise" method goes by the given labels alone.
+        Without checked examples the "noise" method goes by the given labels alone. Rows of (X, y)
+        train by their `sample_weight`; one of weight 0 is judged, and no model is trained on it.
         """
         if self._pools(X):
-            return self._fit_pool(X, y, X_clean, y_clean)
+            return self._fit_pool(X, y, X_clean, y_clean, sample_weight)
         self._final = None
         X, given, checked_X, checked, budget = self._checked_input(X, y, X_clean, y_clean)
+        weight = self._weight_of(sample_weight, len(given), 0 if checked is None else len(checked))
         random = check_random_state(self.random_state)
         seed = int(random.randint(np.iinfo(np.int32).max))
         key = jax.random.key(seed)
-        everything = X if checked_X is None else _stack(X, checked_X)
+        everything = X if checked_X is None else stack_rows(X, checked_X)
         self._features = make_features(self.model, seed).fit(everything)
         z = self._features.transform(everything)
         self._model = make_model(self.model, self._features, z)
@@ -147,14 +156,16 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         n, classes = len(given), len(self.classes_)
 
         if self.method == "noise":
-            probabilities, l2 = self._fit_noise(z, given, labels[n:], budget, key, seed)
+            probabilities, l2 = self._fit_noise(z, given, labels[n:], budget, key, seed, weight)
         else:
-            probabilities, l2 = self._fit_weights(z, given, labels[n:], budget, key)
+            probabilities, l2 = self._fit_weights(z, given, labels[n:], budget, key, weight)
         self.noise_rate_ = float(self.confidence_.mean())
         # equal weights (many are 0 under a budget) in the order of the model's doubt
         doubt = 1 - probabilities[np.arange(n), given]
         self.ranking_ = np.lexsort((-doubt, -self.confidence_))
         keep = np.concatenate([~self.suspects_, np.ones(len(labels) - n, bool)])
+        if weight is not None:
+            keep = keep * weight
         if not keep.any():
             raise ValueError(
                 "every label came out as suspect, and there are no checked examples to train a "
@@ -194,7 +205,14 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
             )
         return self.estimator is not None or (self.method == "noise" and has_words(X))
 
-    def _fit_pool(self, X, y, X_clean, y_clean):
+    def _weight_of(self, sample_weight, n: int, checked: int):
+        """Return the weights of all rows; a checked one counts as the mean given one does."""
+        weight = _pool.check_weight(sample_weight, n, self.estimator)
+        if weight is None:
+            return None
+        return np.concatenate([weight, np.full(checked, weight.mean())])
+
+    def _fit_pool(self, X, y, X_clean, y_clean, sample_weight):
         """Judge labels by out-of-fold probabilities of any classifiers."""
         if y is None:
             raise ValueError("requires y to be passed, but the target y is None.")
@@ -212,17 +230,17 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
             rows = validate_data(self, X, accept_sparse="csr", dtype=FLOATS)
         else:
             self.n_features_in_ = getattr(X, "shape", (0, 0))[1]
-        if len(given) != _length(rows):
-            raise ValueError(f"y has {len(given)} labels, and X has {_length(rows)} rows.")
+        if len(given) != row_count(rows):
+            raise ValueError(f"y has {len(given)} labels, and X has {row_count(rows)} rows.")
         checked, everything = np.zeros(0, int), rows
         if X_clean is not None or y_clean is not None:
             if X_clean is None or y_clean is None:
                 raise ValueError("give X_clean and y_clean together, or neither.")
-            checked, absent = second_labels(self, y_clean, _length(X_clean), "clean")
+            checked, absent = second_labels(self, y_clean, row_count(X_clean), "clean")
             self._warn_of_absent(absent)
-            second = self._encoded(X_clean)
-            everything = _stacked(rows, second)
+            everything = stack_rows(rows, self._encoded(X_clean))
         budget = self._options(len(given))
+        weight = self._weight_of(sample_weight, len(given), len(checked))
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         rng, n, classes = np.random.default_rng(seed), len(given), len(self.classes_)
         fold = np.concatenate(
@@ -232,28 +250,37 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         members: dict[str, Any] = {"estimator": self.estimator}
         if pooled:
             members = _pool.pool_of(everything, labels, classes, seed % 2**31)
+        shared = {"seed": seed, "weight": weight}
+        by_fold = (everything, labels, fold, classes)
         found = {
-            name: _pool.out_of_fold(
-                name, member, everything, labels, fold, classes, seed=seed, progress=self.progress
-            )
+            name: _pool.out_of_fold(name, member, *by_fold, progress=self.progress, **shared)
             for name, member in members.items()
         }
         if pooled and len(labels) <= _pool.MOST_KERNEL:
-            options = self._descent(None)
+            options = self._descent(None) | {"hyper_steps": self.hyper_steps}
             del options["key"]
             found["kernel"] = _pool.kernel_probabilities(
-                everything, given, checked, fold, classes, seed=seed, **options
+                everything, given, checked, fold, classes, **shared, **options
             )
         q = np.stack(list(found.values()))
         bar = [Progress("weighing the labels")] if self.progress else []
-        unknown = np.full(len(checked), -1)
-        judged = judge(q[:, :n], given, q[:, n:], checked, unknown, seed=seed, callbacks=bar)
+        judged = judge(
+            q[:, :n],
+            given,
+            q[:, n:],
+            checked,
+            np.full(len(checked), -1),
+            seed=seed,
+            callbacks=bar,
+            weight=None if weight is None else weight[:n],
+        )
         self.weights_ = judged.right
         if budget is not None:
             self.weights_ = _noise.fit_budget(judged.right, budget)
         self.confidence_ = 1 - judged.right
         self.suspects_ = self.weights_ < 0.5
         self.suggested_ = self.classes_[judged.likely]
+        self.probabilities_ = judged.probabilities
         self.noise_matrix_ = judged.noise
         self.noise_rate_ = float(self.confidence_.mean())
         self.pool_ = dict(zip(found, judged.pool.tolist(), strict=True))
@@ -261,21 +288,32 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         descended = judged.result
         self.history_ = [] if descended is None else descended.history
         self.stopped_ = "no descent" if descended is None else descended.stopped
-        keep = np.flatnonzero(np.concatenate([~self.suspects_, np.ones(len(checked), bool)]))
-        final: Any = _pool.voting(members) if pooled else clone(self.estimator)
-        self._final = final.fit(_safe_indexing(everything, keep), labels[keep])
+        self.reliability_ = judged.claims
+        trust = np.concatenate([self.weights_, np.ones(len(checked))])
+        keep = _pool.kept(trust, labels, weight)
+        if pooled:
+            members = _pool.pool_of(everything, labels[keep], classes, seed % 2**31)
+        most = _pool.MOST_TRAINED if pooled else None
+        final = _pool.Mean(members, classes, most=most)
+        self._final = final.fit(everything, labels, keep, weight, seed)
         return self
 
     def _encoded(self, X):
-        return X if self._encoder is None else np.asarray(self._encoder.transform(X), np.float64)
+        if self._encoder is not None:
+            return np.asarray(self._encoder.transform(X), np.float64)
+        if self.estimator is None or isinstance(self.estimator, str):
+            return validate_data(self, X, reset=False, accept_sparse="csr", dtype=FLOATS)
+        return X
 
-    def _fit_noise(self, z, given, checked, budget, key, seed):
+    def _fit_noise(self, z, given, checked, budget, key, seed, weight):
         folds, rng = min(self.folds, len(given)), np.random.default_rng(seed)
         fold = np.concatenate(
             [_noise.make_folds(given, folds, rng), _noise.make_folds(checked, folds, rng)]
         )
         train = (fold[None] != np.arange(folds)[:, None]).astype(np.float32)
-        data = _noise.Data(*(jnp.asarray(a) for a in (z, given, checked, train)))
+        data = _noise.Data(
+            *map(jnp.asarray, (z, given, checked, train)), weight=_noise.mean_one(weight)
+        )
         classes = len(self.classes_)
         tuned = _noise.tune(self._model, data, classes, **self._descent(key))
         posterior = _noise.true_label(tuned.probabilities, tuned.noise, given)
@@ -288,7 +326,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         self._descended(tuned.result)
         return tuned.probabilities, tuned.l2
 
-    def _fit_weights(self, z, given, checked, budget, key):
+    def _fit_weights(self, z, given, checked, budget, key, weight):
         n = len(given)
         z, classes = jnp.asarray(z), len(self.classes_)
         if budget is None:
@@ -301,6 +339,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
             jnp.asarray(checked),
             classes,
             budget=budget,
+            sample_weight=1.0 if weight is None else _noise.mean_one(weight[:n]),
             **self._descent(key),
         )
         self.weights_ = weights
@@ -417,24 +456,3 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
                 f"(0, {n}], or a fraction in (0, 1]."
             )
         return budget
-
-
-def _length(X: Any) -> int:
-    return X.shape[0] if hasattr(X, "shape") else len(X)
-
-
-def _stacked(first: Any, second: Any) -> Any:
-    """Stack rows of any kind that a classifier takes."""
-    if isinstance(first, list):
-        return [*first, *second]
-    if is_frame(first):
-        import pandas as pd
-
-        return pd.concat([first, second], ignore_index=True)
-    return _stack(first, second)
-
-
-def _stack(first, second):
-    if sparse.issparse(first) or sparse.issparse(second):
-        return sparse.vstack([first, second], format="csr")
-    return np.concatenate([first, second])

@@ -9,6 +9,8 @@ import warnings
 from typing import Any
 
 import numpy as np
+from scipy import sparse
+from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.compose import ColumnTransformer
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -66,17 +68,38 @@ def column_encoder(X: Any) -> ColumnTransformer:
         words = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
         parts.append(("words", make_pipeline(FunctionTransformer(_as_text), words), few))
     for name in texts:
-        vectors = TfidfVectorizer(sublinear_tf=True, min_df=2)
-        text = make_pipeline(FunctionTransformer(_as_text), vectors, _components(X[name]))
-        parts.append((f"text of {name}", text, name))
+        parts.append(
+            (f"text of {name}", make_pipeline(FunctionTransformer(_as_text), Text()), name)
+        )
     if not parts:
         raise ValueError("no column is left to learn from: all are identifiers.")
     return ColumnTransformer(parts, sparse_threshold=0.0)
 
 
-def _components(column: Any) -> TruncatedSVD:
-    words = TfidfVectorizer(sublinear_tf=True, min_df=2).fit(_as_text(column))
-    return TruncatedSVD(min(COMPONENTS, len(words.vocabulary_)), random_state=0)
+class Text(TransformerMixin, BaseEstimator):
+    """The leading components of TF-IDF; of text without a repeated word, nothing: a column of 0."""
+
+    def fit(self, texts: Any, y: Any = None) -> "Text":
+        """Learn the words, those that two rows have at least, and the components."""
+        self.fit_transform(texts)
+        return self
+
+    def fit_transform(self, X: Any, y: Any = None, **_: Any) -> np.ndarray:
+        """Learn them, and return the components of these rows."""
+        self.words_: Any = TfidfVectorizer(sublinear_tf=True, min_df=2)
+        try:
+            found = self.words_.fit_transform(X)
+        except ValueError:  # no word at all, or none that two rows have
+            self.words_ = None
+            return self.transform(X)
+        self.components_ = TruncatedSVD(min(COMPONENTS, found.shape[1]), random_state=0)
+        return self.components_.fit_transform(found)
+
+    def transform(self, texts: Any) -> np.ndarray:
+        """Return the components."""
+        if self.words_ is None:
+            return np.zeros((len(texts), 1))
+        return self.components_.transform(self.words_.transform(texts))
 
 
 def _as_text(column: Any) -> Any:
@@ -89,3 +112,21 @@ def _seconds(frame: Any) -> np.ndarray:
         return np.where(np.isnat(numbers), np.nan, numbers.astype(np.int64))
 
     return np.stack([seconds(frame[name]) for name in frame.columns], axis=1)
+
+
+def row_count(X: Any) -> int:
+    """Return the number of rows of an array, a data frame or a list."""
+    return X.shape[0] if hasattr(X, "shape") else len(X)
+
+
+def stack_rows(first: Any, second: Any) -> Any:
+    """Stack rows of any kind that an estimator takes."""
+    if isinstance(first, list):
+        return [*first, *second]
+    if is_frame(first):
+        import pandas as pd
+
+        return pd.concat([first, second], ignore_index=True)
+    if sparse.issparse(first) or sparse.issparse(second):
+        return sparse.vstack([first, second], format="csr")
+    return np.concatenate([first, second])

@@ -14,13 +14,19 @@ from .._outer.callbacks import History
 from .._outer.checkpoint import Checkpoint
 from .._outer.files import write_whole
 from ..report import RunFolder, curves, histogram, write_page
-from . import LabelCleaner, clean_labels
+from . import LabelCleaner, ValueCleaner, clean_labels
 from ._columns import has_words, is_frame
 from ._gallery import gallery_item
 from ._tables import DataError, Encoder, Table, read_numbers, read_table, with_labels_alike
 
 SHOWN = 24
+FEW_KINDS = 20
+"""Labels of so few kinds are classes, whatever they look like."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+BINS = 8
+"""Groups of the reliability plot."""
 
 
 class Settings(NamedTuple):
@@ -40,6 +46,7 @@ class Settings(NamedTuple):
     seed: int = 0
     pool: bool = False
     pred_probs: str | None = None
+    values: bool | None = None
 
 
 def run(out: str | Path, settings: Settings) -> Path:
@@ -51,6 +58,10 @@ def run(out: str | Path, settings: Settings) -> Path:
     if settings.clean is not None:
         table, checked = with_labels_alike(table, read_table(settings.clean, *options))
         files.append(settings.clean)
+    plain = settings.method == "noise" and settings.budget is None and not settings.image
+    values = looks_numeric(table.y) if settings.values is None and plain else settings.values
+    if values:
+        return _run_on_values(out, settings, table, checked, files)
     # Words, dates and gaps are the pool's, unless the columns of text are named.
     pooled = settings.pool or (
         settings.method == "noise" and not settings.text and has_words(table.x)
@@ -82,6 +93,50 @@ def run(out: str | Path, settings: Settings) -> Path:
     if cleaner.stopped_ == "interrupted":
         raise KeyboardInterrupt
     return _written(folder, cleaner, table, len(checked.y) if checked else 0)
+
+
+def _run_on_values(
+    out: str | Path, settings: Settings, table: Table, checked: Table | None, files: list[str]
+) -> Path:
+    """The same for labels that are numbers."""
+    y = as_numbers(table)
+    if has_words(table.x) and not settings.text:
+        encode = lambda table: table.x  # noqa: E731
+    else:
+        encode = Encoder(settings.text).fit(table).transform
+    X, clean, count = encode(table), (None, None), 0
+    if checked is not None:
+        clean, count = (encode(checked), as_numbers(checked)), len(checked.y)
+    cleaner = ValueCleaner(random_state=settings.seed)
+    cleaner._checked_input(X, y, *clean)  # before the folder is taken
+    folder = _folder(out, settings, table, count, files)
+    if folder.result is not None:
+        return write_page(folder.path)
+    return _written(folder, cleaner.fit(X, y, *clean), table._replace(y=y), count)
+
+
+def looks_numeric(labels: np.ndarray) -> bool:
+    """Return whether labels are measurements: numbers of many kinds, some with a fraction."""
+    if len(np.unique(labels)) <= FEW_KINDS:
+        return False
+    try:
+        values = labels.astype(np.float64)
+    except ValueError:
+        return False
+    return bool(np.isfinite(values).all() and (values != np.round(values)).any())
+
+
+def as_numbers(table: Table) -> np.ndarray:
+    """Return labels as numbers, or raise with the first that is none."""
+    for row, label in enumerate(table.y):
+        try:
+            float(label)
+        except ValueError:
+            raise DataError(
+                f"{table.path}: the label of row {row} is {str(label)!r}, not a number (rows count "
+                "from 0): mend it, or leave --values out."
+            ) from None
+    return table.y.astype(np.float64)
 
 
 def _run_on_predictions(out: str | Path, settings: Settings) -> Path:
@@ -179,7 +234,8 @@ def _judgement(cleaner: Any, table: Table, i: Any) -> list[Any]:
 def summary(cleaner: Any, table: Table, checked: int) -> dict[str, Any]:
     """Return the headline, notes and the table of classes."""
     rows = []
-    for name in cleaner.classes_:
+    names = getattr(cleaner, "classes_", ())  # numbers have none
+    for name in names:
         mine = table.y == name
         found = cleaner.suspects_ & mine
         likely = "-"
@@ -191,15 +247,16 @@ def summary(cleaner: Any, table: Table, checked: int) -> dict[str, Any]:
         )
     count, n = int(cleaner.suspects_.sum()), len(table.y)
     helped = f"with the help of {checked:,} checked rows" if checked else "without checked rows"
-    marked = [str(name) for name in cleaner.classes_ if cell(name) != str(name)]
+    marked = [str(name) for name in names if cell(name) != str(name)]
+    what = "labels" if len(names) else "values"
     return {
-        "headline": f"{count:,} of {n:,} labels are suspicious ({count / n:.1%}).",
+        "headline": f"{count:,} of {n:,} {what} are suspicious ({count / n:.1%}).",
         "notes": [
             f"Judged {helped}. Rows count from 0, without a header. "
             "suspects.csv lists the suspects, weights.csv every row.",
-            "A suspect is a label that the model of the data and of its label noise holds to be wrong "
+            f"A suspect is one of the {what} that the model of data and noise holds to be wrong "
             "more probably than not; look at it before you change it. By its probabilities some "
-            f"{cleaner.confidence_[~cleaner.suspects_].sum():.0f} of the other labels are wrong too."
+            f"{cleaner.confidence_[~cleaner.suspects_].sum():.0f} of the other {what} are wrong too."
             if getattr(cleaner, "method", "noise") == "noise"
             else "A suspect is a row whose weight fell to 0 in the descent on the checked rows' error.",
             *(
@@ -214,7 +271,9 @@ def summary(cleaner: Any, table: Table, checked: int) -> dict[str, Any]:
                 "columns": ["given label", "rows", "suspects", "share", "most often suggested"],
                 "rows": rows,
             }
-        ],
+        ]
+        if rows
+        else [],
     }
 
 
@@ -228,6 +287,9 @@ def draw(folder: RunFolder, cleaner: Any) -> list[dict[str, str]]:
         xlabel="weight: how far the label is trusted",
     )
     shown = [{"file": "figures/weights.svg", "title": "Weights", "caption": "All rows."}]
+    claims = getattr(cleaner, "reliability_", None)
+    if claims is not None:
+        shown.append(draw_reliability(folder, claims))
     if not cleaner.history_:
         return shown
     steps = [record["step"] for record in cleaner.history_]
@@ -244,6 +306,28 @@ def draw(folder: RunFolder, cleaner: Any) -> list[dict[str, str]]:
         "caption": "The error that the hypergradients lower.",
     }
     return [*shown, descent]
+
+
+def draw_reliability(folder: RunFolder, claims: np.ndarray) -> dict[str, str]:
+    """Draw, by groups of checked rows, how often a label was right that was held to be so."""
+    groups = np.array_split(claims[np.argsort(claims[:, 0], kind="stable")], BINS)
+    x, y, n = np.array([[*group.mean(0), len(group)] for group in groups if len(group)]).T
+    error = np.sqrt(np.maximum(y * (1 - y), 1 / (4 * n)) / n)
+    lines = [
+        {"label": "checked rows", "x": x, "y": y, "band": (y - error, y + error)},
+        {"label": "if probabilities are right", "x": [0.0, 1.0], "y": [0.0, 1.0]},
+    ]
+    curves(
+        folder.figures / "reliability.svg",
+        [{"title": "", "ylabel": "share that is right", "lines": lines}],
+        xlabel="probability that the label is right",
+    )
+    return {
+        "file": "figures/reliability.svg",
+        "title": "Reliability",
+        "caption": f"{len(claims):,} checked rows in {len(groups)} groups, each judged by what was "
+        "learnt without it; the band is one standard error.",
+    }
 
 
 def gallery(folder: RunFolder, cleaner: Any, table: Table) -> dict[str, Any]:

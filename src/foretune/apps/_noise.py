@@ -39,8 +39,8 @@ from .._problem.training import Training
 START_RIGHT = 0.8
 """The start supposes four labels of five to be right."""
 START_L2 = 1e-4
-OPTIMIZER = optax.adam(0.15)
-"""Its steps are of logits and logarithms: scale-free quantities."""
+RATE = 0.15
+"""Of Adam: its steps are of logits and logarithms, scale-free quantities."""
 
 
 class Data(NamedTuple):
@@ -50,6 +50,28 @@ class Data(NamedTuple):
     given: Array
     checked: Array
     train: Float[Array, "folds rows"]
+    weight: Float[Array, " rows"] | None = None
+    """How much each row counts, 1 on the mean; None: all the same."""
+
+    def counted(self, folds: Any) -> Any:
+        """Return the members of folds by their weight."""
+        return folds if self.weight is None else folds * self.weight
+
+
+def mean_one(weight: np.ndarray | None) -> Array | None:
+    """Return weights scaled to a mean of 1."""
+    return None if weight is None else jnp.asarray(weight / weight.mean(), jnp.float32)
+
+
+def some_rows(data: Data, most: int, rng: np.random.Generator) -> Data:
+    """Return the data with `most` of the given examples, drawn at random, and all checked ones."""
+    n = data.given.shape[0]
+    if n <= most:
+        return data
+    given = np.sort(rng.permutation(n)[:most])
+    rows = np.concatenate([given, np.arange(n, data.z.shape[0])])
+    weight = None if data.weight is None else data.weight[rows]
+    return Data(data.z[rows], data.given[given], data.checked, data.train[:, rows], weight)
 
 
 class Tuned(NamedTuple):
@@ -91,14 +113,14 @@ class _Part(eqx.Module):
 class _Loss(_Part):
     def __call__(self, params, hparams, batch):
         penalties = jax.vmap(self.model.penalty, (0, None))(params, jnp.exp(hparams["l2"]))
-        surprise = jnp.sum(batch.train * self.surprise(params, hparams, batch))
+        surprise = jnp.sum(batch.counted(batch.train) * self.surprise(params, hparams, batch))
         return surprise / batch.z.shape[0] + jnp.sum(penalties)
 
 
 class _Error(_Part):
     def __call__(self, state, hparams, batch):
         n, checks = batch.given.shape[0], batch.checked.shape[0]
-        held = (1 - batch.train) * self.surprise(state.params, hparams, batch)
+        held = batch.counted(1 - batch.train) * self.surprise(state.params, hparams, batch)
         value = jnp.sum(held[:, :n]) / n
         return value + jnp.sum(held[:, n:]) / checks if checks else value
 
@@ -131,11 +153,17 @@ def tune(
     engine: Any,
     key: Any,
     callbacks: Any,
+    rate: float = RATE,
+    tuned_on: Data | None = None,
 ) -> Tuned:
-    """Learn the noise matrix and the regularisers; return them and the unseen probabilities."""
-    problem = cleaning_problem(model, data, classes, steps, key)
+    """Learn the noise matrix and the regularisers; return them and the unseen probabilities.
+
+    They are learnt on `tuned_on`, some of the rows of `data`, where that is given.
+    """
+    tuned_on = data if tuned_on is None else tuned_on
+    problem = cleaning_problem(model, tuned_on, classes, steps, key)
     hparams = {
-        "noise": jnp.log(start_noise(model, data, classes, steps, key)),
+        "noise": jnp.log(start_noise(model, tuned_on, classes, steps, key)),
         "l2": jnp.full(model.groups, jnp.log(START_L2)),
     }
     result = minimize(
@@ -143,12 +171,17 @@ def tune(
         hparams,
         steps=hyper_steps,
         engine=engine,
-        optimizer=OPTIMIZER,
+        optimizer=optax.adam(rate),
         constraints={"l2": Box(np.log(1e-9), np.log(10.0))},
         callbacks=callbacks,
         take_back=False,
     )
     hparams = result.best.hparams
+    if tuned_on is not data:
+        # a regulariser stands beside a mean over rows: of more rows it has a smaller share
+        share = np.log(tuned_on.z.shape[0] / data.z.shape[0])
+        hparams = {**hparams, "l2": hparams["l2"] + share}
+        problem = cleaning_problem(model, data, classes, steps, key)
     _, state = problem.response(hparams)
     scores = jax.vmap(model.apply, (0, None))(state.params, data.z)
     n = data.given.shape[0]
@@ -182,7 +215,10 @@ def start_noise(model: Any, data: Data, classes: int, steps: int, key: Any) -> A
     use = np.arange(n + checks) >= n
     params = train_plain(model, data.z, labels, use, l2, classes, steps, key)
     p = jax.nn.softmax(model.apply(params, data.z[:n]))
-    joint = p.T @ jax.nn.one_hot(data.given, classes)
+    counts = jax.nn.one_hot(data.given, classes)
+    if data.weight is not None:
+        counts = counts * data.weight[:n, None]
+    joint = p.T @ counts
     return (plain + joint / jnp.sum(joint, axis=1, keepdims=True)) / 2
 
 

@@ -33,7 +33,7 @@ class Table(NamedTuple):
     """Labelled rows: `x` is an array (.npz) or a data frame."""
 
     x: Any
-    y: np.ndarray
+    y: Any  # an array, or None where a file without labels may be read
     image_shape: tuple[int, ...] | None
     path: str
 
@@ -47,8 +47,9 @@ def read_table(
     label: str | None = None,
     image_shape: tuple[int, ...] | None = None,
     drop: tuple[str, ...] = (),
+    labelled: bool = True,
 ) -> Table:
-    """Read labelled rows from a file.
+    """Read labelled rows from a file; with `labelled=False` labels may be missing altogether.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -63,12 +64,12 @@ def read_table(
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty.")
     if path.suffix == ".npz":
-        table = _read_npz(path, label)
+        table = _read_npz(path, label, labelled)
     elif path.suffix in (".csv", ".parquet"):
-        table = _read_frame(path, label, drop)
+        table = _read_frame(path, label, drop, labelled)
     else:
         raise DataError(f"{path}: give a .npz, .csv or .parquet file.")
-    if len(table.y) == 0:
+    if table.x.shape[0] == 0:
         raise DataError(f"{path} has no rows.")
     if image_shape is not None:
         if table.x.shape[1] != np.prod(image_shape):
@@ -114,29 +115,31 @@ def read_numbers(path: str | Path) -> np.ndarray:
     raise DataError(f"{path}: give a .npy, .npz or .csv file.")
 
 
-def _read_npz(path: Path, label: str | None) -> Table:
+def _read_npz(path: Path, label: str | None, labelled: bool) -> Table:
     arrays = read_arrays(path)
     rows = next((arrays[name] for name in ROWS if name in arrays), None)
     names = LABELS if label is None else (label,)
     labels = next((arrays[name] for name in names if name in arrays), None)
-    if rows is None or labels is None:
+    if rows is None or (labels is None and labelled):
         raise DataError(
             f"{path} holds {', '.join(arrays) or 'nothing'}: it needs rows under one of "
             f"{', '.join(ROWS)} and labels under {' or '.join(names)}."
         )
-    if labels.ndim != 1 or rows.ndim < 2 or len(rows) != len(labels):
+    of_labels = rows.shape[:1] if labels is None else labels.shape
+    if rows.ndim < 2 or of_labels != rows.shape[:1]:
         raise DataError(
-            f"{path}: rows have shape {rows.shape} and labels {labels.shape}; "
+            f"{path}: rows have shape {rows.shape} and labels {of_labels}; "
             "expected (n, ...) and (n,)."
         )
     if rows.dtype.kind not in "biuf":
         raise DataError(f"{path}: rows have dtype {rows.dtype}, expected numbers.")
     shape = rows.shape[1:] if rows.ndim > 2 else None
     columns = int(np.prod(rows.shape[1:]))  # not -1, which there is none for without rows
-    return Table(rows.reshape(len(rows), columns), _labels(labels, path), shape, str(path))
+    y = None if labels is None else _labels(labels, path)
+    return Table(rows.reshape(len(rows), columns), y, shape, str(path))
 
 
-def _read_frame(path: Path, label: str | None, drop: tuple[str, ...]) -> Table:
+def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: bool) -> Table:
     with needs("data", f"reading {path.suffix} files"):
         import pandas as pd
 
@@ -148,7 +151,7 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...]) -> Table:
     frame.columns = [str(name) for name in frame.columns]
     columns = ", ".join(frame.columns[:20])
     names = [name for name in (LABELS if label is None else (label,)) if name in frame.columns]
-    if not names:
+    if not names and labelled:
         wanted = "none named " + ", ".join(LABELS) if label is None else f"no {label!r}"
         raise DataError(f"{path} has the columns {columns}, {wanted}: name it with --label COLUMN.")
     missing = [name for name in drop if name not in frame.columns]
@@ -160,6 +163,8 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...]) -> Table:
             f'out with --drop "{frame.columns[0]}".',
             stacklevel=3,
         )
+    if not names:
+        return Table(frame.drop(columns=list(drop)), None, None, str(path))
     labels: Any = frame[names[0]]
     values = labels.astype(object).where(labels.notna(), None).to_numpy()
     if labels.dtype.kind not in "ifub":  # text, categories, dates

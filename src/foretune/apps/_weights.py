@@ -39,7 +39,7 @@ class _Losses(eqx.Module):
 
 class _Loss(_Losses):
     def __call__(self, params, hparams, batch):
-        return jnp.mean(hparams["weight"] * self.losses(params, batch))
+        return jnp.mean(hparams["weight"] * batch[2] * self.losses(params, batch))
 
 
 class _Error(_Losses):
@@ -61,6 +61,7 @@ def tune_weights(
     engine: Any,
     key: Any,
     callbacks: Any,
+    sample_weight: Any = 1.0,
 ) -> tuple[np.ndarray, np.ndarray, Result]:
     """Return the weights, the probabilities by the last inner model, and the descent."""
     n = z.shape[0]
@@ -68,7 +69,7 @@ def tune_weights(
         dynamics=Training(_Loss(model), model.plain_optimizer(share=budget / n)),
         objective=_Error(model),
         init=model.init(key, z.shape[1], classes),
-        batches=FullBatch((z, given), steps=steps),
+        batches=FullBatch((z, given, jnp.broadcast_to(jnp.asarray(sample_weight), n)), steps=steps),
         validation=(z_checked, checked),
     )
     result = minimize(

@@ -27,18 +27,23 @@ _ITEM = {
     **{"index": object, "given": object, "model": object, "confidence": object},
     **{"image": str, "row": dict, "wrong": object},
 }
+_EXAMPLE = {"index": object, "label": object, "score": object, "image": str, "row": dict}
 _RESULT: dict[str, Any] = {
     "headline": str,
     "notes": [str],
     "tables": [{"title": str, "note": str, "columns": [str], "rows": [[object]]}],
     "figures": [{"file": str, "title": str, "caption": str}],
     "gallery": {"title": str, "note": str, "items": [_ITEM]},
+    "comparisons": [{"title": str, "note": str, "groups": [{"title": str, "items": [_EXAMPLE]}]}],
 }
 _NUMERIC = re.compile(r"[-+\u2212<>]?\s?\d[\d.,eE+\u2212-]*\s?%?(\s?[±(].*)?")
 _WIDTH = re.compile(rb"viewBox=\"[\d.]+ [\d.]+ (\d{1,5})")
 
 
-_WHICH = "Give a folder of `foretune clean` or of an experiment (one of checkpoints has no report)"
+_WHICH = (
+    "Give a folder of `foretune clean`, `foretune attribute` or of an experiment (one of checkpoints "
+    "has no report)"
+)
 
 
 class ReportError(ValueError):
@@ -186,6 +191,13 @@ def _prepare(folder: Path, result: dict[str, Any]) -> None:
     others = [item for item in gallery["items"] if not item["image"]]
     gallery |= {"pictures": pictures, "others": others}
     gallery["columns"] = list(dict.fromkeys(name for item in others for name in item["row"]))
+    for comparison in result["comparisons"]:
+        for group in comparison["groups"]:
+            for item in group["items"]:
+                alt = f"Example {_plain(item['index'])}, labelled {_plain(item['label'])}"
+                item["html"] = item["image"] and _embed(folder, item["image"], alt)
+                item["score"] = None if item["score"] is None else _number(item["score"])
+            group["columns"] = list(dict.fromkeys(n for i in group["items"] for n in i["row"]))
     known = [item["wrong"] for item in gallery["items"] if isinstance(item["wrong"], bool)]
     gallery |= {"known": len(known), "wrong": sum(known)}
 

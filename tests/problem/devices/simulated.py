@@ -59,6 +59,19 @@ def main(folder):
     report["tangents: in the loop"] = sum(c.in_loop for c in exchanged)
     report["tangents: at the end"] = [c.bytes // 8 for c in exchanged]
 
+    plain = problem.replace(
+        dynamics=ft.Training(tasks.plain_loss, tasks.optimizer), validation=None
+    )
+    others = tasks.hyperparameters(weights=False)
+    scores = ft.attribute(plain, others, tasks.VALIDATION)
+    queries, mixed = ft.mesh(queries=8), ft.mesh(data=2, queries=4)
+    split = ft.attribute(ft.shard(plain, queries), others, tasks.VALIDATION, mesh=queries)
+    report["queries"] = distance(tuple(split), tuple(scores))
+    six = jax.tree.map(lambda leaf: leaf[:6], tasks.VALIDATION)  # no multiple of 4
+    split = ft.attribute(ft.shard(plain, mixed), others, six, mesh=mixed, chunk=3)
+    report["queries and data"] = distance(tuple(split), (scores.scores[:6], scores.errors[:6]))
+    report["queries: exchanged"] = len(collectives(tasks.way_back(plain, others, queries)))
+
     def descend(mesh, steps, name):
         rows = NamedSharding(mesh, P("data"))
         weights = hparams | {"weight": jax.device_put(hparams["weight"], rows)}

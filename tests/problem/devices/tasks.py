@@ -6,6 +6,9 @@ import numpy as np
 import optax
 
 import foretune as ft
+from foretune._attribution.sweep import Spread, backward, ends, forward
+from foretune._attribution.weighted import weighted_problem
+from foretune._problem.problem import validated
 
 N, STEPS = 16, 5
 rng = np.random.default_rng(0)
@@ -52,6 +55,18 @@ def folds():
         return problem().replace(init=start)
 
     return ft.CrossValidated(problem_of_fold, folds=8)
+
+
+def way_back(problem, hparams, mesh):
+    """Return the compiled program of the adjoints of 8 errors on a mesh."""
+    one = jax.tree.map(lambda leaf: leaf[:1], VALIDATION)
+    problem = ft.shard(problem, mesh).replace(validation=one)
+    wanted, point = weighted_problem(problem, hparams, "weight", None, None)
+    arrays, structure = validated(wanted, point)
+    s_T, stored = forward(ft.Reverse(), structure, arrays)
+    _, adjoint = ends(wanted, point, s_T, Spread(mesh).place(VALIDATION))
+    adjoint = Spread(mesh).place(adjoint)
+    return backward.lower(ft.Reverse(), structure, arrays, stored, adjoint).compile().as_text()
 
 
 def minimized(problem, hparams, steps, folder=None, stop=None):

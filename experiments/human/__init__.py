@@ -1,0 +1,1 @@
+"""Human label noise: CIFAR-10N."""

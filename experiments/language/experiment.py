@@ -1,0 +1,187 @@
+"""A language model's data mixture, schedule and constants, learnt by hypergradients.
+
+A byte-level transformer trains on a mixture of sources and is judged by the loss on a target that it
+never trains on. Learnt: the weight of each source, the rate at six knots, the decay and both betas of
+AdamW; through whole trainings (`descent`), and in one training (`real time`). Beside it: mixtures that
+are fixed, mixtures by shortcuts, and searches with the same time (see `mixtures` and `searches`).
+"""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from foretune.report import Phases, RunError, RunFolder, say
+
+from ..datasets import cache_folder
+from . import methods, mixtures
+from .model import Language, Size
+from .page import OURS, REAL_TIME, describe
+from .searches import import_optuna, search
+from .text import Text, read
+
+SEARCHES = ("random search", "TPE")
+SHORTCUTS = {"excess loss": methods.excess_loss, "alignment": methods.alignment}
+
+
+class Settings(NamedTuple):
+    """What a run is asked to do."""
+
+    data: str | None = None
+    target: str | None = None
+    seeds: int = 3
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    batch: int = 32
+    steps: int = 1000
+    outer: int = 20
+    window: int = 10
+    validation: int = 256
+    test: int = 1024
+    again: int = 2
+    transfer: int = 4
+    quick: bool = False
+
+    @property
+    def size(self) -> Size:
+        """The network and its training."""
+        return Size(*(getattr(self, name) for name in Size._fields))
+
+
+QUICK = Settings(
+    seeds=1,
+    layers=1,
+    width=32,
+    heads=2,
+    context=32,
+    batch=8,
+    steps=200,
+    outer=10,
+    validation=64,
+    test=512,
+    transfer=2,
+    quick=True,
+)
+
+
+def run(out: str | Path, settings: Settings) -> Path:
+    """Run the experiment, or what is left of it, and return the report's path."""
+    text = read(settings.data, settings.target)
+    check(settings, text)
+    title = f"A language model for {text.target}"
+    say(f"{title}: which of {len(text.names)} sources, and how to train on them?")
+    folder = RunFolder(out, kind="language", title=title, settings=settings._asdict())
+    if folder.result is not None:
+        return folder.page()
+    jobs = [(name, seed) for seed in range(settings.seeds) for name in names_of(text)]
+    late = [
+        (f"transfer, {name}", seed)
+        for seed in range(settings.seeds)
+        for name in ("uniform", "alignment", OURS)
+        if settings.transfer > 1
+    ]
+    left = [job for job in jobs + late if folder.read(stage(*job)) is None]
+    if 0 < len(left) < len(jobs + late):
+        say(f"resumed: {len(jobs + late) - len(left)} of {len(jobs + late)} parts are there")
+    phases = Phases(len(jobs + late) + 1, done=len(jobs + late) - len(left))
+    language = Language(text, settings.size, settings.validation, settings.test)
+    wider = settings.size.times(settings.transfer)
+    large = Language(text, wider, settings.validation, settings.test)
+    if jax.default_backend() != "cpu":
+        keep_programs()
+    elif left and not settings.quick:
+        say("note: no GPU is used; this takes hours (--quick)")
+    if folder.read("stages/speed.json") is None:
+        say("  compiling, and measuring the time of a training")
+        folder.write("stages/speed.json", {"training": methods.seconds_of_training(language)})
+    seconds = folder.read("stages/speed.json")["training"]
+    task = methods.Task(
+        language, folder, settings.outer, settings.window, seconds, settings.seeds, {}
+    )
+    for name, seed in left:
+        phases.begin(f"{name}, seed {seed}")
+        if name.startswith("transfer, "):
+            found = transferred(folder, large, name.removeprefix("transfer, "), seed)
+        else:
+            found = tuned(folder, task, name, seed)
+            if "test" not in found:
+                found["test"] = again(language, found["hparams"], seed, settings.again)
+        folder.write(stage(name, seed), found)
+        say(f"  {text.target}, test: {np.mean([t[text.target] for t in found['test']]):.4f}")
+    phases.begin("tables, figures and report")
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for name, seed in jobs + late:
+        parts.setdefault(name, []).append(folder.read(stage(name, seed)))
+    folder.write("result.json", describe(folder, text, settings.size, parts, seconds))
+    return folder.page()
+
+
+def keep_programs() -> None:
+    """Let JAX keep compiled programs for the next run, unless it has been told where to."""
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        where = cache_folder() / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(where))
+
+
+def names_of(text: Text) -> list[str]:
+    """Return the methods; the uniform mixture is where all others start, the searches come last."""
+    fixed = mixtures.fixed(text)
+    if np.allclose(fixed["by size"], fixed["uniform"]):
+        del fixed["by size"]
+    return [*fixed, *SHORTCUTS, REAL_TIME, OURS, *SEARCHES]
+
+
+def stage(name: str, seed: int) -> str:
+    """Return the file of a method's outcome."""
+    return f"stages/{name.replace(', ', '-').replace(' ', '-')}-{seed}.json"
+
+
+def check(settings: Settings, text: Text) -> None:
+    """Raise for sizes that do not fit each other, before anything is compiled."""
+    import_optuna()  # not after hours
+    if settings.width % settings.heads:
+        raise RunError(f"--width {settings.width} is no multiple of --heads {settings.heads}.")
+    least = min(text.length.min(), len(text.validation), len(text.test))
+    if settings.context + 1 >= least:
+        raise RunError(f"--context {settings.context}: the shortest text has {least:,} bytes.")
+    if settings.steps % (4 * settings.window):
+        raise RunError(
+            f"--steps {settings.steps}: real-time tuning is done in the first quarter, in windows of "
+            f"{settings.window}; give a multiple of {4 * settings.window}."
+        )
+
+
+def tuned(folder: RunFolder, task: methods.Task, name: str, seed: int) -> dict[str, Any]:
+    """Return what a method finds."""
+    fixed = mixtures.fixed(task.language.text)
+    if name in fixed:
+        return methods.best_rate(task.language, fixed[name], seed)
+    start = folder.read(stage("uniform", seed))
+    if name in SHORTCUTS:
+        return SHORTCUTS[name](task, seed, start)
+    if name == OURS:
+        return methods.descent(task, seed, start)
+    if name == REAL_TIME:
+        return methods.real_time(task, seed, start)
+    spent = folder.read(stage(OURS, seed))["trainings"]
+    return search(task, name, seed, start, math.ceil(spent))
+
+
+def again(language: Language, hparams: dict, seed: int, times: int) -> list[dict[str, float]]:
+    """Train anew with these hyperparameters, and return the test losses."""
+    arrays = methods.as_arrays(hparams)
+    found = [methods.train(language, arrays, seed, trial=100 + k)[1] for k in range(times)]
+    return [language.measure(params) for params in found]
+
+
+def transferred(folder: RunFolder, large: Language, name: str, seed: int) -> dict[str, Any]:
+    """Train longer and wider on a mixture that was found in the small, at the best of three rates."""
+    shares = np.asarray(folder.read(stage(name, seed))["hparams"]["sources"])
+    rate = folder.read(stage("uniform", seed))["rate"]
+    rates = tuple(rate / factor for factor in (4, 2, 1))
+    found = methods.best_rate(large, shares / shares.sum(), seed, rates)
+    return found | {"test": again(large, found["hparams"], seed, 1)}

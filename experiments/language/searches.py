@@ -1,0 +1,86 @@
+"""Searches over mixture, peak rate and constants: one training for each trial, by Optuna's samplers."""
+
+import json
+import math
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import track
+
+from foretune.report import write_whole
+
+from .methods import Task, as_lists, train
+from .model import Language
+
+WORST = math.log(256)
+"""The loss of a training that diverged: that of knowing nothing."""
+RANGES = {"rate": (5e-4, 3e-2), "decay": (1e-3, 1.0), "1-b1": (0.01, 0.5), "1-b2": (1e-3, 0.3)}
+"""All on a log scale. A mixture is -log of uniform numbers, over its sum: uniform on the simplex."""
+
+
+def search(task: Task, name: str, seed: int, start: dict, trials: int) -> dict[str, Any]:
+    """Train with one proposal after another, the start first; continues after the last trial."""
+    optuna = import_optuna()
+    language = task.language
+    path = task.folder.path / "trials" / f"{name}-{seed}.jsonl".replace(" ", "-")
+    path.parent.mkdir(exist_ok=True)
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    real = optuna.distributions.FloatDistribution
+    space = {f"source {k}": real(1e-3, 1 - 1e-3) for k in range(len(language.text.names))}
+    space |= {key: real(*ends, log=True) for key, ends in RANGES.items()}
+    samplers = {"random search": optuna.samplers.RandomSampler, "TPE": optuna.samplers.TPESampler}
+    study = optuna.create_study(sampler=samplers[name](seed=1000 * seed + len(done)))
+    if not done:
+        study.enqueue_trial(encoded(start))
+    for line in done:
+        trial = optuna.trial.create_trial(
+            params=line["point"], distributions=space, value=line["value"]
+        )
+        study.add_trial(trial)
+    left = range(len(done), trials)
+    for _ in track(left, f"{name}, seed {seed}", disable=not sys.stdout.isatty(), transient=True):
+        asked = study.ask(space)
+        value = min(train(language, decoded(language, asked.params), seed)[0], WORST)
+        study.tell(asked, value)
+        done.append({"point": asked.params, "value": value})
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in done))
+    best = min(done[:trials], key=lambda line: line["value"])
+    return {
+        "validation": best["value"],
+        "hparams": as_lists(decoded(language, best["point"])),
+        "trainings": trials,
+        "values": [line["value"] for line in done],
+    }
+
+
+def encoded(start: dict[str, Any]) -> dict[str, float]:
+    """Return the start as a point of the space."""
+    h = start["hparams"]
+    share = np.asarray(h["sources"]) / np.mean(h["sources"])
+    found = {f"source {k}": float(np.exp(-w)) for k, w in enumerate(share)}
+    return found | {
+        "rate": start["rate"],
+        "decay": h["decay"],
+        "1-b1": 1 - h["b1"],
+        "1-b2": 1 - h["b2"],
+    }
+
+
+def decoded(language: Language, point: dict[str, float]) -> dict[str, Any]:
+    """Return a point as hyperparameters."""
+    weight = -np.log([point[f"source {k}"] for k in range(len(language.text.names))])
+    found = language.start(point["rate"], weight / weight.sum())
+    constants = {"decay": point["decay"], "b1": 1 - point["1-b1"], "b2": 1 - point["1-b2"]}
+    return found | {name: jnp.asarray(value, jnp.float32) for name, value in constants.items()}
+
+
+def import_optuna() -> Any:
+    """Return Optuna, or say how to get it."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError("the searches need Optuna: pip install 'foretune[optuna]'.") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
