@@ -28,7 +28,7 @@ from .._problem.checks import (
     describe,
     describe_tree,
 )
-from .._problem.dynamics import Wrapper
+from .._problem.dynamics import Wrapper, as_held
 from .._problem.problem import Problem
 from .._problem.training import Training
 from .losses import WeightedLoss, check_losses
@@ -141,7 +141,7 @@ def weighted_problem(
         weights = _own_weights(hparams, name, losses=losses, groups=groups, keep=keep)
         rest = {key: leaf for key, leaf in hparams.items() if key != name}
         holding = Holding(rest, name)
-        changes["dynamics"] = Held(_bare(problem), holding, begin)
+        changes["dynamics"] = Held(as_held(problem.dynamics), holding, begin)
     else:
         _check_training(problem, name)
         n = examples_of(problem.batches)
@@ -149,19 +149,14 @@ def weighted_problem(
         count = n if groups is None else int(groups.max()) + 1
         holding = Holding(hparams, None)
         numbered = Numbered(problem.batches, groups)
-        weighted = Weighted(_bare(problem), holding, begin, losses, False, name)
+        weighted = Weighted(as_held(problem.dynamics), holding, begin, losses, False, name)
         more, dtype = check_losses(problem, weighted, hparams, losses)
         weights = jnp.full(count, keep, np.promote_types(dtype, np.float32))
-        changes["dynamics"] = Weighted(_bare(problem), holding, begin, losses, more, name)
+        changes["dynamics"] = Weighted(as_held(problem.dynamics), holding, begin, losses, more, name)
         changes["batches"] = numbered
     if not isinstance(problem.objective, dict):
         changes["objective"] = HeldObjective(problem.objective, holding)
     return problem.replace(**changes), {name: weights}
-
-
-def _bare(problem: Problem) -> Any:
-    """Return the dynamics as a `Wrapper` holds it."""
-    return problem.dynamics.dynamics if type(problem.dynamics) is Wrapper else problem.dynamics
 
 
 def _check_training(problem: Problem, name: str) -> None:

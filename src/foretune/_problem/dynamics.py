@@ -140,7 +140,7 @@ class Wrapper(Dynamics, eqx.Module):
 
     def _around(self, dynamics: Any) -> Dynamics:
         """Return the same around another object."""
-        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, as_dynamics(dynamics))
+        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, as_held(dynamics))
 
     def offers(self, capability: str) -> bool:
         """Return whether the object does."""
@@ -196,6 +196,12 @@ def as_dynamics(dynamics: Any) -> Dynamics:
     if not _hashable(dynamics):
         return Wrapper(Identity(dynamics))
     return dynamics if isinstance(dynamics, Dynamics) else Wrapper(dynamics)
+
+
+def as_held(dynamics: Any) -> Any:
+    """Return the object as a `Wrapper` holds it: as it is, or its `Identity`."""
+    found = as_dynamics(dynamics)
+    return found.dynamics if type(found) is Wrapper else found
 
 
 def _hashable(tree: Any) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
 from .._engines.base import check_engine
 from .._outer.callbacks import Progress
@@ -216,7 +216,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         """Judge labels by out-of-fold probabilities of any classifiers."""
         if y is None:
             raise ValueError("requires y to be passed, but the target y is None.")
-        given = self._classes_of(plain_labels(y, "y"))
+        given = self._classes_of(column_or_1d(plain_labels(y, "y"), warn=True))
         pooled = self.estimator is None or isinstance(self.estimator, str)
         rows: Any = X
         self._encoder: Any = None
