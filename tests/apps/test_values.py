@@ -329,6 +329,7 @@ FAILS = {
     ],
     expected_failed_checks=lambda estimator: FAILS,
 )
-def test_scikit_learn_conventions(estimator, check):
+def test_scikit_learn_conventions(estimator, check, monkeypatch):
+    monkeypatch.setattr(_pool, "TREES", 20)  # forests of 200 would take a quarter of an hour
     with setting(jax_disable_most_optimizations=True):
         check(estimator)

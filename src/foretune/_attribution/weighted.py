@@ -152,7 +152,9 @@ def weighted_problem(
         weighted = Weighted(as_held(problem.dynamics), holding, begin, losses, False, name)
         more, dtype = check_losses(problem, weighted, hparams, losses)
         weights = jnp.full(count, keep, np.promote_types(dtype, np.float32))
-        changes["dynamics"] = Weighted(as_held(problem.dynamics), holding, begin, losses, more, name)
+        changes["dynamics"] = Weighted(
+            as_held(problem.dynamics), holding, begin, losses, more, name
+        )
         changes["batches"] = numbered
     if not isinstance(problem.objective, dict):
         changes["objective"] = HeldObjective(problem.objective, holding)

@@ -33,6 +33,10 @@ COMMON = 10
 """Boosted trees stop early, by rows set aside, where every class has this many."""
 MOST_KERNEL = 20_000
 """With more rows than this the pool has no kernel model."""
+TREES = 200
+"""Of a forest; half as many with more than 2,000 rows."""
+SMALL = 500
+"""With fewer rows than this a forest's trees are grown one after another, which is faster."""
 KERNEL_TUNED, KERNEL_STEPS, KERNEL_RATE = 1_000, 15, 0.3
 """In the pool the kernel model's regularisers descend on this many given rows, in half as many steps of
 twice the rate: five times as fast as on 3,000 rows, and the pool finds as many wrong labels."""
@@ -43,7 +47,7 @@ def pool_of(X: Any, labels: np.ndarray, classes: int, seed: int) -> dict[str, An
     n, width = len(labels), X.shape[1]
     rarest = np.bincount(labels, minlength=classes).min()
     logistic = LogisticRegression(max_iter=1000)
-    forest = RandomForestClassifier(200 if n <= 2000 else 100, n_jobs=-1, random_state=seed)
+    forest = RandomForestClassifier(**_trees(n), random_state=seed)
     if sparse.issparse(X):
         return {"logistic": logistic, "forest": forest}
     members = {"logistic": make_pipeline(StandardScaler(), logistic), "forest": forest}
@@ -63,11 +67,7 @@ def regressors_of(X: Any, seed: int) -> dict[str, Any]:
     """Return the regressors that are pooled."""
     n, width = X.shape
     forest = RandomForestRegressor(
-        200 if n <= 2000 else 100,
-        max_features=1 / 3,
-        min_samples_leaf=2,
-        n_jobs=-1,
-        random_state=seed,
+        **_trees(n), max_features=1 / 3, min_samples_leaf=2, random_state=seed
     )
     if sparse.issparse(X):
         return {"ridge": Ridge(), "forest": forest}
@@ -79,6 +79,10 @@ def regressors_of(X: Any, seed: int) -> dict[str, Any]:
             random_state=seed,
         )
     return members
+
+
+def _trees(n: int) -> dict[str, int]:
+    return {"n_estimators": TREES if n <= 2000 else TREES // 2, "n_jobs": 1 if n < SMALL else -1}
 
 
 class Mean:
