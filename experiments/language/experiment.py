@@ -7,12 +7,14 @@ are fixed, mixtures by shortcuts, and searches with the same time (see `mixtures
 """
 
 import math
+import operator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+import foretune as ft
 from foretune.report import Phases, RunError, RunFolder, say
 
 from ..datasets import cache_folder
@@ -39,6 +41,7 @@ class Settings(NamedTuple):
     batch: int = 32
     steps: int = 1000
     outer: int = 20
+    draws: int = 4
     window: int = 10
     validation: int = 256
     test: int = 1024
@@ -61,6 +64,7 @@ QUICK = Settings(
     batch=8,
     steps=200,
     outer=10,
+    draws=2,
     validation=64,
     test=512,
     transfer=2,
@@ -99,9 +103,8 @@ def run(out: str | Path, settings: Settings) -> Path:
         say("  compiling, and measuring the time of a training")
         folder.write("stages/speed.json", {"training": methods.seconds_of_training(language)})
     seconds = folder.read("stages/speed.json")["training"]
-    task = methods.Task(
-        language, folder, settings.outer, settings.window, seconds, settings.seeds, {}
-    )
+    own = settings.outer, settings.draws, settings.window
+    task = methods.Task(language, folder, *own, seconds, settings.seeds, [])
     for name, seed in left:
         phases.begin(f"{name}, seed {seed}")
         if name.startswith("transfer, "):
@@ -173,9 +176,10 @@ def tuned(folder: RunFolder, task: methods.Task, name: str, seed: int) -> dict[s
 
 def again(language: Language, hparams: dict, seed: int, times: int) -> list[dict[str, float]]:
     """Train anew with these hyperparameters, and return the test losses."""
-    arrays = methods.as_arrays(hparams)
-    found = [methods.train(language, arrays, seed, trial=100 + k)[1] for k in range(times)]
-    return [language.measure(params) for params in found]
+    fresh = ft.CrossValidated(lambda k: language.problem(seed, 100 + k), times)
+    params = fresh.response(methods.as_arrays(hparams))[1].params
+    each = [jax.tree.map(operator.itemgetter(k), params) for k in range(times)]
+    return [language.measure(found) for found in each]
 
 
 def transferred(folder: RunFolder, large: Language, name: str, seed: int) -> dict[str, Any]:

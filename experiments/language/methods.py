@@ -1,13 +1,14 @@
 """The methods of the language experiment, and what each has spent.
 
-All start from the even mixture at the best peak rate of a grid, all are judged by the target's
-validation loss, and none looks at its test loss. Time is counted in trainings: a search has as many as
-the descent on hypergradients took the time of.
+All start from the even mixture, all are judged by the target's validation loss, and none looks at its
+test loss. Trainings run side by side, `BESIDE` of them, and time is counted in trainings of such a
+batch: a search has as many as the descent on hypergradients took the time of.
 """
 
 import itertools
 import math
 import time
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -22,10 +23,14 @@ from foretune.report import RunFolder
 from . import mixtures
 from .model import CONSTRAINTS, Language, adamw
 
+BESIDE = 8
+"""Trainings that run side by side: a small network alone leaves a GPU idle."""
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 """Peak rates that every fixed mixture is trained with; the best by validation counts."""
 STEP = 0.3
 """Of the descent, in log or logit of each hyperparameter; it falls to 0 as a cosine."""
+FACTORS = (1.0, 2.0, 4.0)
+"""Of the learnt schedule, of which the best counts: the descent starts below the best rate."""
 
 
 class Task(NamedTuple):
@@ -35,40 +40,43 @@ class Task(NamedTuple):
     folder: RunFolder
     outer: int
     """Steps of the descent on hypergradients."""
+    draws: int
+    """Trainings of each of its steps, with starts and draws of their own."""
     window: int
     """Steps between two updates in real time."""
     seconds: float
-    """Of a training."""
+    """Of a training, where `BESIDE` run side by side."""
     seeds: int
     """Among which the cost of asking `trust` is shared."""
-    asked: dict[str, Any]
+    asked: list["Asked"]
     """The answer, once there is one."""
 
 
-def train(language: Language, hparams: dict, seed: int, trial: int = 0) -> tuple[float, Any]:
-    """Return validation loss and weights; a training that diverged has the loss infinity."""
-    value, state = language.problem(seed, trial).response(hparams)
-    return float(value) if math.isfinite(value) else math.inf, state.params
+def train(language: Language, points: list[dict], seed: int) -> list[float]:
+    """Return the validation loss of each of these hyperparameters; infinity where it diverged."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *points)
+    values = np.asarray(language.responses(language.problem(seed), stacked), float)
+    return np.where(np.isfinite(values), values, math.inf).tolist()
 
 
 def seconds_of_training(language: Language) -> float:
-    """Return the time of a training."""
-    hparams, problem = language.start(RATES[0]), language.problem(0)
+    """Return the time of a training, of `BESIDE` side by side."""
+    points = [language.start(RATES[0])] * BESIDE
 
     def once():
         began = time.perf_counter()
-        jax.block_until_ready(problem.response(hparams))
+        train(language, points, 0)
         return time.perf_counter() - began
 
     once()  # compiles
-    return median(once() for _ in range(3))
+    return median(once() for _ in range(3)) / BESIDE
 
 
 def best_rate(
     language: Language, mixture: Any, seed: int, rates: tuple[float, ...] = RATES
 ) -> dict[str, Any]:
     """Train a mixture at each peak rate, and return the best."""
-    values = [train(language, language.start(rate, mixture), seed)[0] for rate in rates]
+    values = train(language, [language.start(rate, mixture) for rate in rates], seed)
     rate = rates[int(np.argmin(values))]
     return {
         "validation": min(values),
@@ -101,25 +109,24 @@ def alignment(task: Task, seed: int, start: dict) -> dict[str, Any]:
 
 
 def descent(task: Task, seed: int, start: dict) -> dict[str, Any]:
-    """Descend on mixture, schedule and constants through whole trainings, with fresh draws for each.
+    """Descend on mixture, schedule and constants through whole trainings.
 
-    The engine is the one that `trust` advises for the first seed.
+    Each step is the mean of several trainings, which draw anew. At last the schedule is taken at the
+    best of `FACTORS`.
     """
     language = task.language
-    problem, hparams = language.problem(seed), as_arrays(start["hparams"])
-    report = task.asked.get("report")
-    if report is None:
-        report = task.asked["report"] = ft.trust(
-            problem, hparams, constraints=CONSTRAINTS, directions=1, advice="engine"
-        )
+    if not task.asked:
+        task.asked.append(ask(task, start["rate"]))
+    asked = task.asked[0]
+    several = ft.CrossValidated(lambda k: language.problem(seed, 10 + k), task.draws)
     result = ft.minimize(
-        problem,
-        hparams,
+        several,
+        language.start(asked.rate),
         steps=task.outer,
-        engine=report.engine,
+        engine=asked.report.engine,
         optimizer=optax.adam(optax.cosine_decay_schedule(STEP, task.outer)),
         constraints=CONSTRAINTS,
-        batches=lambda step, key: language.batches(key),
+        batches=lambda step, key: [language.batches(k) for k in jax.random.split(key, task.draws)],
         key=jax.random.fold_in(jax.random.key(seed), 5),
         callbacks=[
             Trail(),
@@ -130,18 +137,56 @@ def descent(task: Task, seed: int, start: dict) -> dict[str, Any]:
     if result.stopped == "interrupted":
         raise KeyboardInterrupt
     path = [record["hparams"] for record in result.history]
-    step = median(record["seconds"] for record in result.history)
-    asking = (report.trainings + step / task.seconds) / task.seeds
+    step = median(record["seconds"] for record in result.history) / task.seconds
+    learnt = [result.hparams | {"rate": factor * result.hparams["rate"]} for factor in FACTORS]
+    values = train(language, learnt, seed)
+    asking = (asked.trainings + asked.times * step / task.draws) / task.seeds
     return {
-        "validation": float(result.value),
-        "hparams": as_lists(result.hparams),
+        "validation": min(values),
+        "hparams": as_lists(learnt[int(np.argmin(values))]),
         "path": path,
         "values": [float(record["value"]) for record in result.history],
-        "trainings": asking + len(path) * step / task.seconds,
+        "trainings": asking + len(path) * step + len(FACTORS),
         "asking": asking,
-        "trust": str(report),
-        "engine": repr(report.engine),
+        "start": asked.rate,
+        "factor": FACTORS[int(np.argmin(values))],
+        "trust": str(asked.report),
+        "engine": repr(asked.report.engine),
     }
+
+
+class Asked(NamedTuple):
+    """Where to start, and by which engine."""
+
+    rate: float
+    report: ft.Trust
+    times: int
+    """How often `trust` was asked."""
+    trainings: int
+    """What that took, beside a hypergradient each time."""
+
+
+def ask(task: Task, best: float) -> Asked:
+    """Return the highest rate, up to the best of the even mixture, at which no gradient misleads.
+
+    Where none of three is, the best rate and the engine that `trust` advises there. Of the first seed.
+    """
+    problem, spent = task.language.problem(0), 0
+    asking = partial(
+        ft.trust,
+        problem,
+        engine=ft.Reverse(store="segments"),
+        constraints=CONSTRAINTS,
+        directions=1,
+    )
+    rates = [rate for rate in reversed(RATES) if rate <= best][:3]
+    for times, rate in enumerate(rates, 1):
+        report = asking(task.language.start(rate), advice=False)
+        spent += report.trainings
+        if "misleads" not in report.verdicts.values():
+            return Asked(rate, report, times, spent)
+    report = asking(task.language.start(best), advice="engine")
+    return Asked(best, report, len(rates) + 1, spent + report.trainings)
 
 
 class Trail(ft.Callback):

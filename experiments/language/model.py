@@ -12,6 +12,7 @@ sum_k p_k E[loss of source k], the expected loss, estimated from the windows tha
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -203,6 +204,12 @@ class Language:
         return ft.Problem(
             self.dynamics, self.error, self.params(start), self.batches(draws), self.validation
         )
+
+    @cached_property
+    def responses(self):
+        """The validation loss of several hyperparameters, trained side by side."""
+        one = ft.Problem.response
+        return eqx.filter_jit(lambda problem, h: jax.vmap(lambda h: one(problem, h)[0])(h))
 
     def start(self, rate: float, mixture: Any = None) -> dict[str, Any]:
         """Return hyperparameters: the mixture (or the even one), and a cosine from this peak rate."""

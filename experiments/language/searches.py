@@ -1,4 +1,4 @@
-"""Searches over mixture, peak rate and constants: one training for each trial, by Optuna's samplers."""
+"""Searches over mixture, peak rate and constants by Optuna's samplers, `BESIDE` trials at a time."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from rich.progress import track
 
 from foretune.report import write_whole
 
-from .methods import Task, as_lists, train
+from .methods import BESIDE, Task, as_lists, train
 from .model import Language
 
 WORST = math.log(256)
@@ -21,7 +21,7 @@ RANGES = {"rate": (5e-4, 3e-2), "decay": (1e-3, 1.0), "1-b1": (0.01, 0.5), "1-b2
 
 
 def search(task: Task, name: str, seed: int, start: dict, trials: int) -> dict[str, Any]:
-    """Train with one proposal after another, the start first; continues after the last trial."""
+    """Train with proposals, the start first; continues after the last trial."""
     optuna = import_optuna()
     language = task.language
     path = task.folder.path / "trials" / f"{name}-{seed}.jsonl".replace(" ", "-")
@@ -31,7 +31,8 @@ def search(task: Task, name: str, seed: int, start: dict, trials: int) -> dict[s
     space = {f"source {k}": real(1e-3, 1 - 1e-3) for k in range(len(language.text.names))}
     space |= {key: real(*ends, log=True) for key, ends in RANGES.items()}
     samplers = {"random search": optuna.samplers.RandomSampler, "TPE": optuna.samplers.TPESampler}
-    study = optuna.create_study(sampler=samplers[name](seed=1000 * seed + len(done)))
+    options = {"constant_liar": True} if name == "TPE" else {}  # several are asked for at a time
+    study = optuna.create_study(sampler=samplers[name](seed=1000 * seed + len(done), **options))
     if not done:
         study.enqueue_trial(encoded(start))
     for line in done:
@@ -39,12 +40,14 @@ def search(task: Task, name: str, seed: int, start: dict, trials: int) -> dict[s
             params=line["point"], distributions=space, value=line["value"]
         )
         study.add_trial(trial)
-    left = range(len(done), trials)
+    trials = BESIDE * math.ceil(trials / BESIDE)
+    left = range(len(done), trials, BESIDE)
     for _ in track(left, f"{name}, seed {seed}", disable=not sys.stdout.isatty(), transient=True):
-        asked = study.ask(space)
-        value = min(train(language, decoded(language, asked.params), seed)[0], WORST)
-        study.tell(asked, value)
-        done.append({"point": asked.params, "value": value})
+        asked = [study.ask(space) for _ in range(BESIDE)]
+        values = train(language, [decoded(language, trial.params) for trial in asked], seed)
+        for trial, value in zip(asked, values, strict=True):
+            study.tell(trial, min(value, WORST))
+            done.append({"point": trial.params, "value": min(value, WORST)})
         write_whole(path, "".join(json.dumps(line) + "\n" for line in done))
     best = min(done[:trials], key=lambda line: line["value"])
     return {
