@@ -393,7 +393,7 @@ def language(
         int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of a training (T); 1000.")
     ] = None,
     outer: Annotated[
-        int | None, typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations; 20.")
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations; 30.")
     ] = None,
     transfer: Annotated[
         int | None,
@@ -403,9 +403,7 @@ def language(
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help="1 layer of width 32, 200 steps, 10 hyper-iterations, 1 seed."
-        ),
+        typer.Option("--quick", help="1 layer of width 32, 200 steps, 1 seed."),
     ] = False,
     out: Out = None,
     debug: Debug = False,

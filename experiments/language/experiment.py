@@ -40,7 +40,7 @@ class Settings(NamedTuple):
     context: int = 128
     batch: int = 32
     steps: int = 1000
-    outer: int = 20
+    outer: int = 30
     draws: int = 4
     window: int = 10
     validation: int = 256
@@ -63,7 +63,7 @@ QUICK = Settings(
     context=32,
     batch=8,
     steps=200,
-    outer=10,
+    outer=30,
     draws=2,
     validation=64,
     test=512,
@@ -167,7 +167,7 @@ def tuned(folder: RunFolder, task: methods.Task, name: str, seed: int) -> dict[s
     if name in SHORTCUTS:
         return SHORTCUTS[name](task, seed, start)
     if name == OURS:
-        return methods.descent(task, seed, start)
+        return methods.descent(task, seed)
     if name == REAL_TIME:
         return methods.real_time(task, seed, start)
     spent = folder.read(stage(OURS, seed))["trainings"]

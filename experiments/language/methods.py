@@ -29,8 +29,8 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 """Peak rates that every fixed mixture is trained with; the best by validation counts."""
 STEP = 0.3
 """Of the descent, in log or logit of each hyperparameter; it falls to 0 as a cosine."""
-FACTORS = (1.0, 2.0, 4.0)
-"""Of the learnt schedule, of which the best counts: the descent starts below the best rate."""
+FACTORS = (0.5, 1.0, 2.0)
+"""Of the learnt schedule, of which the best counts."""
 
 
 class Task(NamedTuple):
@@ -108,20 +108,22 @@ def alignment(task: Task, seed: int, start: dict) -> dict[str, Any]:
 # ---- by hypergradients
 
 
-def descent(task: Task, seed: int, start: dict) -> dict[str, Any]:
+def descent(task: Task, seed: int) -> dict[str, Any]:
     """Descend on mixture, schedule and constants through whole trainings.
 
-    Each step is the mean of several trainings, which draw anew. At last the schedule is taken at the
-    best of `FACTORS`.
+    Each step is the mean of several trainings, which draw anew. It starts at the lowest rate of the
+    grid: near the best one small changes of a training grow, and exact gradients are of no use; from
+    below, the descent finds schedules with high rates late, where they do not. At last the schedule is
+    taken at the best of `FACTORS`.
     """
     language = task.language
     if not task.asked:
-        task.asked.append(ask(task, start["rate"]))
+        task.asked.append(ask(task))
     asked = task.asked[0]
     several = ft.CrossValidated(lambda k: language.problem(seed, 10 + k), task.draws)
     result = ft.minimize(
         several,
-        language.start(asked.rate),
+        language.start(RATES[0]),
         steps=task.outer,
         engine=asked.report.engine,
         optimizer=optax.adam(optax.cosine_decay_schedule(STEP, task.outer)),
@@ -148,7 +150,6 @@ def descent(task: Task, seed: int, start: dict) -> dict[str, Any]:
         "values": [float(record["value"]) for record in result.history],
         "trainings": asking + len(path) * step + len(FACTORS),
         "asking": asking,
-        "start": asked.rate,
         "factor": FACTORS[int(np.argmin(values))],
         "trust": str(asked.report),
         "engine": repr(asked.report.engine),
@@ -156,37 +157,33 @@ def descent(task: Task, seed: int, start: dict) -> dict[str, Any]:
 
 
 class Asked(NamedTuple):
-    """Where to start, and by which engine."""
+    """What `trust` says of the start."""
 
-    rate: float
     report: ft.Trust
     times: int
-    """How often `trust` was asked."""
+    """How often it was asked."""
     trainings: int
     """What that took, beside a hypergradient each time."""
 
 
-def ask(task: Task, best: float) -> Asked:
-    """Return the highest rate, up to the best of the even mixture, at which no gradient misleads.
+def ask(task: Task) -> Asked:
+    """Ask whether the descent at the start can be trusted, and where not, for an engine that can.
 
-    Where none of three is, the best rate and the engine that `trust` advises there. Of the first seed.
+    Of the first seed, with weights in place of draws.
     """
-    problem, spent = task.language.problem(0), 0
     asking = partial(
         ft.trust,
-        problem,
+        task.language.problem(0).replace(dynamics=task.language.weighted),
+        task.language.start(RATES[0]),
         engine=ft.Reverse(store="segments"),
         constraints=CONSTRAINTS,
         directions=1,
     )
-    rates = [rate for rate in reversed(RATES) if rate <= best][:3]
-    for times, rate in enumerate(rates, 1):
-        report = asking(task.language.start(rate), advice=False)
-        spent += report.trainings
-        if "misleads" not in report.verdicts.values():
-            return Asked(rate, report, times, spent)
-    report = asking(task.language.start(best), advice="engine")
-    return Asked(best, report, len(rates) + 1, spent + report.trainings)
+    first = asking(advice=False)
+    if first.verdicts["descent"] == "trust":
+        return Asked(first, 1, first.trainings)
+    report = asking(advice="engine")
+    return Asked(report, 2, first.trainings + report.trainings)
 
 
 class Trail(ft.Callback):

@@ -7,6 +7,10 @@ k with probability p_k. A draw has no derivative, its probability has:
 
 Its value is the plain mean over windows that were drawn by p. Its derivative in p_k is that of
 sum_k p_k E[loss of source k], the expected loss, estimated from the windows that were drawn.
+
+As a function of p such a training jumps where one window takes the place of another, which no gradient
+of one training tells. Windows that are drawn evenly, each with the weight p_k over the even one, do not
+change with p; value and gradient at the even mixture are the same (`weighted`).
 """
 
 from functools import cached_property, partial
@@ -166,12 +170,13 @@ class Language:
             for name, i, n in zip(text.names, text.first, text.length, strict=True)
         }
 
-    def loss(self, params: Any, hparams: Any, batch: Any) -> Any:
-        """Return the mean loss of windows drawn by the mixture."""
+    def loss(self, params: Any, hparams: Any, batch: Any, evenly: bool = False) -> Any:
+        """Return the mean loss of windows drawn by the mixture, or evenly and weighted by it."""
         sources, draws = batch
         share = hparams["sources"] / jnp.sum(hparams["sources"])
-        k = drawn(jax.lax.stop_gradient(share), draws[0])
-        weight = share[k] / jax.lax.stop_gradient(share[k])
+        by = jnp.full_like(share, 1 / len(share)) if evenly else jax.lax.stop_gradient(share)
+        k = drawn(by, draws[0])
+        weight = share[k] / by[k]
         windows = sources.windows(k, draws[1], self.size.context)
         return jnp.mean(weight * losses(params, windows, self.size.heads))
 
@@ -187,6 +192,11 @@ class Language:
     def dynamics(self) -> ft.Training:
         """The training."""
         return ft.Training(self.loss, self.optimizer)
+
+    @cached_property
+    def weighted(self) -> ft.Training:
+        """The training on windows that are drawn evenly and weighted."""
+        return ft.Training(partial(self.loss, evenly=True), self.optimizer)
 
     def batches(self, key: Any) -> ft.Minibatches:
         """Return the draws of a training."""

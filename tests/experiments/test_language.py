@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import foretune as ft
 from experiments.language import experiment, mixtures, text
 from experiments.language.model import Language, Size, drawn, losses, schedule
 from foretune.report import RunError
@@ -86,6 +85,9 @@ def test_the_derivative_in_the_mixture_is_that_of_the_expected_loss(folder):
     # of sum_k p_k L_k with p = w / sum w, and L_k from the windows of source k
     expected = [np.sum(each[k == s]) / 16 - np.mean(each) / 3 for s in range(3)]
     np.testing.assert_allclose(grad["sources"], expected, rtol=1e-5, atol=1e-6)
+    weighted = jax.value_and_grad(lambda h: language.loss(params, h, batch, evenly=True))(hparams)
+    np.testing.assert_allclose(weighted[0], value, rtol=1e-6)
+    np.testing.assert_allclose(weighted[1]["sources"], grad["sources"], rtol=1e-5, atol=1e-6)
 
 
 def test_the_schedule():
@@ -108,9 +110,7 @@ def test_shortcuts_find_the_source_that_is_like_the_target(folder):
 
 @pytest.mark.second_tier
 def test_a_run_compares_and_continues(folder, monkeypatch):
-    out, whole = folder / "out", ft.trust
-    without = {"advice": False}  # no other engines: they take a minute to compile
-    monkeypatch.setattr(ft, "trust", lambda *given, **options: whole(*given, **options | without))
+    out = folder / "out"
     sizes = {name: getattr(TINY, name) for name in Size._fields}
     settings = experiment.Settings(
         data=str(folder), target="up", seeds=1, outer=2, validation=16, test=16, again=1,
