@@ -139,8 +139,9 @@ class Wrapper(Dynamics, eqx.Module):
         return self._around(self.inner.transposable())
 
     def _around(self, dynamics: Any) -> Dynamics:
-        """Return the same around another object."""
-        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, as_held(dynamics))
+        """Return the same around another object, held as this one is."""
+        hold = as_dynamics if isinstance(self.dynamics, Dynamics) else as_held
+        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, hold(dynamics))
 
     def offers(self, capability: str) -> bool:
         """Return whether the object does."""

@@ -81,7 +81,7 @@ def regressors_of(X: Any, seed: int) -> dict[str, Any]:
     return members
 
 
-def _trees(n: int) -> dict[str, int]:
+def _trees(n: int) -> dict[str, Any]:
     return {"n_estimators": TREES if n <= 2000 else TREES // 2, "n_jobs": 1 if n < SMALL else -1}
 
 
