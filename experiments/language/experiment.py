@@ -7,14 +7,12 @@ are fixed, mixtures by shortcuts, and searches with the same time (see `mixtures
 """
 
 import math
-import operator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-import foretune as ft
 from foretune.report import Phases, RunError, RunFolder, say
 
 from ..datasets import cache_folder
@@ -26,6 +24,8 @@ from .text import Text, read
 
 SEARCHES = ("random search", "TPE")
 SHORTCUTS = {"excess loss": methods.excess_loss, "alignment": methods.alignment}
+SLOWER = (4, 2, 1)
+"""What the best rate of the small network is divided by in the wider one."""
 
 
 class Settings(NamedTuple):
@@ -34,18 +34,18 @@ class Settings(NamedTuple):
     data: str | None = None
     target: str | None = None
     seeds: int = 3
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    context: int = 128
-    batch: int = 32
+    layers: int = 2
+    width: int = 64
+    heads: int = 2
+    context: int = 64
+    batch: int = 16
     steps: int = 1000
-    outer: int = 30
-    draws: int = 4
+    outer: int = 24
+    draws: int = 8
     window: int = 10
     validation: int = 256
     test: int = 1024
-    again: int = 2
+    again: int = 8
     transfer: int = 4
     quick: bool = False
 
@@ -94,7 +94,7 @@ def run(out: str | Path, settings: Settings) -> Path:
     phases = Phases(len(jobs + late) + 1, done=len(jobs + late) - len(left))
     language = Language(text, settings.size, settings.validation, settings.test)
     wider = settings.size.times(settings.transfer)
-    large = Language(text, wider, settings.validation, settings.test)
+    large = Language(text, wider, settings.validation, settings.test, beside=len(SLOWER))
     if jax.default_backend() != "cpu":
         keep_programs()
     elif left and not settings.quick:
@@ -176,16 +176,14 @@ def tuned(folder: RunFolder, task: methods.Task, name: str, seed: int) -> dict[s
 
 def again(language: Language, hparams: dict, seed: int, times: int) -> list[dict[str, float]]:
     """Train anew with these hyperparameters, and return the test losses."""
-    fresh = ft.CrossValidated(lambda k: language.problem(seed, 100 + k), times)
-    params = fresh.response(methods.as_arrays(hparams))[1].params
-    each = [jax.tree.map(operator.itemgetter(k), params) for k in range(times)]
-    return [language.measure(found) for found in each]
+    points = [methods.as_arrays(hparams)] * times
+    return [language.measure(w) for w in language.train(points, seed, 100 + np.arange(times))[1]]
 
 
 def transferred(folder: RunFolder, large: Language, name: str, seed: int) -> dict[str, Any]:
-    """Train longer and wider on a mixture that was found in the small, at the best of three rates."""
+    """Train longer and wider on a mixture that was found in the small, at the best of a few rates."""
     shares = np.asarray(folder.read(stage(name, seed))["hparams"]["sources"])
     rate = folder.read(stage("uniform", seed))["rate"]
-    rates = tuple(rate / factor for factor in (4, 2, 1))
+    rates = tuple(rate / factor for factor in SLOWER)
     found = methods.best_rate(large, shares / shares.sum(), seed, rates)
-    return found | {"test": again(large, found["hparams"], seed, 1)}
+    return found | {"test": again(large, found["hparams"], seed, large.beside)}

@@ -6,7 +6,6 @@ batch: a search has as many as the descent on hypergradients took the time of.
 """
 
 import itertools
-import math
 import time
 from functools import partial
 from statistics import median
@@ -21,16 +20,14 @@ import foretune as ft
 from foretune.report import RunFolder
 
 from . import mixtures
-from .model import CONSTRAINTS, Language, adamw
+from .model import BESIDE, CONSTRAINTS, Language, adamw
 
-BESIDE = 8
-"""Trainings that run side by side: a small network alone leaves a GPU idle."""
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+RATES = (1e-3, 2e-3, 3e-3, 4e-3, 6e-3, 8e-3, 12e-3, 16e-3)
 """Peak rates that every fixed mixture is trained with; the best by validation counts."""
 STEP = 0.3
 """Of the descent, in log or logit of each hyperparameter; it falls to 0 as a cosine."""
-FACTORS = (0.5, 1.0, 2.0)
-"""Of the learnt schedule, of which the best counts."""
+FACTORS = (0.5, 1.0, 2.0, 4.0)
+"""Of a learnt schedule, of which the best counts."""
 
 
 class Task(NamedTuple):
@@ -54,9 +51,7 @@ class Task(NamedTuple):
 
 def train(language: Language, points: list[dict], seed: int) -> list[float]:
     """Return the validation loss of each of these hyperparameters; infinity where it diverged."""
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *points)
-    values = np.asarray(language.responses(language.problem(seed), stacked), float)
-    return np.where(np.isfinite(values), values, math.inf).tolist()
+    return language.train(points, seed, [0] * len(points))[0].tolist()
 
 
 def seconds_of_training(language: Language) -> float:
@@ -113,8 +108,9 @@ def descent(task: Task, seed: int) -> dict[str, Any]:
 
     Each step is the mean of several trainings, which draw anew. It starts at the lowest rate of the
     grid: near the best one small changes of a training grow, and exact gradients are of no use; from
-    below, the descent finds schedules with high rates late, where they do not. At last the schedule is
-    taken at the best of `FACTORS`.
+    below, the descent finds schedules with high rates late, where they do not. (Where they grow after
+    all, the gradient in the rate of that time is large, and Adam moves that rate no further.) Of the
+    last step and that with the lowest loss counts the better, its schedule at the best of `FACTORS`.
     """
     language = task.language
     if not task.asked:
@@ -140,17 +136,20 @@ def descent(task: Task, seed: int) -> dict[str, Any]:
         raise KeyboardInterrupt
     path = [record["hparams"] for record in result.history]
     step = median(record["seconds"] for record in result.history) / task.seconds
-    learnt = [result.hparams | {"rate": factor * result.hparams["rate"]} for factor in FACTORS]
+    ends = (result.hparams, result.best.hparams)
+    learnt = [end | {"rate": factor * end["rate"]} for end in ends for factor in FACTORS]
     values = train(language, learnt, seed)
+    chosen = int(np.argmin(values))
     asking = (asked.trainings + asked.times * step / task.draws) / task.seeds
     return {
         "validation": min(values),
-        "hparams": as_lists(learnt[int(np.argmin(values))]),
+        "hparams": as_lists(learnt[chosen]),
         "path": path,
         "values": [float(record["value"]) for record in result.history],
-        "trainings": asking + len(path) * step + len(FACTORS),
+        "trainings": asking + len(path) * step + len(learnt),
         "asking": asking,
-        "factor": FACTORS[int(np.argmin(values))],
+        "end": ("last", "lowest")[chosen // len(FACTORS)],
+        "factor": FACTORS[chosen % len(FACTORS)],
         "trust": str(asked.report),
         "engine": repr(asked.report.engine),
     }

@@ -13,10 +13,11 @@ of one training tells. Windows that are drawn evenly, each with the weight p_k o
 change with p; value and gradient at the even mixture are the same (`weighted`).
 """
 
+import math
+import operator
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,8 @@ CONSTRAINTS = {
 }
 DRAWS = 2**30
 """Draws are whole numbers below this."""
+BESIDE = 8
+"""Trainings that run side by side: a small network alone leaves a GPU idle."""
 
 
 class Size(NamedTuple):
@@ -161,8 +164,8 @@ def adamw(rate: Any, h: Any) -> Any:
 class Language:
     """The training of one size on one text: the problem, and what its outcome is worth."""
 
-    def __init__(self, text: Text, size: Size, validation: int, test: int):
-        self.text, self.size = text, size
+    def __init__(self, text: Text, size: Size, validation: int, test: int, beside: int = BESIDE):
+        self.text, self.size, self.beside = text, size, beside
         self.sources = Sources(*map(jnp.asarray, (text.bytes, text.first, text.length)))
         self.validation = jnp.asarray(spread(text.validation, size.context, validation))
         self._test = {text.target: spread(text.test, size.context, test)} | {
@@ -208,18 +211,36 @@ class Language:
         """Return initial weights."""
         return initial(key, self.size.layers, self.size.width, self.size.context)
 
-    def problem(self, seed: int, trial: int = 0) -> ft.Problem:
+    def problem(self, seed: Any, trial: Any = 0) -> ft.Problem:
         """Return the problem, with a start and draws of its own for each seed and trial."""
         start, draws = jax.random.split(jax.random.fold_in(jax.random.key(seed), trial))
         return ft.Problem(
             self.dynamics, self.error, self.params(start), self.batches(draws), self.validation
         )
 
+    def train(self, points: list[dict], seed: int, trials: Any) -> tuple[np.ndarray, list[Any]]:
+        """Train with each of these hyperparameters in its trial; return validation losses and weights.
+
+        `beside` run at a time, the last ones filled up, so that there is one program for all.
+        """
+        values, weights = [], []
+        for i in range(0, len(points), self.beside):
+            rows = np.minimum(np.arange(i, i + self.beside), len(points) - 1)
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(points[k] for k in rows))
+            value, params = self._trained(seed, np.asarray(trials)[rows], stacked)
+            count = min(self.beside, len(points) - i)
+            values.append(np.asarray(value, float)[:count])
+            weights += [jax.tree.map(operator.itemgetter(k), params) for k in range(count)]
+        found = np.concatenate(values)
+        return np.where(np.isfinite(found), found, math.inf), weights
+
     @cached_property
-    def responses(self):
-        """The validation loss of several hyperparameters, trained side by side."""
-        one = ft.Problem.response
-        return eqx.filter_jit(lambda problem, h: jax.vmap(lambda h: one(problem, h)[0])(h))
+    def _trained(self):
+        def one(seed, trial, hparams):
+            value, state = self.problem(seed, trial).response(hparams)
+            return value, state.params
+
+        return jax.jit(jax.vmap(one, (None, 0, 0)))
 
     def start(self, rate: float, mixture: Any = None) -> dict[str, Any]:
         """Return hyperparameters: the mixture (or the even one), and a cosine from this peak rate."""

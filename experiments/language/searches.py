@@ -11,8 +11,8 @@ from rich.progress import track
 
 from foretune.report import write_whole
 
-from .methods import BESIDE, Task, as_lists, train
-from .model import Language
+from .methods import Task, as_lists, train
+from .model import BESIDE, Language
 
 WORST = math.log(256)
 """The loss of a training that diverged: that of knowing nothing."""
