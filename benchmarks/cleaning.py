@@ -417,6 +417,7 @@ def main() -> None:
         default=[0, 1, 2],
         help="wild: no, few and many checked rows",
     )
+    parser.add_argument("--jobs", type=int, default=1, help="wild: cells at a time")
     parser.add_argument(
         "--resume", action="store_true", help="wild: keep the cells that --out has already"
     )

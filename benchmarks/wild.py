@@ -1,6 +1,6 @@
 """Finding wrong labels in many kinds of data: `LabelCleaner` beside cleanlab with everyday models.
 
-    python -m benchmarks.cleaning wild [--data develop] [--cache runs/wild] [--seeds 3] [--resume]
+    python -m benchmarks.cleaning wild [--data develop] [--seeds 3] [--jobs 2] [--resume]
 
 Tables with strings and gaps, numbers, text and images; label noise that is symmetric, asymmetric,
 dependent on the example, or human; and none, some or more checked examples (`CHECKS`). A method may be
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from joblib import Parallel, delayed
 from scipy import sparse
 from sklearn.base import clone
 from sklearn.compose import make_column_selector, make_column_transformer
@@ -427,19 +428,22 @@ def metrics(cell: Cell, confidence: np.ndarray, flagged: np.ndarray) -> dict[str
 
 
 def run(arguments) -> None:
-    """Compare on all cells, and record after each data set; whole seeds come one after another."""
+    """Compare on all cells, and record after each; whole seeds come one after another."""
     cache, out = arguments.cache or "runs/wild", Path(arguments.out)
     rows = json.loads(out.read_text())["results"]["rows"] if arguments.resume else []
     done = {tuple(row[f] for f in Cell._fields[:4]) for row in rows}
     names = chosen(arguments.data)
     data = {name: load_data(name, cache) for name in names}
-    for seed, level in itertools.product(range(arguments.seeds), arguments.levels):
-        for name in names:
-            for noise in data[name].noises:
-                cell = make_cell(data[name], noise, data[name].checks[level], seed)
-                if cell[:4] not in done:
-                    rows += judge(cell, arguments.parts, cache)
-            record(arguments.out, {"rows": rows}, packages=("cleanlab", "scikit-learn"))
+    cells = (
+        make_cell(data[name], noise, data[name].checks[level], seed)
+        for seed, level in itertools.product(range(arguments.seeds), arguments.levels)
+        for name in names
+        for noise in data[name].noises
+    )
+    work = (delayed(judge)(cell, arguments.parts, cache) for cell in cells if cell[:4] not in done)
+    for found in Parallel(arguments.jobs, return_as="generator", pre_dispatch="2*n_jobs")(work):
+        rows += found
+        record(arguments.out, {"rows": rows}, packages=("cleanlab", "scikit-learn"))
     print_tables(rows)
 
 

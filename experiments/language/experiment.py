@@ -40,7 +40,7 @@ class Settings(NamedTuple):
     context: int = 64
     batch: int = 16
     steps: int = 1000
-    outer: int = 24
+    outer: int = 20
     draws: int = 8
     window: int = 10
     validation: int = 256
