@@ -378,22 +378,22 @@ def language(
     seeds: Annotated[
         int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of each method; 3.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, max=100, help="Layers; 4.")] = None,
-    width: Annotated[int | None, typer.Option(min=1, max=100_000, help="Width; 128.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, max=100, help="Layers; 2.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, max=100_000, help="Width; 64.")] = None,
     heads: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="Heads of the attention; 4.")
+        int | None, typer.Option(min=1, max=1000, help="Heads of the attention; 2.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Bytes of a window; 128.")
+        int | None, typer.Option(min=1, max=100_000, help="Bytes of a window; 64.")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Windows of a minibatch; 32.")
+        int | None, typer.Option(min=1, max=100_000, help="Windows of a minibatch; 16.")
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of a training (T); 1000.")
     ] = None,
     outer: Annotated[
-        int | None, typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations; 30.")
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations; 20.")
     ] = None,
     transfer: Annotated[
         int | None,

@@ -26,6 +26,8 @@ RATES = (1e-3, 2e-3, 3e-3, 4e-3, 6e-3, 8e-3, 12e-3, 16e-3)
 """Peak rates that every fixed mixture is trained with; the best by validation counts."""
 STEP = 0.3
 """Of the descent, in log or logit of each hyperparameter; it falls to 0 as a cosine."""
+MOST = 1.0
+"""Longest gradient that counts, in nats by a factor of e: a longer one tells of chaos."""
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 """Of a learnt schedule, of which the best counts."""
 
@@ -108,8 +110,8 @@ def descent(task: Task, seed: int) -> dict[str, Any]:
 
     Each step is the mean of several trainings, which draw anew. It starts at the lowest rate of the
     grid: near the best one small changes of a training grow, and exact gradients are of no use; from
-    below, the descent finds schedules with high rates late, where they do not. (Where they grow after
-    all, the gradient in the rate of that time is large, and Adam moves that rate no further.) Of the
+    below, the descent finds schedules with high rates late, where they do not. Where they grow after
+    all, the gradient is cut to the length `MOST`, lest Adam should stop for the rest of the way. Of the
     last step and that with the lowest loss counts the better, its schedule at the best of `FACTORS`.
     """
     language = task.language
@@ -122,7 +124,10 @@ def descent(task: Task, seed: int) -> dict[str, Any]:
         language.start(RATES[0]),
         steps=task.outer,
         engine=asked.report.engine,
-        optimizer=optax.adam(optax.cosine_decay_schedule(STEP, task.outer)),
+        optimizer=optax.chain(
+            optax.clip_by_global_norm(MOST),
+            optax.adam(optax.cosine_decay_schedule(STEP, task.outer)),
+        ),
         constraints=CONSTRAINTS,
         batches=lambda step, key: [language.batches(k) for k in jax.random.split(key, task.draws)],
         key=jax.random.fold_in(jax.random.key(seed), 5),

@@ -57,6 +57,8 @@ MOST_TUNED, MOST_FITTED = 500, 20_000
 """Rows with given labels that the regularisers, and the final parameters, are fitted on."""
 RATE, START_BELIEF, SPREAD = 0.4, 0.5, 1.5
 """Of the outer descent: Adam's rate, where the belief starts, and the prior's standard deviation."""
+MOST_HEARD = 1000
+"""Given labels count as no more rows than this at first, or three times the checked ones."""
 FEW_CHECKED = 20
 """With fewer checked rows the regularisers stay where they start."""
 PATTERN = 0.3
@@ -252,7 +254,13 @@ def _start_regularisers(n: int, c: int) -> dict[str, Array]:
     """
     scale = {"given": 1.0, "a": 1 / n, "b": 10 / n, "noise": 1 / n, "W": 1e4}
     if c:
-        scale |= {"given": min(3.0, n / c), "a": 1 / c, "b": 3 / c, "noise": 1 / c, "W": 300 / c}
+        scale |= {
+            "given": min(max(3.0, MOST_HEARD / c), n / c),
+            "a": 1 / c,
+            "b": 3 / c,
+            "noise": 1 / c,
+            "W": 300 / c,
+        }
     return {name: jnp.asarray(np.log(value), jnp.float32) for name, value in scale.items()}
 
 
