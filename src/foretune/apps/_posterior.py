@@ -30,7 +30,9 @@ noise. So alternatives to the given label are weighed by its pattern alone,
 where N says nothing, R is 1, and s is p. The matrix as it stands, s_k = p(k | x) N_ky, trusts the given
 label more. How far it is believed follows from the share of the disagreements between labels and pool
 that N accounts for: log s is a mean of the two. A label's weight is s_y against its best alternative's,
-s_y / (s_y + max_{k != y} s_k). The same holds for checked rows whose given labels are not known.
+s_y / (s_y + max_{k != y} s_k). The same holds for checked rows whose given labels are not known: they
+say what the classes look like, not how labels go wrong, so that the share is still that of the fit
+without them.
 """
 
 from typing import Any, NamedTuple
@@ -63,8 +65,8 @@ FEW_CHECKED = 20
 """With fewer checked rows the regularisers stay where they start."""
 PATTERN = 0.3
 """What is added to N before its pattern is taken."""
-LOW, HIGH, MOST = 0.2, 0.6, 0.5
-"""The matrix counts from this share of the disagreements on, in full from that, at most by so much."""
+SHARES, BELIEFS = (0.25, 0.4, 0.8), (0.0, 0.25, 0.5)
+"""How far the matrix counts, by the share of the disagreements that it accounts for."""
 
 
 class Rows(NamedTuple):
@@ -194,7 +196,7 @@ def judge(
     result, claims, hparams = None, None, _start_regularisers(int((counts > 0).sum()), c)
     if C == 1 and c == 0:  # nothing to pool, and nothing to learn it from
         p, noise, pool = np.exp(logs[0][0]), np.eye(K), np.ones(1)
-        return _weighed(p, noise, pool, given, counts, {}, None)
+        return _weighed(p, noise, pool, given, 0.0, {}, None)
 
     def rows(most: int, train: np.ndarray) -> Rows:
         some = rng.permutation(n)[:most] if n > most else np.arange(n)
@@ -227,7 +229,13 @@ def judge(
     pool = np.exp(np.asarray(params["a"], np.float64))
     belief = hparams.pop("belief", None) if result else None
     regularisers = {name: float(np.exp(value)) for name, value in hparams.items()}
-    judged = _weighed(p, noise, pool, given, counts, regularisers, result, belief)
+    fit = (p, noise)
+    if c and belief is None:
+        nobody = (checked_q[:, :0], checked[:0], known[:0])
+        alone = judge(given_q, given, *nobody, seed=seed, weight=weight)
+        fit = (alone.probabilities, alone.noise)
+    share = _share(*fit, given, counts)
+    judged = _weighed(p, noise, pool, given, share, regularisers, result, belief)
     return judged._replace(claims=claims)
 
 
@@ -264,7 +272,13 @@ def _start_regularisers(n: int, c: int) -> dict[str, Array]:
     return {name: jnp.asarray(np.log(value), jnp.float32) for name, value in scale.items()}
 
 
-def _weighed(p, noise, pool, given, weight, regularisers, result, belief=None) -> Judgement:
+def _share(p, noise, given, weight) -> float:
+    """Return the share of the disagreements between labels and pool that the matrix accounts for."""
+    disagree = np.mean(weight * (p.argmax(1) != given))
+    return float(np.mean(weight * (1 - np.diag(noise)[given])) / max(disagree, 1 / len(given)))
+
+
+def _weighed(p, noise, pool, given, share, regularisers, result, belief=None) -> Judgement:
     """Weigh each given label against its alternatives."""
     n, K = p.shape
     tiny = np.finfo(np.float32).tiny
@@ -277,9 +291,7 @@ def _weighed(p, noise, pool, given, weight, regularisers, result, belief=None) -
     off = ~np.eye(K, dtype=bool)
     pattern = noise + PATTERN
     pattern = np.where(off, pattern / pattern[off].mean(), 1.0)
-    disagree = np.mean(weight * (p.argmax(1) != given))
-    share = np.mean(weight * (1 - np.diag(noise)[given])) / max(disagree, 1 / n)
-    belief = MOST * np.clip((share - LOW) / (HIGH - LOW), 0.0, 1.0)
+    belief = float(np.interp(share, SHARES, BELIEFS))
     log_s = (
         np.log(np.maximum(p, tiny)) + (belief * log_noise + (1 - belief) * np.log(pattern)).T[given]
     )
