@@ -194,8 +194,9 @@ def clean(
     "`foretune attribute train.csv wrong.csv --label species`\n\n"
     "`foretune attribute images.npz queries.npz --model mlp --most 8`\n\n"
     "`foretune attribute reviews.parquet asked.parquet --text review --out why`\n\n"
-    "Both files need the same columns; QUERIES may have no labels: what the model predicts is then "
-    "explained. Without --out the folder of train.csv is runs/attribute-train. most.csv lists the rows "
+    "Labels are classes. Both files need the same columns; QUERIES may have no labels: what the model "
+    "predicts is then explained. Without --out the folder is named after both files, "
+    "runs/attribute-train-wrong in the first example. most.csv lists the rows "
     "that helped and harmed each query most, scores.npz holds the matrix of all scores (queries x "
     "rows). Exit status: 0 done, 1 bad input, 2 wrong use, 130 or 143 interrupted (the same command "
     "resumes)."
@@ -208,7 +209,7 @@ def attribute(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="The run's folder.", show_default="runs/attribute-TRAIN's name"
+            "--out", "-o", help="The run's folder.", show_default="runs/attribute-TRAIN-QUERIES"
         ),
     ] = None,
     label: Label = None,
@@ -250,7 +251,7 @@ def attribute(
     Writes the scores of all rows, a list of the rows that matter most, and a report that shows each
     query beside them.
     """
-    out = out or Path("runs") / f"attribute-{train.stem}"
+    out = out or Path("runs") / f"attribute-{train.stem}-{queries.stem}"
     with plain_errors(debug, out):
         from .apps import _explain
 

@@ -237,6 +237,14 @@ def test_weights_that_the_problem_has(found):
         ft.attribute(written, hparams, QUERIES, groups=np.zeros(N, int))
 
 
+def test_weights_that_are_not_named_are_noted():
+    numbered = ft.Minibatches((X, Y, np.arange(N)), INDICES)
+    problem = problem_of(CASES["momentum"][1], batches=numbered)
+    hparams = {"lr": jnp.array(0.05), "weight": jnp.ones(N)}
+    with pytest.warns(UserWarning, match=r"hparams\['weight'\] has an entry for each of the 12"):
+        ft.attribute(problem, hparams, QUERIES, weights="wieght")
+
+
 def test_a_group_has_the_sum_of_its_scores(found):
     problem, hparams = plain()
     groups = np.arange(N) % 5
@@ -326,6 +334,10 @@ def test_validation_of_a_convex_problem():
         found.validate(problem, {}, queries, losses=losses, groups=np.arange(40) % 2)
     with pytest.raises(ValueError, match="between 0 and 1"):
         found.validate(problem, {}, queries, losses=losses, drop=2)
+    with pytest.warns(UserWarning, match="hparams and queries that attribute had"):
+        found._replace(errors=2 * found.errors).validate(
+            problem, {}, queries, losses=losses, subsets=20, drop=0.1, chunk=8
+        )
 
 
 def test_rank_correlations():
@@ -346,6 +358,8 @@ def test_helpful_and_harmful_examples(found):
     np.testing.assert_array_equal(found.change(mask), found.change([0, 1, 2]))
     with pytest.raises(ValueError, match=r"Attribution.top\(0\)"):
         found.top(0)
+    with pytest.raises(ValueError, match="numbers of examples below 12"):
+        found.change([N])
 
 
 def test_a_file_of_it(found, tmp_path):
@@ -354,6 +368,10 @@ def test_a_file_of_it(found, tmp_path):
     loaded = ft.Attribution.load(path)
     np.testing.assert_array_equal(loaded.scores, found.scores)
     np.testing.assert_array_equal(loaded.errors, found.errors)
+    found._replace(keep=0.5).save(path)
+    assert ft.Attribution.load(path).keep == 0.5
+    np.savez(path, scores=found.scores, errors=found.errors)  # as earlier versions did
+    assert ft.Attribution.load(path).keep == 1
     path.write_bytes(b"no numbers")
     with pytest.raises(ValueError, match="is no attribution"):
         ft.Attribution.load(path)
@@ -651,6 +669,9 @@ def test_what_is_refused():
     refused(ValueError, "groups has 3 entries for 12", groups=np.arange(3))
     refused(TypeError, "one integer for each", groups=np.linspace(0, 1, N))
     refused(ValueError, "the lowest is -1", groups=np.arange(N) - 1)
+    refused(ValueError, "no example of group 1, but of later ones", groups=2 * (np.arange(N) % 2))
+    refused(ValueError, "Give queries like the validation", queries=(QUERIES[0][:, :2], QUERIES[1]))
+    refused(ValueError, "Give queries like the validation", queries=QUERIES[0])
     named = {"lr": jnp.array(0.05), "weight": jnp.array(1.0)}
     refused(ValueError, "but weights of examples are a vector", hparams=named)
     other = problem.replace(dynamics=Descent(), init=np.zeros(D, np.float32))

@@ -145,3 +145,12 @@ def test_bad_files_give_a_message(tmp_path, train, asked, message):
     assert message in result.output.replace("\n", " ")
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_labels_that_are_no_classes(tmp_path):
+    frame = pd.DataFrame({"a": np.arange(20.0), "weight": np.linspace(3.3, 4.9, 20)})
+    frame.to_csv(tmp_path / "train.csv", index=False)
+    result = foretune("attribute", tmp_path / "train.csv", tmp_path / "train.csv", "--label", "weight",
+                      "--out", tmp_path / "out")  # fmt: skip
+    assert result.exit_code == 1
+    assert "20 rows have 20 labels, '3.3' and others" in " ".join(result.output.split())

@@ -123,7 +123,7 @@ def attribute(
                     _report(run, callbacks, rows, errors)
     if engine.check_finite is not False:
         warn_of_size(scores, errors)
-    return Attribution(scores, errors)
+    return Attribution(scores, errors, float(keep))
 
 
 def _check(problem: Any, hparams: Any, name: Any, engine: Any, chunk: Any, callbacks: Any) -> None:

@@ -19,7 +19,7 @@ class Attribution(NamedTuple):
 
     `scores[k, i]` is the derivative of the error of query k in the weight of example i, at the weights
     of the training: negative where the example helps, positive where it harms, 0 where it was not
-    trained on. `errors[k]` is the error itself.
+    trained on. `errors[k]` is the error itself, `keep` the weight that all examples had.
 
     >>> import foretune as ft, numpy as np
     >>> found = ft.Attribution(np.array([[0.1, -0.3, 0.0, 0.2]]), np.array([1.0]))
@@ -31,6 +31,7 @@ class Attribution(NamedTuple):
 
     scores: Float[np.ndarray, "K n"]
     errors: Float[np.ndarray, " K"]
+    keep: float = 1.0
 
     def top(self, k: int) -> Int[np.ndarray, "K k"]:
         """Return the k most helpful examples of each query: the lowest scores, the lowest first."""
@@ -48,18 +49,26 @@ class Attribution(NamedTuple):
 
         It is minus the sum of their scores: to first order, and for weights of 1.
         """
-        return -self.scores[:, np.asarray(left_out)].sum(1)
+        try:
+            return -self.scores[:, np.asarray(left_out)].sum(1)
+        except IndexError as error:
+            raise ValueError(
+                f"change(left_out): give numbers of examples below {self.scores.shape[1]}, or a mask "
+                f"of that length ({error})."
+            ) from error
 
     def save(self, path: str | Path) -> None:
         """Write it as a NumPy file, `.npz`."""
-        save(as_path(path, "Attribution.save"), scores=self.scores, errors=self.errors)
+        keep = np.asarray(self.keep)
+        save(as_path(path, "Attribution.save"), scores=self.scores, errors=self.errors, keep=keep)
 
     @classmethod
     def load(cls, path: str | Path) -> "Attribution":
         """Return what was saved."""
         path = as_path(path, "Attribution.load")
         try:
-            return cls(*load(path, "scores", "errors"))
+            scores, errors, keep = load(path, "scores", "errors", keep=1.0)
+            return cls(scores, errors, float(keep))
         except (KeyError, TypeError, ValueError, EOFError, BadZipFile) as error:
             raise ValueError(
                 f"{path} is no attribution: a file that `Attribution.save` wrote is expected "
@@ -91,7 +100,8 @@ class Attribution(NamedTuple):
             chunk: how many trainings run side by side; by default as many as memory allows.
         """
         given = problem, hparams, queries, weights, losses, groups
-        return validate(self.scores, given, subsets, drop, key, chunk)
+        errors = self.errors if self.keep == 1 else None
+        return validate(self.scores, errors, given, subsets, drop, key, chunk)
 
     def __repr__(self) -> str:
         K, n = self.scores.shape

@@ -99,10 +99,10 @@ class Parts:
             save(self.folder / f"queries_{rows[0]}.npz", queries=rows, scores=scores, errors=errors)
 
 
-def load(path: Path, *names: str) -> list[np.ndarray]:
-    """Return arrays of a `.npz` file."""
+def load(path: Path, *names: str, **more: Any) -> list[Any]:
+    """Return arrays of a `.npz` file, and more, which are as given where the file has none."""
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        return [arrays[name] for name in names]
+        return [*(arrays[n] for n in names), *(arrays[n] if n in arrays else more[n] for n in more)]
 
 
 def save(path: str | Path, **arrays: np.ndarray) -> None:

@@ -11,6 +11,7 @@ from .._problem.checks import (
     check_data,
     check_leading_axis,
     check_objective,
+    describe_tree,
 )
 from .._problem.problem import Problem
 
@@ -39,7 +40,24 @@ def as_queries(problem: Problem, queries: Any) -> tuple[Any, int]:
     K = check_leading_axis(queries, "queries", "the queries")
     if K == 0:
         raise ValueError("queries holds no example: its leading axis has the length 0.")
+    if not _alike(queries, problem.validation):
+        raise ValueError(
+            f"the queries are\n{describe_tree(queries, 'queries')}\nbut the problem's error is of\n"
+            f"{describe_tree(problem.validation, 'validation')}\nGive queries like the validation "
+            "examples: the same pytree, and the same shapes behind the leading axis."
+        )
     return queries, K
+
+
+def _alike(queries: PyTree, validation: PyTree) -> bool:
+    """Return whether queries are like validation examples, where there are some."""
+    leaves, kind = jax.tree.flatten(validation)
+    if not leaves or not all(np.ndim(leaf) for leaf in leaves):
+        return True
+    if kind != jax.tree.structure(queries):
+        return False
+    pairs = zip(leaves, jax.tree.leaves(queries), strict=True)
+    return all(np.shape(a)[1:] == np.shape(b)[1:] for a, b in pairs)
 
 
 def with_query(problem: Problem, queries: Any, k: int) -> Problem:

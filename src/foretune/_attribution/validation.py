@@ -7,6 +7,7 @@ out, by Spearman's rank correlation: 1 where the subsets come in the predicted o
 Reference: Park et al., TRAK: Attributing model behavior at scale, ICML 2023, section 3.
 """
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -90,13 +91,17 @@ class Validation(NamedTuple):
 
 def validate(
     scores: Float[np.ndarray, "K n"],
+    errors: Float[np.ndarray, " K"] | None,
     given: tuple[Any, ...],
     subsets: Any,
     drop: Any,
     key: Any,
     chunk: Any,
 ) -> Validation:
-    """Return the validation of scores by trainings without subsets."""
+    """Return the validation of scores by trainings without subsets.
+
+    `errors` are those of the training on all examples, where they are known.
+    """
     problem, hparams, queries, name, losses, groups = given
     check_outside_programs("Attribution.validate", problem, hparams)
     check_count(subsets, f"validate(subsets={subsets!r:.60})")
@@ -123,6 +128,13 @@ def validate(
     kept = np.asarray(order >= count)
     rows = np.concatenate([np.ones((1, len(w)), bool), kept])  # the first with all examples
     whole, *parts = _retrained(wanted, name, w, rows, queries, chunk)
+    if errors is not None and np.median(abs(whole - errors)) > 0.1 * np.median(abs(errors)):
+        warnings.warn(
+            f"trained on all examples, the errors are {np.median(whole):.4g} in the median; those of "
+            f"the attribution are {np.median(errors):.4g}. Give validate the problem, hparams and "
+            "queries that attribute had.",
+            stacklevel=3,
+        )
     actual = (np.stack(parts) - whole).T
     if not np.isfinite(actual).all():
         bad = int((~np.isfinite(actual)).any(0).sum())

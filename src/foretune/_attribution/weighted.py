@@ -11,6 +11,7 @@ parameters), it becomes loss + (1/B) sum_i (w_i - 1) l_i, and what is more count
 A problem whose own hyperparameters hold the weights already stays as it is, with the others held.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from .._problem.checks import (
     check_leading_axis,
     describe,
     describe_tree,
+    named_leaves,
 )
 from .._problem.dynamics import Wrapper, as_held
 from .._problem.problem import Problem
@@ -145,6 +147,7 @@ def weighted_problem(
     else:
         _check_training(problem, name)
         n = examples_of(problem.batches)
+        _warn_of_weights(hparams, name, n)
         groups = as_groups(groups, n)
         count = n if groups is None else int(groups.max()) + 1
         holding = Holding(hparams, None)
@@ -170,6 +173,16 @@ def _check_training(problem: Problem, name: str) -> None:
             f"`foretune.Training` alone. Put them into the dynamics as a hyperparameter, "
             f"hparams[{name!r}], a vector, or name that with `weights=`."
         )
+
+
+def _warn_of_weights(hparams: PyTree, name: str, n: int) -> None:
+    for path, leaf in named_leaves(hparams, "hparams").items():
+        if getattr(leaf, "shape", None) == (n,):
+            warnings.warn(
+                f"{path} has an entry for each of the {n} training examples. If these are their "
+                f"weights, name them, `weights=...`; as it is, weights {name!r} of 1 are added.",
+                stacklevel=4,
+            )
 
 
 def _own_weights(hparams: dict[str, Any], name: str, **options: Any) -> Float[Array, " n"]:
@@ -226,4 +239,10 @@ def as_groups(groups: Any, n: int) -> Int[Array, " n"] | None:
         raise ValueError(f"groups has {found.shape[0]} entries for {n} training examples.")
     if int(found.min()) < 0:
         raise ValueError(f"groups are numbered from 0 on; the lowest is {int(found.min())}.")
+    empty = np.flatnonzero(np.bincount(found) == 0)
+    if len(empty):
+        raise ValueError(
+            f"groups has no example of group {empty[0]}, but of later ones. Number them without gaps: "
+            "`np.unique(groups, return_inverse=True)[1]`."
+        )
     return found

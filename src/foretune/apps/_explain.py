@@ -62,6 +62,12 @@ def run(out: str | Path, settings: Settings) -> Path:
     if queries.y is not None:
         table, queries = with_labels_alike(table, queries)
     classes, y = np.unique(table.y, return_inverse=True)
+    if len(y) >= 20 and len(classes) > len(y) / 2:
+        raise DataError(
+            f"{table.path}: {len(y):,} rows have {len(classes):,} labels, {str(classes[0])!r} and "
+            "others. `foretune attribute` explains classes, of several rows each: name their column by "
+            "--label."
+        )
     if len(classes) < 2:
         raise DataError(
             f"{table.path}: all rows have the label {str(classes[0])!r}: give two or more."
