@@ -127,8 +127,9 @@ def clean(
         typer.Option(
             "--pred-probs",
             help="Out-of-fold class probabilities of your own model for the rows of TRAIN: .npy, or "
-            ".npz or .csv with a column for each class in sorted order. Checked rows are then rows of "
-            "TRAIN: --clean is a .csv with the columns row and label.",
+            ".npz with a column for each class in sorted order, or .csv, whose columns may have the "
+            "names of the classes. Checked rows are then rows of TRAIN: --clean is a .csv with the "
+            "columns row (counted from 0) and label.",
             show_default=False,
         ),
     ] = None,
@@ -156,6 +157,8 @@ def clean(
         raise typer.BadParameter("--method weights needs checked rows: --clean FILE.")
     if (pool or pred_probs is not None) and method is Method.weights:
         raise typer.BadParameter("--method weights trains the model itself: leave --pool out.")
+    if pred_probs is not None and (pool or model is not Model.kernel):
+        raise typer.BadParameter("--pred-probs trains no model: leave --pool and --model out.")
     if values and (pred_probs is not None or method is Method.weights or budget is not None):
         raise typer.BadParameter(
             "--values has no --pred-probs, --method weights or --budget: leave them out, or call "

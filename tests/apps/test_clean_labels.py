@@ -159,6 +159,24 @@ def test_predictions_of_the_training_rows_themselves_are_noted():
     given, _, _ = predictions(n=60)
     with pytest.warns(UserWarning, match="out-of-fold"):
         clean_labels(given, 0.001 + 0.997 * np.eye(3)[given])
+    with pytest.warns(UserWarning, match="out-of-fold"):  # as a forest's are: right, but not sure
+        clean_labels(given, 0.1 + 0.7 * np.eye(3)[given])
+
+
+def test_columns_by_name_and_missing_labels():
+    given, p, _ = predictions()
+    names = np.array(["a", "b", "c"])
+    expected = clean_labels(given, p)
+    swapped = pd.DataFrame(p, columns=names)[["c", "a", "b"]]
+    found = clean_labels(names[given], swapped)
+    np.testing.assert_array_equal(found.weights_, expected.weights_)
+    numbered = clean_labels(given, pd.DataFrame(p))
+    np.testing.assert_array_equal(numbered.weights_, expected.weights_)
+    with pytest.raises(ValueError, match="give a column of that name for each class"):
+        clean_labels(names[given], swapped.rename(columns={"a": "index"}))
+    with pytest.raises(ValueError, match="1 rows without a label, the first is row 0"):
+        clean_labels(np.where(np.arange(len(given)) == 0, np.nan, given), p)
+    assert f"{expected.suspects_.sum()} of {len(given)} labels are suspects" in repr(expected)
 
 
 def test_the_hypergradient_of_the_regularisers_is_right():

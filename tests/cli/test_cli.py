@@ -87,6 +87,15 @@ def test_clean_from_predictions(iris, tmp_path):
     with_checked = ("--pred-probs", tmp_path / "p.npy", "--clean", tmp_path / "checked.csv")
     again = foretune(*command, *with_checked, "--out", tmp_path / "checked")
     assert again.exit_code == 0, again.output
+    named = pd.DataFrame(p, columns=classes)[classes[::-1]]
+    named.to_csv(tmp_path / "p.csv", index=False)
+    checked.rename(columns={"species": "label"}).to_csv(tmp_path / "checked.csv", index=False)
+    with_names = ("--pred-probs", tmp_path / "p.csv", "--clean", tmp_path / "checked.csv")
+    again = foretune(*command, *with_names, "--out", tmp_path / "named")
+    assert again.exit_code == 0, again.output
+    files = [(tmp_path / folder / "suspects.csv").read_text() for folder in ("checked", "named")]
+    assert files[0] == files[1]
+    assert foretune(*command, *with_names, "--pool").exit_code == 2
     np.save(tmp_path / "p.npy", p[:-1])
     result = foretune(*command, "--pred-probs", tmp_path / "p.npy", "--out", tmp_path / "bad")
     assert result.exit_code == 1

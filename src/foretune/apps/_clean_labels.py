@@ -39,13 +39,19 @@ class CleanedLabels(NamedTuple):
     stopped_: str
     """Why it ended."""
     reliability_: np.ndarray | None
-    """Of each checked row, held out: the probability that its given label is right, and whether it is;
-    None where there were too few."""
+    """A row for each checked row, judged without it: the probability that its given label is right, and
+    1 where it is, else 0; None where there were fewer than 20."""
 
     @property
     def unflagged_(self) -> float:
         """How many wrong labels are expected among those that are not suspects."""
         return float(self.confidence_[~self.suspects_].sum())
+
+    def __repr__(self) -> str:
+        return (
+            f"CleanedLabels: {self.suspects_.sum():,} of {len(self.suspects_):,} labels are suspects, "
+            f"{self.unflagged_:.3g} more are expected to be wrong"
+        )
 
 
 def clean_labels(
@@ -66,8 +72,8 @@ def clean_labels(
         The given labels, of any type.
     pred_probs : array (n, classes), or a dict or list of them
         Out-of-fold probabilities: each row by a model that was trained without it. The columns are the
-        classes in sorted order, unless `classes` says otherwise. Several models are pooled, by weights
-        that are learnt.
+        classes in sorted order, unless `classes` says otherwise, or a data frame whose columns have
+        the names of the classes. Several models are pooled, by weights that are learnt.
     checked : int array or bool array of n, or None
         Rows whose label has been verified, by number or as a mask. They teach how the predictions err:
         a regularised correction, its regularisers tuned by hypergradients on checked rows held out, so
@@ -101,6 +107,12 @@ def clean_labels(
     y = np.asarray(plain_labels(labels, "labels"))
     if y.ndim != 1 or not len(y):
         raise ValueError(f"labels have shape {y.shape}: give one label for each row.")
+    absent = np.flatnonzero(y != y)  # NaN
+    if len(absent):
+        raise ValueError(
+            f"labels has {len(absent)} rows without a label, the first is row {absent[0]}: give it "
+            "one, or leave the row out."
+        )
     names = np.unique(y) if classes is None else np.asarray(plain_labels(classes, "classes"))
     unknown = sorted(set(y.tolist()) - set(names.tolist()))
     if unknown:
@@ -163,6 +175,7 @@ def by_name(given: Any, what: str, axes: int) -> dict[str, Any]:
 def _probabilities(
     name: str, array: Any, n: int, classes: np.ndarray, given: np.ndarray
 ) -> np.ndarray:
+    array = _in_order(name, array, classes)
     try:
         p = np.asarray(array, np.float64)
     except (TypeError, ValueError):
@@ -182,25 +195,44 @@ def _probabilities(
         raise ValueError(f"{name} has no positive entry: logarithms? Give their exponential.")
     if p.min() < 0 or p.max() > 1 + OFF_BY:
         row = int(np.argwhere((p < 0) | (p > 1 + OFF_BY))[0, 0])
+        remedy = (
+            "give their softmax" if p.min() < 0 else "divide each row by its sum, or give a softmax"
+        )
         raise ValueError(
             f"{name} has entries outside of [0, 1], the first in row {row}: scores are not "
-            "probabilities; give their softmax."
+            f"probabilities; {remedy}."
         )
     sums = p.sum(axis=1)
     off = np.flatnonzero(np.abs(sums - 1) > OFF_BY)
     if len(off):
         raise ValueError(
             f"{name} has {len(off)} rows that do not sum to 1, the first is row {off[0]} with "
-            f"{sums[off[0]]:.4g}. Give each row's probability of every class."
+            f"{sums[off[0]]:.4g}. Give each row's probability of every class; where they were rounded, "
+            "divide each row by its sum."
         )
-    if n >= 50 and np.mean(p.argmax(1) == given) > 0.999 and np.mean(p[np.arange(n), given]) > 0.99:
+    if n >= 50 and np.mean(p.argmax(1) == given) > 0.999:
         warnings.warn(
-            f"{name} agrees with nearly every given label, and is sure of it: predictions look like "
-            "that where the model was trained on these very rows, and no wrong label is found then. "
-            "Give out-of-fold predictions: `cross_val_predict(model, X, y, method='predict_proba')`.",
+            f"{name} agrees with nearly every given label: predictions do where the model was trained "
+            "on these very rows, and no wrong label is found then. Give out-of-fold predictions: "
+            "`cross_val_predict(model, X, y, method='predict_proba')`. If they are, all labels may be "
+            "right.",
             stacklevel=4,
         )
     return p / sums[:, None]
+
+
+def _in_order(name: str, array: Any, classes: np.ndarray) -> Any:
+    """Return a data frame whose columns have the names of classes with these in order."""
+    columns = [str(column) for column in getattr(array, "columns", ())]
+    wanted = [str(label) for label in classes.tolist()]
+    if not set(columns) & set(wanted) or columns == [str(i) for i in range(len(columns))]:
+        return array  # they have other names, or numbers: by position
+    if set(columns) != set(wanted) or len(columns) != len(wanted):
+        raise ValueError(
+            f"{name} has the columns {listed(columns)}, and the labels have the classes "
+            f"{listed(wanted)}: give a column of that name for each class, and no other."
+        )
+    return array.iloc[:, [columns.index(label) for label in wanted]]
 
 
 def _checked(
@@ -235,7 +267,9 @@ def checked_rows(checked: Any, labels: Any, n: int, name: str) -> np.ndarray:
         raise ValueError("checked must be row numbers, or a mask of all rows.")
     rows = rows.astype(int)
     if len(rows) and (rows.min() < 0 or rows.max() >= n):
-        raise ValueError(f"checked has rows from {rows.min()} to {rows.max()}; there are {n}.")
+        raise ValueError(
+            f"checked has rows from {rows.min()} to {rows.max()}; there are {n}, which count from 0."
+        )
     if len(np.unique(rows)) < len(rows):
         raise ValueError("checked names a row twice.")
     return rows

@@ -145,11 +145,11 @@ def _run_on_predictions(out: str | Path, settings: Settings) -> Path:
     files, rows, right = [settings.train, str(settings.pred_probs)], None, None
     if settings.clean is not None:
         files.append(settings.clean)
-        checked = read_table(settings.clean, settings.label)
+        checked = _verified(settings.clean, settings.label)
         if not is_frame(checked.x) or "row" not in checked.x.columns:
             raise DataError(
                 f"{settings.clean}: with --pred-probs the checked rows are rows of {settings.train}: "
-                "give a .csv with the columns row (counted from 0) and label."
+                f"give a .csv with the columns row (counted from 0) and {settings.label or 'label'}."
             )
         table, checked = with_labels_alike(table, checked)
         rows, right = checked.x["row"].to_numpy(), checked.y
@@ -161,6 +161,16 @@ def _run_on_predictions(out: str | Path, settings: Settings) -> Path:
     if folder.result is not None:
         return write_page(folder.path)
     return _written(folder, found, table, count)
+
+
+def _verified(path: str, label: str | None) -> Table:
+    """Return verified rows, their labels in the column of that name, or in `label`."""
+    try:
+        return read_table(path, label)
+    except DataError:
+        if label is None:
+            raise
+    return read_table(path, None)
 
 
 def _folder(

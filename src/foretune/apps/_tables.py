@@ -92,8 +92,8 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         raise DataError(f"{path} cannot be read as .npz: {reason}") from error
 
 
-def read_numbers(path: str | Path) -> np.ndarray:
-    """Return a table of numbers from .npy, .npz (its one array, or `pred_probs`) or .csv."""
+def read_numbers(path: str | Path) -> Any:
+    """Return a table of numbers from .npy, .npz (its one array, or `pred_probs`) or .csv, a frame."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file.")
@@ -108,7 +108,7 @@ def read_numbers(path: str | Path) -> np.ndarray:
         if path.suffix == ".csv":
             with needs("data", "reading .csv files"):
                 import pandas as pd
-            return pd.read_csv(path).to_numpy(np.float64)
+            return pd.read_csv(path).astype(np.float64)
     except Exception as error:  # parsers raise many kinds
         reason = str(error).strip().split("\n")[0]
         raise DataError(f"{path} cannot be read as {path.suffix}: {reason}") from error
