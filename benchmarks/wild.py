@@ -441,7 +441,8 @@ def run(arguments) -> None:
         for noise in data[name].noises
     )
     work = (delayed(judge)(cell, arguments.parts, cache) for cell in cells if cell[:4] not in done)
-    for found in Parallel(arguments.jobs, return_as="generator", pre_dispatch="2*n_jobs")(work):
+    judged: Any = Parallel(arguments.jobs, return_as="generator", pre_dispatch="2*n_jobs")(work)
+    for found in judged:
         rows += found
         record(arguments.out, {"rows": rows}, packages=("cleanlab", "scikit-learn"))
     print_tables(rows)
