@@ -1,16 +1,18 @@
 """Hypergradients of a language model of GPT-2's size, and of ten thousand steps of a smaller one.
 
-    python -m benchmarks.language_scale size torch [--quick] [--minutes 8] [--out FILE.json]
+    python -m benchmarks.language_scale size [--quick] [--minutes 8] [--out FILE.json]
+    python -m benchmarks.language_scale torch --add [--quick] [--out FILE.json]
     python -m benchmarks.language_scale disk [--quick] [--steps 10000] [--folder DIR] [--out FILE.json]
 
 size: 110 million weights (12 layers of 768, 32768 tokens), sequences of 512, 16 of them, bfloat16, 32
 steps of AdamW; its hyperparameters are the weight of each of eight sources and the learning rate in
-four blocks of steps. Seconds of plain training and of hypergradients, by what is stored and by how the
-gradient is transposed; the memory that the compiler plans; the seconds of the first call. On a smaller
+four blocks of steps. Seconds of plain training and of hypergradients, by what is stored, by how the
+gradient is transposed, and by the parts of a batch that are in work at a time; the memory that the compiler plans; the seconds of the first call. On a smaller
 size, how far float32 and bfloat16 hypergradients are from float64.
 
 torch: PyTorch on the same size, by hand: states stored, each step again with its graph, and backward
-through that. The batch is halved until it fits.
+through that. The batch is halved until it fits. In a process of its own, since JAX does not give memory
+back: `--add` adds to the figures of a file.
 
 disk: 10.8 million weights (6 layers of 384, bytes), sequences of 256, 32 of them, 10,000 steps, with
 `ReverseOnDisk`.
@@ -19,11 +21,13 @@ Tokens are random, with frequencies that differ by source. Figures are written a
 """
 
 import argparse
+import json
 import math
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -56,12 +60,15 @@ TINY = {
     "layers": 2, "width": 8, "heads": 2, "context": 8, "batch": 2, "steps": 8, "vocabulary": 64,
 }  # fmt: skip
 ENGINES = {
-    "segments, forward": ft.Reverse(store="segments"),
-    "gradients, forward": ft.Reverse(store="gradients"),
-    "states, forward": ft.Reverse(),
-    "segments, reverse": ft.Reverse(store="segments", transpose="reverse"),
-    "states, reverse": ft.Reverse(transpose="reverse"),
+    "segments, 8 parts": (ft.Reverse(store="segments"), 8),
+    "segments, 4 parts": (ft.Reverse(store="segments"), 4),
+    "segments": (ft.Reverse(store="segments"), 1),
+    "segments, 16 parts": (ft.Reverse(store="segments"), 16),
+    "states, 4 parts": (ft.Reverse(), 4),
+    "states": (ft.Reverse(), 1),
+    "segments, reverse": (ft.Reverse(store="segments", transpose="reverse"), 1),
 }
+"""Engines, and parts of a batch."""
 
 
 def tokens(vocabulary: int, context: int, windows: int = 1024) -> tuple[np.ndarray, np.ndarray]:
@@ -77,7 +84,7 @@ def tokens(vocabulary: int, context: int, windows: int = 1024) -> tuple[np.ndarr
 
 def language(
     dtype: Any, *, layers: int, width: int, heads: int, context: int, batch: int, steps: int,
-    vocabulary: int,
+    vocabulary: int, parts: int = 1,
 ) -> tuple[ft.Problem, dict[str, Any]]:  # fmt: skip
     """Return the problem, whose loss is computed in `dtype`, and its hyperparameters."""
     windows, source = tokens(vocabulary, context)
@@ -96,7 +103,7 @@ def language(
         rate = lambda t: hparams["lr"][t * BLOCKS // steps]  # noqa: E731
         return optax.adamw(rate, eps_root=1e-8)
 
-    training = ft.Training(loss, optimizer)
+    training = ft.Training(loss, optimizer, parts=parts)
     problem = ft.Problem(
         training if dtype == np.float32 else training.in_precision(dtype),
         lambda state, hparams, windows: jnp.mean(losses(state.params, windows)),
@@ -161,16 +168,20 @@ def of_size(sizes: dict[str, int], until: float, write: Callable[[Any], None]) -
     write(results)
     del compiled
     reference = None
-    for name, engine in list(ENGINES.items())[: 1 if sizes is TINY else None]:
+    for name, (engine, parts) in ENGINES.items():
+        if sizes is TINY and name != "segments":
+            continue
         if time.perf_counter() > until:
             results[name] = "no time left"
             write(results)
             continue
         try:
-            lower = lambda engine=engine: compute.lower(engine, structure, False, arrays)  # noqa: E731
+            arrays, structure = validated(*language(jnp.bfloat16, **sizes, parts=parts))
+            arrays = [jax.device_put(array) for array in arrays]
+            lower = lambda engine=engine: compute.lower(engine, structure, False, arrays)  # noqa: E731, B023
             figures, program = first_call(lower, arrays)
             grad = jax.device_get(program(arrays)[1])
-        except Exception as error:  # out of memory
+        except jax.errors.JaxRuntimeError as error:  # out of memory
             results[name] = f"{type(error).__name__}: {error!s:.200}"
             write(results)
             continue
@@ -388,11 +399,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of the training on disk")
     parser.add_argument("--folder", help="a folder on the disk for the states")
     parser.add_argument("--out", default="language_scale.json")
+    parser.add_argument("--add", action="store_true", help="to the figures in that file")
     arguments = parser.parse_args()
     if arguments.quick:  # programs are compiled once and run a few times
         jax.config.update("jax_disable_most_optimizations", True)
     until = time.perf_counter() + 60 * arguments.minutes
     results: dict[str, Any] = {}
+    if arguments.add:
+        results = json.loads(Path(arguments.out).read_text())["results"]
 
     def writer(part):
         def write(found):
@@ -405,7 +419,6 @@ def main() -> None:
     if "size" in arguments.parts:
         of_size(TINY if arguments.quick else GPT2, until, writer("size"))
     if "torch" in arguments.parts:
-        jax.clear_caches()
         in_torch(TINY if arguments.quick else GPT2, writer("torch"))
     if "disk" in arguments.parts:
         sizes = {**TINY, "steps": 16} if arguments.quick else LONG  # as many as the short one

@@ -21,7 +21,8 @@ from .._problem.checks import describe, named_leaves
 from .._problem.problem import Problem
 from .._problem.system import make_system
 from .products import error_gradients, has_no_mode, pull_rows, pushforward
-from .schedules import Adjoint, Segments, adjoint_step, recorded, segments_of, take
+from .schedules import Adjoint, adjoint_step, advance, recorded, take
+from .segments import firsts_of, segments_of
 
 ZERO_MOMENT = (
     "There, {leaves} hold exact zeros: the gradient of the loss has been exactly 0, and the square "
@@ -307,10 +308,11 @@ def _march_back(problem: Problem, hparams: PyTree) -> tuple[Any, PyTree, PyTree]
     """
     system = make_system(problem, hparams)
     s_0, pull_initial = eqx.filter_vjp(system.initial, hparams)
-    s_T, (firsts, last) = Segments().forward(system, hparams, s_0)
+    length, count = segments_of(system.steps)
+    last, firsts = firsts_of(system, hparams, s_0, length, count)
+    s_T = advance(system, hparams, last, count * length, system.steps - count * length, 1)
     firsts = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), firsts, last)
     _, alpha, g = error_gradients(system, s_T, hparams)
-    length, _ = segments_of(system.steps)
 
     def states_of(k):  # the last segment is shorter: what is beyond it is not used
         return recorded(system, hparams, take(firsts, k), k * length, length, 1)[1]

@@ -24,7 +24,8 @@ from .._problem.system import System
 from .base import AbstractEngine, Solution, check_options
 from .nonfinite import FORWARD
 from .products import error_gradients, pull_rows
-from .schedules import Adjoint, Binomial, Everything, Gradients, Schedule, Segments, States
+from .schedules import Adjoint, Binomial, Everything, Gradients, Schedule, States
+from .segments import Segments
 
 STORES = ("everything", "gradients", "states", "segments", "host")
 TRANSPOSES = ("forward", "reverse")

@@ -9,7 +9,7 @@ again from the nearest one before them. All give the same hypergradient.
 | "gradients"    | T, T gradients   | none: only the optimizer's part  |
 | "states"       | T                | T                                |
 | "host"         | T, on the host   | T                                |
-| "segments"     | about 2 sqrt(T)  | T: gradients are kept in one     |
+| "segments"     | about 2 sqrt(T)  | T (`segments.py`)                |
 | c, a number    | c, and one more  | as few as c allow (`Binomial`)   |
 
 Where no gradient is stored, the adjoint itself runs the step to differentiate it.
@@ -96,61 +96,7 @@ class States(NamedTuple):
 
     def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
         """Go back over the states."""
-        return _sweep(system, hparams, memory, adjoint, 0, system.steps, self.unroll, self.on_host)
-
-
-class Segments(NamedTuple):
-    """Store the first state of each of about sqrt(T) segments, and go through a segment once more."""
-
-    unroll: int = 1
-
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
-        """Run, and keep the state at which each segment begins."""
-        length, count = segments_of(system.steps)
-
-        def segment(s, k):
-            return advance(system, hparams, s, k * length, length, self.unroll), s
-
-        s, firsts = lax.scan(segment, s_0, jnp.arange(count))
-        done = count * length
-        return advance(system, hparams, s, done, system.steps - done, self.unroll), (firsts, s)
-
-    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
-        """Go back segment by segment, the shorter last one first."""
-        length, count = segments_of(system.steps)
-        firsts, last = memory
-
-        def back(adjoint, s, first, steps):
-            if system.sees_all:
-                _, pull = _kept(system, hparams, s, first, steps, self.unroll)
-                return _pulled(pull, adjoint)
-            _, states = recorded(system, hparams, s, first, steps, self.unroll)
-            return _sweep(system, hparams, states, adjoint, first, steps, self.unroll)
-
-        done = count * length
-        if done < system.steps:
-            adjoint = back(adjoint, last, done, system.steps - done)
-
-        def segment(adjoint, stored):
-            s, k = stored
-            return back(adjoint, s, k * length, length), None
-
-        return lax.scan(segment, adjoint, (firsts, jnp.arange(count)), reverse=True)[0]
-
-
-def segments_of(steps: int) -> tuple[int, int]:
-    """Return the length of a segment and how many there are, but for a shorter last one.
-
-    Where equal segments hold nearly as little they are taken, since a shorter one is a program more.
-
-    >>> segments_of(100), segments_of(1000), segments_of(7)
-    ((10, 10), (25, 40), (3, 2))
-    """
-    length = max(1, math.isqrt(steps - 1) + 1)
-    equal = next(d for d in range(math.isqrt(steps), 0, -1) if steps % d == 0)
-    if equal + steps // equal <= 2.3 * math.sqrt(steps):
-        length = equal
-    return length, steps // length
+        return sweep(system, hparams, memory, adjoint, 0, system.steps, self.unroll, self.on_host)
 
 
 class Binomial(NamedTuple):
@@ -169,16 +115,16 @@ class Binomial(NamedTuple):
         slots = int(plan.top.max(initial=0)) + 1
         kept = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots, *leaf.shape)), s_0)
         kept, s = self._reach(system, hparams, plan, kept, jax.tree.map(lambda a: a[-1], plan.rows))
-        return system.step(s, hparams, _entry(system, system.steps - 1)), (kept, s)
+        return system.step(s, hparams, entry(system, system.steps - 1)), (kept, s)
 
     def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
         """Go back step by step; before each, compute what is missing."""
         plan = binomial_plan(system.steps, self.states)
         kept, s = memory
 
-        def back(carry, entry):
+        def back(carry, now):
             adjoint, kept, s = carry
-            t, before = entry
+            t, before = now
             adjoint = adjoint_step(system, hparams, adjoint, s, t)
             return (adjoint, *self._reach(system, hparams, plan, kept, before)), None
 
@@ -195,7 +141,7 @@ class Binomial(NamedTuple):
         lengths = jnp.asarray(plan.lengths)
 
         def step(t, s):
-            return system.step(s, hparams, _entry(system, t))
+            return system.step(s, hparams, entry(system, t))
 
         def advance(
             k, carry
@@ -301,7 +247,7 @@ def advance(
         return s
 
     def step(s, t):
-        return system.step(s, hparams, _entry(system, t)), None
+        return system.step(s, hparams, entry(system, t)), None
 
     return lax.scan(step, s, first + jnp.arange(count), unroll=unroll)[0]
 
@@ -318,7 +264,7 @@ def recorded(
     """Return the state after the steps, and the stack of those before each."""
 
     def step(s, t):
-        return system.step(s, hparams, _entry(system, t)), _moved(s, "host") if on_host else s
+        return system.step(s, hparams, entry(system, t)), _moved(s, "host") if on_host else s
 
     return lax.scan(step, s, first + jnp.arange(count), unroll=unroll)
 
@@ -331,7 +277,7 @@ def _kept(
 
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
     def step(s, hparams, t):
-        return system.transposable(s, hparams, _entry(system, t))
+        return system.transposable(s, hparams, entry(system, t))
 
     def run(s, hparams):
         times = first + jnp.arange(count)
@@ -342,10 +288,10 @@ def _kept(
 
 def _pulled(pull: Any, adjoint: Adjoint) -> Adjoint:
     alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
-    return Adjoint(alpha_A, _sum(adjoint.g, alpha_B))
+    return Adjoint(alpha_A, summed(adjoint.g, alpha_B))
 
 
-def _sweep(
+def sweep(
     system: System,
     hparams: PyTree,
     states: PyTree,
@@ -368,14 +314,15 @@ def _sweep(
 
 def adjoint_step(system: System, hparams: PyTree, adjoint: Adjoint, s: PyTree, t: Any) -> Adjoint:
     """alpha_{t-1} = alpha_t A_t, and alpha_t B_t is added to g."""
-    x = _entry(system, t)
+    x = entry(system, t)
     seen = system.seen(hparams, x)
     _, pull = eqx.filter_vjp(lambda s, h: system.transposable(s, h, x), s, seen)
     alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
     return Adjoint(alpha_A, system.add(adjoint.g, alpha_B, x))
 
 
-def _entry(system: System, t: Any) -> PyTree:
+def entry(system: System, t: Any) -> PyTree:
+    """Return x_t, from 0."""
     return take(system.xs, t)
 
 
@@ -390,7 +337,8 @@ def _put(kept: PyTree, slot: Any, s: PyTree) -> PyTree:
     )
 
 
-def _sum(a: PyTree, b: PyTree) -> PyTree:
+def summed(a: PyTree, b: PyTree) -> PyTree:
+    """Return a + b."""
     return jax.tree.map(lambda a, b: a + b, a, b)
 
 

@@ -1,0 +1,113 @@
+"""A step of training in two parts: the gradient, which takes nearly all of its time, and the rest.
+
+    g_t = gradient(s_{t-1}, lambda, x_t),      s_t = update(s_{t-1}, lambda, x_t, g_t)
+
+Where the gradients are stored, a state is found again by updates alone. The parts are read off the
+step's own program, in which `Training` has marked the gradient, so that whatever is around it (folds
+side by side, frozen weights) needs nothing of its own.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from jaxtyping import Array, PyTree
+
+from .._problem.system import System
+from .._problem.training import GRADIENT
+
+COSTLY = (
+    "dot_general", "conv_general_dilated", "ragged_dot", "scan", "while", "sort", "fft", "eigh", "svd",
+    "qr", "cholesky", "lu", "triangular_solve", "custom_call", "pure_callback", "io_callback",
+)  # fmt: skip
+"""Operations of which an update that is computed several times has none."""
+
+
+class Split(NamedTuple):
+    """The two parts of a step."""
+
+    gradient: Callable[[PyTree, PyTree, PyTree], list[Array]]  # s, lambda, x -> g
+    update: Callable[[PyTree, PyTree, PyTree, list[Array]], PyTree]  # s, lambda, x, g -> the next s
+    bytes: int  # of g
+
+    def known(self, s: PyTree, hparams: PyTree, x: PyTree, g: list[Array]) -> PyTree:
+        """Return the next state for the price of an update; its derivative is that of the step."""
+        found = self.gradient(s, hparams, x)
+        g = [
+            _standing_for(a, b) if eqx.is_inexact_array(b) else b
+            for a, b in zip(found, g, strict=True)
+        ]
+        return self.update(s, hparams, x, g)
+
+
+@jax.custom_vjp
+def _standing_for(found: Array, known: Array) -> Array:
+    """Return `known`, with the derivative of `found`, whose value nobody asks for."""
+    return known
+
+
+_standing_for.defvjp(lambda found, known: (known, None), lambda _, u: (u, jnp.zeros_like(u)))
+
+
+def split_step(system: System, hparams: PyTree, s: PyTree) -> Split | None:
+    """Return the parts of the system's step, or None where it has no gradient or a costly update."""
+    x = jax.tree.map(lambda leaf: leaf[0], system.xs)
+    traced, shape = jax.make_jaxpr(system.transposable, return_shape=True)(s, hparams, x)
+    jaxpr = traced.jaxpr
+    marks = [e for e in jaxpr.eqns if _is_mark(e)]
+    if not marks or jaxpr.effects:
+        return None
+    before, after = ([v for e in marks for v in variables(e)] for variables in (_ins, _outs))
+    rest = [e for e in jaxpr.eqns if not _is_mark(e)]
+    update, gradient = _needed(rest, jaxpr.outvars), _needed(rest, before)
+    if any(v in after for e in gradient for v in e.invars if not isinstance(v, Literal)):
+        return None  # a gradient after another one's update
+    if any(map(_is_costly, update)):
+        return None
+
+    def part(eqns, inputs, outputs):
+        cut = jaxpr.replace(eqns=eqns, invars=[*jaxpr.invars, *inputs], outvars=outputs)
+        return jaxpr_as_fun(ClosedJaxpr(cut, traced.consts))
+
+    of_gradient, of_update = part(gradient, [], before), part(update, after, jaxpr.outvars)
+
+    def gradient_of(s, hparams, x):
+        return of_gradient(*jax.tree.leaves((s, hparams, x)))
+
+    def updated(s, hparams, x, g):
+        new = of_update(*jax.tree.leaves((s, hparams, x)), *g)
+        return jax.tree.unflatten(jax.tree.structure(shape), new)
+
+    size = sum(v.aval.size * v.aval.dtype.itemsize for v in after)
+    return Split(gradient_of, updated, size)
+
+
+def _is_mark(equation: Any) -> bool:
+    return equation.primitive.name == "name" and equation.params["name"] == GRADIENT
+
+
+def _ins(equation: Any) -> list[Any]:
+    return equation.invars
+
+
+def _outs(equation: Any) -> list[Any]:
+    return equation.outvars
+
+
+def _needed(equations: list[Any], outputs: list[Any]) -> list[Any]:
+    """Return the equations that these outputs depend on."""
+    wanted = {v for v in outputs if not isinstance(v, Literal)}
+    found = []
+    for equation in reversed(equations):
+        if any(v in wanted for v in equation.outvars):
+            wanted.update(v for v in equation.invars if not isinstance(v, Literal))
+            found.append(equation)
+    return found[::-1]
+
+
+def _is_costly(equation: Any) -> bool:
+    inner = [e for jaxpr in jaxprs_in_params(equation.params) for e in jaxpr.eqns]
+    return equation.primitive.name in COSTLY or any(map(_is_costly, inner))
