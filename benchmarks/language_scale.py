@@ -7,8 +7,9 @@
 size: 110 million weights (12 layers of 768, 32768 tokens), sequences of 512, 16 of them, bfloat16, 32
 steps of AdamW; its hyperparameters are the weight of each of eight sources and the learning rate in
 four blocks of steps. Seconds of plain training and of hypergradients, by what is stored, by how the
-gradient is transposed, and by the parts of a batch that are in work at a time; the memory that the compiler plans; the seconds of the first call. On a smaller
-size, how far float32 and bfloat16 hypergradients are from float64.
+gradient is transposed, and by what the loss keeps for its derivatives; the memory that the compiler
+plans; the seconds of the first call. On a smaller size, how far float32 and bfloat16 hypergradients are
+from float64.
 
 torch: PyTorch on the same size, by hand: states stored, each step again with its graph, and backward
 through that. The batch is halved until it fits. In a process of its own, since JAX does not give memory
@@ -37,7 +38,7 @@ import optax
 
 import foretune as ft
 from benchmarks.harness import record, timed
-from experiments.language.model import initial, logits
+from experiments.language.model import hidden, initial
 from foretune._engines.auto import program_bytes
 from foretune._engines.base import compute
 from foretune._problem.arguments import unflatten
@@ -60,15 +61,13 @@ TINY = {
     "layers": 2, "width": 8, "heads": 2, "context": 8, "batch": 2, "steps": 8, "vocabulary": 64,
 }  # fmt: skip
 ENGINES = {
-    "segments, 8 parts": (ft.Reverse(store="segments"), 8),
-    "segments, 4 parts": (ft.Reverse(store="segments"), 4),
-    "segments": (ft.Reverse(store="segments"), 1),
-    "segments, 16 parts": (ft.Reverse(store="segments"), 16),
-    "states, 4 parts": (ft.Reverse(), 4),
-    "states": (ft.Reverse(), 1),
-    "segments, reverse": (ft.Reverse(store="segments", transpose="reverse"), 1),
+    "segments, light": (ft.Reverse(store="segments"), True),
+    "segments": (ft.Reverse(store="segments"), False),
+    "states": (ft.Reverse(), False),
+    "states, light": (ft.Reverse(), True),
+    "segments, reverse": (ft.Reverse(store="segments", transpose="reverse"), False),
 }
-"""Engines, and parts of a batch."""
+"""Engines, and whether the loss is light: see `language`."""
 
 
 def tokens(vocabulary: int, context: int, windows: int = 1024) -> tuple[np.ndarray, np.ndarray]:
@@ -84,16 +83,26 @@ def tokens(vocabulary: int, context: int, windows: int = 1024) -> tuple[np.ndarr
 
 def language(
     dtype: Any, *, layers: int, width: int, heads: int, context: int, batch: int, steps: int,
-    vocabulary: int, parts: int = 1,
+    vocabulary: int, light: bool = False,
 ) -> tuple[ft.Problem, dict[str, Any]]:  # fmt: skip
-    """Return the problem, whose loss is computed in `dtype`, and its hyperparameters."""
+    """Return the problem, whose loss is computed in `dtype`, and its hyperparameters.
+
+    A light loss keeps matrix products of its layers alone, and has logits of one sequence at a time.
+    """
     windows, source = tokens(vocabulary, context)
     rng = np.random.default_rng(1)
 
-    def losses(params, windows):
-        out = logits(params, windows[:, :-1], heads)
+    def head(params, x, after):
+        out = x @ params["embed"].T
         out = out.astype(np.promote_types(out.dtype, np.float32))
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(out, windows[:, 1:]), 1)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(out, after), -1)
+
+    def losses(params, windows):
+        x, after = hidden(params, windows[:, :-1], heads, light), windows[:, 1:]
+        if not light:
+            return head(params, x, after)
+        one = jax.checkpoint(lambda entry: head(params, *entry), prevent_cse=False)
+        return jax.lax.map(one, (x, after))
 
     def loss(params, hparams, batch):
         share = SOURCES * hparams["sources"] / jnp.sum(hparams["sources"])
@@ -103,7 +112,7 @@ def language(
         rate = lambda t: hparams["lr"][t * BLOCKS // steps]  # noqa: E731
         return optax.adamw(rate, eps_root=1e-8)
 
-    training = ft.Training(loss, optimizer, parts=parts)
+    training = ft.Training(loss, optimizer)
     problem = ft.Problem(
         training if dtype == np.float32 else training.in_precision(dtype),
         lambda state, hparams, windows: jnp.mean(losses(state.params, windows)),
@@ -168,7 +177,7 @@ def of_size(sizes: dict[str, int], until: float, write: Callable[[Any], None]) -
     write(results)
     del compiled
     reference = None
-    for name, (engine, parts) in ENGINES.items():
+    for name, (engine, light) in ENGINES.items():
         if sizes is TINY and name != "segments":
             continue
         if time.perf_counter() > until:
@@ -176,7 +185,7 @@ def of_size(sizes: dict[str, int], until: float, write: Callable[[Any], None]) -
             write(results)
             continue
         try:
-            arrays, structure = validated(*language(jnp.bfloat16, **sizes, parts=parts))
+            arrays, structure = validated(*language(jnp.bfloat16, **sizes, light=light))
             arrays = [jax.device_put(array) for array in arrays]
             lower = lambda engine=engine: compute.lower(engine, structure, False, arrays)  # noqa: E731, B023
             figures, program = first_call(lower, arrays)

@@ -88,7 +88,15 @@ def initial(
 
 
 def logits(params: dict[str, Any], tokens: Any, heads: int) -> Any:
-    """Return the logits of the token after each: layer norm first, learned positions, a tied head."""
+    """Return the logits of the token after each, with the embeddings as the head."""
+    return hidden(params, tokens, heads) @ params["embed"].T
+
+
+def hidden(params: dict[str, Any], tokens: Any, heads: int, light: bool = False) -> Any:
+    """Return what the head is given: layer norm first, learned positions.
+
+    Where it is `light`, of each layer only matrix products are kept for derivatives.
+    """
     embed = params["embed"]
     if len(embed) <= 256:
         # the transpose of a gather adds in an order, and so to a result, that varies on a GPU
@@ -104,8 +112,11 @@ def logits(params: dict[str, Any], tokens: Any, heads: int) -> Any:
         x = x + mixed.reshape(x.shape) @ w["out"]
         return x + jax.nn.gelu(_normed(x, w["norms"][1]) @ w["up"]) @ w["down"], None
 
+    if light:
+        products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        layer = jax.checkpoint(layer, policy=products, prevent_cse=False)
     x, _ = jax.lax.scan(layer, x, params["layers"])
-    return _normed(x, params["norm"]) @ params["embed"].T
+    return _normed(x, params["norm"])
 
 
 def _normed(x, gain):

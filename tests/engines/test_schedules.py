@@ -13,7 +13,7 @@ import pytest
 
 import foretune as ft
 from foretune._engines.schedules import binomial_plan, binomial_steps
-from foretune._engines.segments import lengths_of, segments_of
+from foretune._engines.segments import segments_of
 
 from ..problems import assert_trees_close, regression
 

@@ -66,7 +66,7 @@ class Everything(NamedTuple):
 
     def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
         """Transpose it."""
-        return _pulled(memory, adjoint)
+        return pulled(memory, adjoint)
 
 
 class Gradients(NamedTuple):
@@ -76,11 +76,11 @@ class Gradients(NamedTuple):
 
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
         """Run, and keep them."""
-        return _kept(system, hparams, s_0, 0, system.steps, self.unroll)
+        return with_gradients(system, hparams, s_0, 0, system.steps, self.unroll)
 
     def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
         """Go back over them."""
-        return _pulled(memory, adjoint)
+        return pulled(memory, adjoint)
 
 
 class States(NamedTuple):
@@ -269,7 +269,7 @@ def recorded(
     return lax.scan(step, s, first + jnp.arange(count), unroll=unroll)
 
 
-def _kept(
+def with_gradients(
     system: System, hparams: PyTree, s: PyTree, first: Any, count: int, unroll: int
 ) -> tuple[PyTree, Any]:
     """Return the state after the steps and its pullback, with states and gradients kept."""
@@ -286,7 +286,8 @@ def _kept(
     return eqx.filter_vjp(run, s, hparams)
 
 
-def _pulled(pull: Any, adjoint: Adjoint) -> Adjoint:
+def pulled(pull: Any, adjoint: Adjoint) -> Adjoint:
+    """Return the adjoint before the steps of a pullback."""
     alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
     return Adjoint(alpha_A, summed(adjoint.g, alpha_B))
 

@@ -1,9 +1,11 @@
 """Reverse mode in segments: about 2 sqrt(T) states are held, and each step is computed once more.
 
 On the way forward the state at which each segment begins is stored. On the way back a segment is run
-again from there, and what its adjoint needs is stored while it is in work: the states; or where a step
-is a gradient and a cheap update (`split.py`), the gradients, a fraction of a state each, and the state
-at which each block of a few steps begins. Within a block, states are found again by updates.
+again from there, and what its adjoint needs is stored while it is in work: the states, and gradients.
+
+Where the update is nothing beside the gradient (`split.py`), as in a large network, less is stored: the
+gradients, a fraction of a state each, and the state at which each block of a few steps begins. Within a
+block, states are found again by updates.
 
 With T = k L, L = m b (k segments of m blocks of b steps), states of S bytes and gradients of G, that is
 
@@ -22,11 +24,23 @@ from jaxtyping import PyTree
 
 from .._problem.system import System
 from .products import pull_rows
-from .schedules import Adjoint, advance, entry, recorded, summed, sweep, take
+from .schedules import (
+    Adjoint,
+    advance,
+    entry,
+    pulled,
+    recorded,
+    summed,
+    sweep,
+    take,
+    with_gradients,
+)
 from .split import Split, split_step
 
 BLOCK = 8
 """A state is found again by at most this many updates less one, half of that on the mean."""
+WORTH = 4000
+"""Operations of a gradient for each number of the state, above which updates cost little beside it."""
 UNEQUAL = 1.15
 """Rather so much more memory than a shorter last segment, which is a program more."""
 
@@ -39,7 +53,7 @@ class Segments(NamedTuple):
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
         """Run, and keep the state at which each segment begins."""
         split = split_step(system, hparams, s_0) if system.sees_all else None
-        if split is not None:
+        if split is not None and split.work >= WORTH * _size(s_0):
             return _Split(split, *self).forward(system, hparams, s_0)
         length, count = segments_of(system.steps)
         s, firsts = firsts_of(system, hparams, s_0, length, count, self.unroll)
@@ -56,6 +70,9 @@ class Segments(NamedTuple):
         firsts, last = memory
 
         def back(adjoint, s, first, steps):
+            if system.sees_all:
+                _, pull = with_gradients(system, hparams, s, first, steps, self.unroll)
+                return pulled(pull, adjoint)
             _, states = recorded(system, hparams, s, first, steps, self.unroll)
             return sweep(system, hparams, states, adjoint, first, steps, self.unroll)
 
@@ -159,8 +176,7 @@ class _Split(NamedTuple):
         return lax.scan(segment, adjoint, jnp.arange(count), reverse=True)[0]
 
     def _lengths(self, system: System, s: PyTree) -> Lengths:
-        state = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(s))
-        return lengths_of(system.steps, self.split.bytes / max(state, 1))
+        return lengths_of(system.steps, self.split.size / max(_size(s), 1))
 
     def _record(self, system: System, hparams: PyTree, s: PyTree, k: Any) -> _Record:
         """Run segment k once more."""
@@ -201,3 +217,7 @@ class _Split(NamedTuple):
 
         steps = jnp.arange(blocks * length)
         return lax.scan(step, adjoint, steps, reverse=True, unroll=self.unroll)[0]
+
+
+def _size(s: PyTree) -> int:
+    return sum(a.size for a in jax.tree.leaves(s))

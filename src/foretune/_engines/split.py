@@ -7,6 +7,7 @@ step's own program, in which `Training` has marked the gradient, so that whateve
 side by side, frozen weights) needs nothing of its own.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ class Split(NamedTuple):
 
     gradient: Callable[[PyTree, PyTree, PyTree], list[Array]]  # s, lambda, x -> g
     update: Callable[[PyTree, PyTree, PyTree, list[Array]], PyTree]  # s, lambda, x, g -> the next s
-    bytes: int  # of g
+    size: int  # of g, in numbers
+    work: int  # multiplications and additions of products, in g
 
     def known(self, s: PyTree, hparams: PyTree, x: PyTree, g: list[Array]) -> PyTree:
         """Return the next state for the price of an update; its derivative is that of the step."""
@@ -81,8 +83,7 @@ def split_step(system: System, hparams: PyTree, s: PyTree) -> Split | None:
         new = of_update(*jax.tree.leaves((s, hparams, x)), *g)
         return jax.tree.unflatten(jax.tree.structure(shape), new)
 
-    size = sum(v.aval.size * v.aval.dtype.itemsize for v in after)
-    return Split(gradient_of, updated, size)
+    return Split(gradient_of, updated, sum(v.aval.size for v in after), sum(map(_work, gradient)))
 
 
 def _is_mark(equation: Any) -> bool:
@@ -111,3 +112,18 @@ def _needed(equations: list[Any], outputs: list[Any]) -> list[Any]:
 def _is_costly(equation: Any) -> bool:
     inner = [e for jaxpr in jaxprs_in_params(equation.params) for e in jaxpr.eqns]
     return equation.primitive.name in COSTLY or any(map(_is_costly, inner))
+
+
+def _work(equation: Any) -> int:
+    """Return the multiplications and additions of matrix products and convolutions."""
+    name, parameters = equation.primitive.name, equation.params
+    if name in ("dot_general", "conv_general_dilated"):
+        factor = equation.invars[1].aval
+        if name == "dot_general":
+            (_, summed), _ = parameters["dimension_numbers"]
+            each = math.prod(factor.shape[axis] for axis in summed)
+        else:
+            each = factor.size // factor.shape[parameters["dimension_numbers"].rhs_spec[0]]
+        return 2 * equation.outvars[0].aval.size * each
+    inner = [e for jaxpr in jaxprs_in_params(parameters) for e in jaxpr.eqns]
+    return parameters.get("length", 1) * sum(map(_work, inner)) if inner else 0

@@ -21,20 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, jaxprs_in_params
 from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
-from .checks import (
-    check_count,
-    check_flag,
-    check_key,
-    check_signature,
-    describe,
-    describe_tree,
-    named_leaves,
-)
+from .checks import check_flag, check_key, check_signature, describe, describe_tree
 from .dynamics import Dynamics
 from .equality import reused
 
@@ -74,9 +65,6 @@ class Training(Dynamics, eqx.Module):
             like). The initial parameters are then the pair `(params, model_state)`.
         key: a random key. Step t calls the loss with `key=jax.random.fold_in(key, t)`, so that a
             step draws the same numbers each time it is replayed.
-        parts: into how many equal parts each batch is cut, along the first axis of its arrays; the
-            gradient is the mean over theirs, computed one after another. The same training where the
-            loss is a mean over the batch, in the memory of one part. Each part has a key of its own.
 
     The floating-point arrays of `params` are trained; whatever else it holds is left alone, so an
     Equinox model can be given as it is. An array that is to stay as it is goes into the batch, the
@@ -97,7 +85,6 @@ class Training(Dynamics, eqx.Module):
     optimizer: Any = eqx.field(converter=reused)
     has_state: bool = eqx.field(static=True, default=False, kw_only=True)
     key: Key[Array, ""] | UInt32[Array, "..."] | None = eqx.field(default=None, kw_only=True)
-    parts: int = eqx.field(static=True, default=1, kw_only=True)
     _symmetric: bool = eqx.field(static=True, default=False, init=False)  # see `transposable`
 
     def __check_init__(self):
@@ -107,12 +94,6 @@ class Training(Dynamics, eqx.Module):
                 "loss(params, hparams, batch) -> scalar."
             )
         check_flag(self.has_state, "Training's has_state")
-        check_count(self.parts, f"Training(parts={self.parts!r})")
-        if self.has_state and self.parts > 1:
-            raise ValueError(
-                f"Training(parts={self.parts}, has_state=True): a model state takes a batch as a "
-                "whole. Give parts=1, or a smaller batch."
-            )
         form = "loss(params, hparams, batch{}{})".format(
             ", model_state" if self.has_state else "", ", key=..." if self.key is not None else ""
         )
@@ -177,7 +158,8 @@ class Training(Dynamics, eqx.Module):
         self, state: TrainState, hparams: PyTree, batch: PyTree
     ) -> tuple[TrainState, Array]:
         weights, fixed, objective = self._objective(state, hparams, batch)
-        (value, model_state), grads = self._differentiated(state, hparams, batch)
+        differentiated = _symmetric_gradient if self._symmetric else _gradient
+        (value, model_state), grads = differentiated(objective, weights)
         optimizer = self._optimizer(hparams)
         extra = {
             "value": value,
@@ -196,45 +178,16 @@ class Training(Dynamics, eqx.Module):
 
     def gradient(self, state: TrainState, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return the gradient of the loss in the weights, with which a step begins."""
-        return self._differentiated(state, hparams, batch)[1]
+        weights, _, objective = self._objective(state, hparams, batch)
+        return jax.grad(objective, has_aux=True)(weights)[0]
 
-    def _differentiated(self, state: TrainState, hparams: PyTree, batch: PyTree) -> tuple:
-        """Return (loss, model state) and the gradient, the mean over the parts of the batch."""
-        if self.parts == 1:
-            weights, _, objective = self._objective(state, hparams, batch)
-            return (_symmetric_gradient if self._symmetric else _gradient)(objective, weights)
-        weights = eqx.filter(state.params, eqx.is_inexact_array)
-
-        def of_part(batch, part):
-            _, _, objective = self._objective(state, hparams, batch, part)
-            if self._symmetric:
-                (value, _), grads = _symmetric_gradient(objective, weights, mark=False)
-            else:
-                (value, _), grads = _gradient(objective, weights)
-            return value, grads
-
-        def add(total, entry):
-            found = of_part(*entry)
-            return jax.tree.map(lambda a, b: a + b / self.parts, total, found), None
-
-        entries = _cut(batch, self.parts), jnp.arange(self.parts)
-        shapes = jax.eval_shape(lambda e: of_part(*jax.tree.map(lambda a: a[0], e)), entries)
-        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-        found = lax.scan(add, zero, entries)[0]
-        value, grads = checkpoint_name(found, GRADIENT) if self._symmetric else found
-        return (value, None), grads
-
-    def _objective(
-        self, state: TrainState, hparams: PyTree, batch: PyTree, part: Any = None
-    ) -> tuple:
+    def _objective(self, state: TrainState, hparams: PyTree, batch: PyTree) -> tuple:
         """Return the weights, the rest of the parameters, and weights -> (loss, model state)."""
         weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
 
         def objective(weights):
             params = eqx.combine(weights, fixed)
             key = {} if self.key is None else {"key": jax.random.fold_in(self.key, state.step)}
-            if self.key is not None and part is not None:
-                key["key"] = jax.random.fold_in(key["key"], part)
             if self.has_state:
                 # Rebuilt here: Flax's variables may only change in the trace that made them.
                 model_state = jax.tree.map(lambda leaf: leaf, state.model_state)
@@ -303,10 +256,8 @@ def _gradient(objective: Callable[..., Any], weights: PyTree) -> tuple[Any, PyTr
     return jax.value_and_grad(objective, has_aux=True)(weights)
 
 
-def _symmetric_gradient(
-    objective: Callable[..., Any], weights: PyTree, mark: bool = True
-) -> tuple[Any, PyTree]:
-    """Return the same, marked, with a transposed product of its own; it has no forward mode.
+def _symmetric_gradient(objective: Callable[..., Any], weights: PyTree) -> tuple[Any, PyTree]:
+    """Return the same, with a transposed product of its own; it has no forward mode.
 
     With the pullback G(w, theta, c) = c' d(J, m)/d(w, theta) of the loss J and the model state m, of
     which g is the first part at c = (1, 0), cotangents (a, b, u) of J, m and g give
@@ -365,21 +316,9 @@ def _symmetric_gradient(
 
     gradient = jax.custom_vjp(plain)
     gradient.defvjp(forward, backward)
-    found = gradient(weights, theta, constants)
-    value, (floats, others), grads = checkpoint_name(found, GRADIENT) if mark else found
+    found = checkpoint_name(gradient(weights, theta, constants), GRADIENT)
+    value, (floats, others), grads = found
     return (value, eqx.combine(floats, others, *rest)), grads
-
-
-def _cut(batch: PyTree, parts: int) -> PyTree:
-    """Return a batch as equal parts on a leading axis."""
-    for path, leaf in named_leaves(batch, "batch").items():
-        if not eqx.is_array(leaf) or leaf.ndim == 0 or leaf.shape[0] % parts:
-            raise ValueError(
-                f"Training(parts={parts}): {path} is {describe(leaf)}, whose first axis cannot be cut "
-                "into as many equal parts. Give a number that divides the batch's size; what is no "
-                "array of the batch's rows goes into the loss itself."
-            )
-    return jax.tree.map(lambda a: a.reshape(parts, a.shape[0] // parts, *a.shape[1:]), batch)
 
 
 def _has_own_rules(jaxpr: Any) -> bool:
