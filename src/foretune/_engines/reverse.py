@@ -48,7 +48,7 @@ class Reverse(AbstractEngine):
             step is computed again.
             "everything": also what is inside the steps; nothing is computed again.
             "segments": about 2 sqrt(T) states, and gradients with half of them; each step computed
-            once more.
+            once more. Where updates cost little beside gradients, these are kept in place of states.
             A number c: at most c states, and as few steps computed again as c allow.
             "host": the T states in the host's memory, where the device has its own.
         transpose: how the adjoint passes through the gradient of `Training`'s loss. "forward", the
