@@ -28,6 +28,9 @@ STEP = 0.3
 """Of the descent, in log or logit of each hyperparameter; it falls to 0 as a cosine."""
 MOST = 1.0
 """Longest gradient that counts, in nats by a factor of e: a longer one tells of chaos."""
+MOST_KEPT = 2**35
+"""Bytes of states and gradients that are kept on the device, 32 GiB."""
+TRUST = "stages/trust.json"
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 """Of a learnt schedule, of which the best counts."""
 
@@ -123,7 +126,7 @@ def descent(task: Task, seed: int) -> dict[str, Any]:
         several,
         language.start(RATES[0]),
         steps=task.outer,
-        engine=asked.report.engine,
+        engine=asked.engine,
         optimizer=optax.chain(
             optax.clip_by_global_norm(MOST),
             optax.adam(optax.cosine_decay_schedule(STEP, task.outer)),
@@ -155,15 +158,16 @@ def descent(task: Task, seed: int) -> dict[str, Any]:
         "asking": asking,
         "end": ("last", "lowest")[chosen // len(FACTORS)],
         "factor": FACTORS[chosen % len(FACTORS)],
-        "trust": str(asked.report),
-        "engine": repr(asked.report.engine),
+        "trust": asked.report,
+        "engine": repr(asked.engine),
     }
 
 
 class Asked(NamedTuple):
     """What `trust` says of the start."""
 
-    report: ft.Trust
+    engine: Any
+    report: str
     times: int
     """How often it was asked."""
     trainings: int
@@ -173,21 +177,32 @@ class Asked(NamedTuple):
 def ask(task: Task) -> Asked:
     """Ask whether the descent at the start can be trusted, and where not, for an engine that can.
 
-    Of the first seed, with weights in place of draws.
+    Of the first seed, with weights in place of draws. The answer is kept, where it is yes.
     """
+    exact = engine(task)
+    if (kept := task.folder.read(TRUST)) is not None:
+        return Asked(exact, kept["report"], 1, kept["trainings"])
     asking = partial(
         ft.trust,
         task.language.problem(0).replace(dynamics=task.language.weighted),
         task.language.start(RATES[0]),
-        engine=ft.Reverse(store="segments"),
+        engine=exact,
         constraints=CONSTRAINTS,
         directions=1,
     )
     first = asking(advice=False)
     if first.verdicts["descent"] == "trust":
-        return Asked(first, 1, first.trainings)
+        task.folder.write(TRUST, {"report": str(first), "trainings": first.trainings})
+        return Asked(exact, str(first), 1, first.trainings)
     report = asking(advice="engine")
-    return Asked(report, 2, first.trainings + report.trainings)
+    return Asked(report.engine, str(report), 2, first.trainings + report.trainings)
+
+
+def engine(task: Task) -> ft.Reverse:
+    """Return reverse mode that keeps gradients, so that no step is computed again, where they fit."""
+    weights = sum(leaf.size for leaf in jax.tree.leaves(task.language.problem(0).init))
+    numbers = 4 * weights * task.language.size.steps * task.draws  # Adam has three by weight
+    return ft.Reverse(store="gradients" if 4 * numbers < MOST_KEPT else "segments")
 
 
 class Trail(ft.Callback):

@@ -15,6 +15,7 @@ change with p; value and gradient at the even mixture are the same (`weighted`).
 
 import math
 import operator
+from collections.abc import Iterator
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -229,7 +230,7 @@ class Language:
             self.dynamics, self.error, self.params(start), self.batches(draws), self.validation
         )
 
-    def train(self, points: list[dict], seed: int, trials: Any) -> tuple[np.ndarray, list[Any]]:
+    def train(self, points: list[dict], seed: int, trials: Any) -> tuple[np.ndarray, Iterator[Any]]:
         """Train with each of these hyperparameters in its trial; return validation losses and weights.
 
         `beside` run at a time, the last ones filled up, so that there is one program for all.
@@ -241,9 +242,10 @@ class Language:
             value, params = self._trained(seed, np.asarray(trials)[rows], stacked)
             count = min(self.beside, len(points) - i)
             values.append(np.asarray(value, float)[:count])
-            weights += [jax.tree.map(operator.itemgetter(k), params) for k in range(count)]
+            weights += [(params, k) for k in range(count)]
         found = np.concatenate(values)
-        return np.where(np.isfinite(found), found, math.inf), weights
+        one = (jax.tree.map(operator.itemgetter(k), params) for params, k in weights)
+        return np.where(np.isfinite(found), found, math.inf), one
 
     @cached_property
     def _trained(self):

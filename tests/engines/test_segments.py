@@ -1,6 +1,7 @@
 """Segments that keep gradients in place of states: the same hypergradient, in less memory."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -115,7 +116,7 @@ def test_several_objectives_folds_and_frozen_weights():
         assert_trees_close(SEGMENTS(made, hparams).grad, expected, 1e-11)
 
 
-def parts_of(made, hparams):
+def parts_of(made, hparams) -> Any:
     system = make_system(made, hparams)
     s = system.initial(hparams)
     return system, s, split_step(system, hparams, s)
@@ -158,8 +159,8 @@ class Descent(eqx.Module):
 def whitened(h):
     """An optimizer with a matrix product."""
 
-    def update(grads, state, params=None):
-        grads = grads | {"a": grads["a"] @ (grads["a"].T @ grads["a"])}
+    def update(updates, state, params=None):
+        grads = updates | {"a": updates["a"] @ (updates["a"].T @ updates["a"])}
         return jax.tree.map(lambda g: -h["lr"] * g, grads), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -194,8 +195,8 @@ def test_work_in_scans_and_convolutions():
 
 def temporary(rows, steps):
     made, hparams = problem(TRAININGS["adam"], steps, rows=rows, width=100)
-    program = SEGMENTS.lower(made, hparams).compile()
-    return program.memory_analysis().temp_size_in_bytes / (4 * 3 * 600)  # in states
+    memory: Any = SEGMENTS.lower(made, hparams).compile().memory_analysis()
+    return memory.temp_size_in_bytes / (4 * 3 * 600)  # in states
 
 
 def test_less_memory_where_updates_cost_nothing():
@@ -208,6 +209,6 @@ def test_less_memory_where_updates_cost_nothing():
 @pytest.mark.parametrize("gradient", [1 / 3, 0.5, 1.0])
 def test_lengths(steps, gradient):
     lengths = lengths_of(steps, gradient)
-    assert lengths.count * lengths.blocks * lengths.block + lengths.rest == steps
+    assert lengths.segments * lengths.blocks * lengths.block + lengths.rest == steps
     assert 1 <= lengths.block <= segments.BLOCK
     assert lengths.states(gradient) <= 3 * np.sqrt(steps * gradient) + 8

@@ -114,16 +114,16 @@ def segments_of(steps: int) -> tuple[int, int]:
 
 
 class Lengths(NamedTuple):
-    """The segments of a training: T = count * blocks * block + rest."""
+    """The segments of a training: T = segments * blocks * block + rest."""
 
-    count: int
+    segments: int
     blocks: int
     block: int
     rest: int
 
     def states(self, gradient: float) -> float:
         """Return what is held, in states, where a gradient has this share of one."""
-        kept = self.count + self.blocks + self.rest
+        kept = self.segments + self.blocks + self.rest
         return kept + self.blocks * self.block * gradient
 
 
@@ -132,7 +132,7 @@ def lengths_of(steps: int, gradient: float) -> Lengths:
     """Return the segments that hold least, where a gradient has this share of a state.
 
     >>> lengths_of(32, 1 / 3), lengths_of(1000, 1 / 3)
-    (Lengths(count=4, blocks=1, block=8, rest=0), Lengths(count=25, blocks=5, block=8, rest=0))
+    (Lengths(segments=4, blocks=1, block=8, rest=0), Lengths(segments=25, blocks=5, block=8, rest=0))
     """
     found = []
     for length in range(1, min(steps, 8 + math.isqrt(int(16 * steps / max(gradient, 0.1)))) + 1):
