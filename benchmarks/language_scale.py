@@ -82,8 +82,8 @@ def tokens(vocabulary: int, context: int, windows: int = 1024) -> tuple[np.ndarr
 
 
 def language(
-    dtype: Any, *, layers: int, width: int, heads: int, context: int, batch: int, steps: int,
-    vocabulary: int, light: bool = False,
+    dtype: Any, light: bool = False, /, *, layers: int, width: int, heads: int, context: int,
+    batch: int, steps: int, vocabulary: int,
 ) -> tuple[ft.Problem, dict[str, Any]]:  # fmt: skip
     """Return the problem, whose loss is computed in `dtype`, and its hyperparameters.
 
@@ -185,7 +185,7 @@ def of_size(sizes: dict[str, int], until: float, write: Callable[[Any], None]) -
             write(results)
             continue
         try:
-            arrays, structure = validated(*language(jnp.bfloat16, **sizes, light=light))
+            arrays, structure = validated(*language(jnp.bfloat16, light, **sizes))
             arrays = [jax.device_put(array) for array in arrays]
             lower = lambda engine=engine: compute.lower(engine, structure, False, arrays)  # noqa: E731, B023
             figures, program = first_call(lower, arrays)

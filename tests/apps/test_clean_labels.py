@@ -84,6 +84,36 @@ def test_few_checked_rows_do_no_harm():
         assert share_found(helped, wrong, ~rows) > alone - 0.03
 
 
+def test_given_labels_count_as_a_thousand_rows_beside_few_checked_ones():
+    def rows(n, c):
+        return c * np.exp(float(posterior._start_regularisers(n, c)["given"]))
+
+    assert rows(3000, 50) == pytest.approx(1000)
+    assert rows(3000, 500) == pytest.approx(1500)  # three times the checked ones
+    assert rows(300, 50) == pytest.approx(300)  # no more than there are
+
+
+def test_checked_rows_do_not_say_how_far_the_matrix_is_believed():
+    """Their given labels are not known: the share of the noise is that of the fit without them."""
+    given, p, true = predictions(300, wrong=0.3)
+    other = predictions(300, wrong=0.3, bias=1.5)[1]
+    q, unknown, nobody = np.stack([p, other]), np.full(50, -1), np.zeros(0, int)
+    rest = slice(50, None)
+    alone = posterior.judge(q[:, rest], given[rest], q[:, :0], nobody, nobody, seed=0)
+    found = posterior.judge(q[:, rest], given[rest], q[:, :50], true[:50], unknown, seed=0)
+
+    def weighed(share):
+        fit = (found.probabilities, found.noise, found.pool)
+        return posterior._weighed(*fit, given[rest], share, {}, None).right
+
+    by_alone, by_found = (
+        weighed(posterior._share(of.probabilities, of.noise, given[rest], np.ones(250)))
+        for of in (alone, found)
+    )
+    np.testing.assert_allclose(found.right, by_alone, rtol=1e-6)
+    assert np.abs(by_alone - by_found).max() > 1e-3
+
+
 def test_several_predictions_are_pooled_and_noise_is_left_out():
     given, p, _ = predictions()
     q = np.random.default_rng(1).dirichlet(np.ones(3), 400)
