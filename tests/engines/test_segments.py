@@ -166,11 +166,19 @@ def whitened(h):
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+class Twice(ft.Training):
+    """Two gradients in a step, the second after the first one's update."""
+
+    def step(self, state, hparams, batch):
+        return super().step(super().step(state, hparams, batch), hparams, batch)
+
+
 def test_steps_that_are_not_split():
     made, hparams = problem(TRAININGS["adam"], 3)
     assert parts_of(made, hparams)[2] is not None
     assert parts_of(made.replace(trajectory=True), hparams)[2] is None  # an error after each update
     assert parts_of(*problem(ft.Training(loss, whitened), 3))[2] is None
+    assert parts_of(*problem(Twice(loss, adam), 3))[2] is None
     own = made.replace(
         dynamics=Descent(), objective=lambda s, h, batch: loss(s, {"l2": 0.0}, batch)
     )

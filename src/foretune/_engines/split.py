@@ -62,10 +62,11 @@ def split_step(system: System, hparams: PyTree, s: PyTree) -> Split | None:
     marks = [e for e in jaxpr.eqns if _is_mark(e)]
     if not marks or jaxpr.effects:
         return None
-    before, after = ([v for e in marks for v in variables(e)] for variables in (_ins, _outs))
+    before = [v for e in marks for v in e.invars]
+    after = [v for e in marks for v in e.outvars]
     rest = [e for e in jaxpr.eqns if not _is_mark(e)]
     update, gradient = _needed(rest, jaxpr.outvars), _needed(rest, before)
-    if any(v in after for e in gradient for v in e.invars if not isinstance(v, Literal)):
+    if any(v is mark for mark in after for e in gradient for v in e.invars):
         return None  # a gradient after another one's update
     if any(map(_is_costly, update)):
         return None
@@ -88,14 +89,6 @@ def split_step(system: System, hparams: PyTree, s: PyTree) -> Split | None:
 
 def _is_mark(equation: Any) -> bool:
     return equation.primitive.name == "name" and equation.params["name"] == GRADIENT
-
-
-def _ins(equation: Any) -> list[Any]:
-    return equation.invars
-
-
-def _outs(equation: Any) -> list[Any]:
-    return equation.outvars
 
 
 def _needed(equations: list[Any], outputs: list[Any]) -> list[Any]:
