@@ -1,13 +1,16 @@
 """The language experiment, on texts made up here."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.language import experiment, mixtures, text
+import foretune as ft
+from experiments.language import experiment, methods, mixtures, text
 from experiments.language.model import Language, Size, drawn, losses, schedule
 from foretune.report import RunError
 
@@ -96,6 +99,17 @@ def test_the_schedule():
     assert np.argmax(plain) < 12
     assert plain[-1] < 1e-3
     np.testing.assert_allclose(schedule(jnp.full(6, 0.3), t, 100), 3 * plain, rtol=1e-5)
+
+
+def test_an_answer_of_trust_is_kept(folder, monkeypatch):
+    language = Language(read(folder), TINY, 8, 8)
+    kept = {methods.TRUST: {"report": "trust in Reverse()", "trainings": 7}}
+    files: Any = SimpleNamespace(read=kept.get)
+    task = methods.Task(language, files, 2, 3, 10, 1.0, 1, [])
+    engine = ft.Reverse(store="gradients")
+    assert methods.ask(task) == (engine, "trust in Reverse()", 1, 7)
+    monkeypatch.setattr(methods, "MOST_KEPT", 1)  # not even a gradient
+    assert methods.ask(task).engine == ft.Reverse(store="segments")
 
 
 @pytest.mark.second_tier
