@@ -535,6 +535,7 @@ def chaotic():
     return problem, losses
 
 
+@pytest.mark.second_tier
 def test_a_chaotic_training_is_warned_of():
     problem, losses = chaotic()
     queries = (np.array([0.1, 0.8], np.float32),)

@@ -17,7 +17,7 @@ WITHOUT_CODE = [
     f"docs/{page}.md"
     for page in ("about", "api", "comparison", "examples", "experiments", "theory")
 ]
-FIRST = ["README.md", "docs/index.md"]
+FIRST = ["README.md"]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 
 

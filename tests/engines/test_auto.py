@@ -62,6 +62,7 @@ def timeless(monkeypatch):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_the_result_is_that_of_an_exact_engine():
     problem, hparams = regression(steps=20, dtype=np.float64)
     found = ft.Auto()(problem, hparams)
@@ -72,6 +73,7 @@ def test_the_result_is_that_of_an_exact_engine():
     assert_trees_close(inside, expected.grad, 1e-10)
 
 
+@pytest.mark.second_tier
 def test_both_ways_to_transpose_a_gradient_are_measured(timeless, monkeypatch):
     problem, hparams, _ = network(30)
     many = hparams | {"shift": jnp.full(32, 0.5)}

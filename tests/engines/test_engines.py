@@ -53,6 +53,7 @@ def state_bytes(problem, hparams):
 
 
 @pytest.mark.parametrize("engine", [ft.Forward(), ft.Forward(chunk=2)], ids=str)
+@pytest.mark.second_tier
 def test_memory_of_forward_mode_does_not_grow_with_steps(engine):
     few, many = (temporary_bytes(engine, *network(steps)) for steps in (10, 1000))
     assert many == few

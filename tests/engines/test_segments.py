@@ -207,6 +207,7 @@ def temporary(rows, steps):
     return memory.temp_size_in_bytes / (4 * 3 * 600)  # in states
 
 
+@pytest.mark.second_tier
 def test_less_memory_where_updates_cost_nothing():
     """With 3,000 rows a gradient is 4,300 operations for each number of the state."""
     more = [temporary(rows, 900) - temporary(rows, 100) for rows in (30, 3000)]

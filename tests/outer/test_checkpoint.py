@@ -213,6 +213,7 @@ def test_another_start_or_error_is_refused(tmp_path, change, difference):
         ft.minimize(problem.replace(**change), hparams, **given)
 
 
+@pytest.mark.second_tier
 def test_a_run_that_diverged_goes_on_with_a_smaller_step(tmp_path):
     problem, hparams = regression(steps=100)
     for rate in (-100.0, 0.0):
@@ -472,6 +473,7 @@ def test_a_second_ctrl_c_leaves_nothing_that_is_not_whole(tmp_path, point, kept)
     assert same(resumed.best, expected.best)
 
 
+@pytest.mark.second_tier
 def test_best_after_a_score_that_failed(tmp_path):
     """A window whose score fails, the best of all, is counted when the run resumes."""
     expected = tune([])

@@ -19,7 +19,12 @@ from ..problems import regression
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("engine", "constraint"), [(ft.Reverse(), ft.NonNegative()), (ft.Forward(), ft.Log())], ids=str
+    ("engine", "constraint"),
+    [
+        (ft.Forward(), ft.Log()),
+        pytest.param(ft.Reverse(), ft.NonNegative(), marks=pytest.mark.second_tier),
+    ],
+    ids=str,
 )
 def test_the_optimal_ridge_coefficient(engine, constraint):
     problem, closed_form = ridge(200)
@@ -50,6 +55,7 @@ def test_the_default_optimizer_needs_no_rate(constraint):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_an_optimum_on_the_boundary():
     problem, closed_form = ridge(200)
     free = ft.minimize(
@@ -412,6 +418,7 @@ def three_descents():
     return problem, starts | {"lr": jnp.array([0.1, 1e30, 0.2])}
 
 
+@pytest.mark.second_tier
 def test_a_descent_that_diverges_ends_alone():
     problem, starts = three_descents()
     options = {"steps": 4, "batched": True, "optimizer": optax.adam(0.01)}

@@ -100,6 +100,7 @@ def test_the_noise_of_new_batches_is_no_rise():
 
 
 @pytest.mark.promotes("Adam multiplies floats by counts")
+@pytest.mark.second_tier
 def test_it_resumes_to_the_same(tmp_path):
     options = {"optimizer": optax.sgd(1.0)}
     problem = response(lambda h: jnp.sum(h["x"] ** 4), START)

@@ -75,6 +75,7 @@ def test_verdicts_on_a_jagged_response(slope, verdict):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_the_engine_that_is_advised_agrees():
     hparams = {"x": jnp.array([1.0, -2.0, 3.0]), "y": jnp.array(2 * np.pi / 60)}
     problem = response(lambda h: jnp.sum(h["x"] ** 2) + wave(h["y"], -20.0), hparams)
@@ -210,6 +211,7 @@ def test_the_error_on_fresh_runs():
 
 
 @pytest.mark.promotes("Adam multiplies floats by a count")
+@pytest.mark.second_tier
 def test_a_larger_eps_root_is_that_of_adam():
     problem, hparams = regression(optimizer=lambda h: optax.adam(h["lr"], eps_root=1e-6))
     exact, _ = regression(optimizer=lambda h: optax.adam(h["lr"], eps_root=1e-6 + 1e-2))
@@ -258,6 +260,7 @@ def test_remedies_follow_from_what_was_seen():
 
 
 @pytest.mark.promotes("a bfloat16 loss with float32 hyperparameters")
+@pytest.mark.second_tier
 def test_what_a_loss_in_low_precision_does_is_said():
     problem, hparams = minibatches()
     low = problem.replace(dynamics=problem.dynamics.in_precision(jnp.bfloat16))
@@ -286,6 +289,7 @@ def test_minimize_warns_of_a_gradient_that_misleads(capsys):
 
 
 @pytest.mark.promotes("Adam multiplies floats by a count")
+@pytest.mark.second_tier
 def test_a_gradient_that_is_not_finite_misleads():
     problem, hparams = regression(optimizer=lambda h: optax.adam(h["lr"]))
     zero = problem.replace(batches=ft.FullBatch((np.zeros((6, 3)), np.ones(6)), steps=4))

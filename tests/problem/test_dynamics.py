@@ -110,6 +110,7 @@ def test_flax_nnx_with_batch_norm_and_dropout(running_statistics):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_random_numbers_follow_the_step():
     """With a key, each step draws its own numbers, and the same ones when it is replayed."""
     seen = []

@@ -76,7 +76,14 @@ def mean_of(problem_of_fold, hparams):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("kind", ["full", "minibatches", "stacked"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "minibatches",
+        pytest.param("full", marks=pytest.mark.second_tier),
+        pytest.param("stacked", marks=pytest.mark.second_tier),
+    ],
+)
 def test_the_mean_of_its_folds(kind):
     data = Data()
     value, grad, states = mean_of(lambda k: data.problem(k, kind), hyper())

@@ -12,6 +12,7 @@ from ..problems import assert_trees_close, regression, squared_error, squares
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_three_ways_to_give_the_same_batches():
     problem, hparams = regression(steps=6, dtype=np.float64)
     x, y = problem.batches.data
@@ -43,6 +44,7 @@ def test_shuffled_minibatches_visit_every_example_once_an_epoch():
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_trajectory_is_the_mean_of_the_responses():
     hparams = regression(dtype=np.float64)[1]
     at = [regression(steps=t, dtype=np.float64)[0] for t in range(1, 4)]

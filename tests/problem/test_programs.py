@@ -39,6 +39,7 @@ def test_optimizers_that_could_change_are_not():
 
 
 @pytest.mark.promotes("Adam multiplies floats by counts")
+@pytest.mark.second_tier
 def test_an_optimizer_written_inline_is_compiled_once():
     problem, hparams = regression()
     counted = []
@@ -63,6 +64,7 @@ def test_an_optimizer_written_inline_is_compiled_once():
     assert sum(counted) == 0
 
 
+@pytest.mark.second_tier
 def test_programs_are_let_go():
     def make(i):
         return lambda x: x + i

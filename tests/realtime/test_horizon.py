@@ -58,6 +58,7 @@ def test_the_rate_decays_linearly_after_the_first_quarter():
     assert state.course.steps == HORIZON
 
 
+@pytest.mark.second_tier
 def test_the_first_quarter_is_as_without_a_horizon():
     windows, validation = data(WINDOWS, DELTA)
     with_one, _ = updated(tuner(ft.relative_adam()), windows[:2], validation)

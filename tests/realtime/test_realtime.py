@@ -515,6 +515,7 @@ def test_a_start_that_is_not_finite_is_refused(value):
         ft.RealTime(Decay(), lambda state, h, x: state).init(np.float32(np.nan), hparams)
 
 
+@pytest.mark.second_tier
 def test_a_window_that_begins_with_what_is_not_finite_is_an_error():
     windows, validation = data()
     params, hparams = start()
@@ -575,6 +576,7 @@ def test_outliers_are_passed_over(size, at):
     assert max(record["loss"] for record in result.history[1:]) < 100
 
 
+@pytest.mark.second_tier
 def test_an_outlier_leaves_training_and_z_as_they_are():
     (x, y), validation = data(windows=1, delta=6)[0][0], data()[1]
     params, hparams = start()

@@ -161,6 +161,7 @@ class TestTuned:
         assert_trees_close(state.log["hypergradient"], log["hypergradient"], 1e-4)
         assert np.isclose(np.mean(losses[-4:]), log["loss"])
 
+    @pytest.mark.second_tier
     def test_model_state_key_and_hyperparameters_of_the_loss_as_in_real_time(self):
         windows, validation = data()
         key, params = jax.random.key(3), start()[0]
@@ -258,6 +259,7 @@ class TestTuned:
         with pytest.raises(ft.NonFiniteError, match=r"batch\.data\[0\]"):
             update_twice(some, some.init(params), (batch[0] * np.nan, batch[1]), validation)
 
+    @pytest.mark.second_tier
     def test_the_state_of_an_equinox_model_is_arrays(self):
         key = jax.random.key(0)
         model = eqx.nn.MLP(3, "scalar", 4, 1, activation, activation, key=key)
@@ -385,6 +387,7 @@ class TestTuned:
         assert not np.allclose(state.params["w"], params["w"])
         assert state.hparams["learning_rate"] != np.float32(0.01)
 
+    @pytest.mark.second_tier
     def test_with_a_horizon_it_is_real_time_tuning_with_it(self):
         params, (_, validation) = start()[0], data()
         batches = self.batches(32)
