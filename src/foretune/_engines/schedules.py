@@ -289,7 +289,7 @@ def with_gradients(
 def pulled(pull: Any, adjoint: Adjoint) -> Adjoint:
     """Return the adjoint before the steps of a pullback."""
     alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
-    return Adjoint(alpha_A, summed(adjoint.g, alpha_B))
+    return Adjoint(alpha_A, _sum(adjoint.g, alpha_B))
 
 
 def sweep(
@@ -338,8 +338,7 @@ def _put(kept: PyTree, slot: Any, s: PyTree) -> PyTree:
     )
 
 
-def summed(a: PyTree, b: PyTree) -> PyTree:
-    """Return a + b."""
+def _sum(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: a + b, a, b)
 
 

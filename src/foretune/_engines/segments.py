@@ -16,21 +16,19 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
 from .._problem.system import System
-from .products import pull_rows
 from .schedules import (
     Adjoint,
+    adjoint_step,
     advance,
     entry,
     pulled,
     recorded,
-    summed,
     sweep,
     take,
     with_gradients,
@@ -203,17 +201,18 @@ class _Split(NamedTuple):
         def step(adjoint, at):
             i, j = at // length, at % length
 
-            def given(j):
-                x = entry(system, (k * blocks + i) * length + j)
-                return x, [take(take(g, i), j) for g in record.gradients]
+            first = (k * blocks + i) * length
+
+            def gradient(j):
+                return [take(take(g, i), j) for g in record.gradients]
 
             def updated(j, s):
-                return self.split.update(s, hparams, *given(j))
+                return self.split.update(s, hparams, entry(system, first + j), gradient(j))
 
             s = lax.fori_loop(0, j, updated, take(record.starts, i))
-            _, pull = eqx.filter_vjp(lambda s, h: self.split.known(s, h, *given(j)), s, hparams)
-            alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
-            return Adjoint(alpha_A, summed(adjoint.g, alpha_B)), None
+            known = lambda s, h, x: self.split.known(s, h, x, gradient(j))  # noqa: E731
+            cheap = system._replace(transposable=known)
+            return adjoint_step(cheap, hparams, adjoint, s, first + j), None
 
         steps = jnp.arange(blocks * length)
         return lax.scan(step, adjoint, steps, reverse=True, unroll=self.unroll)[0]
