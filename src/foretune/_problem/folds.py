@@ -148,6 +148,19 @@ class CrossValidated(Problem):
         """Return the problem that starts from a stack of the folds' states."""
         return self._replaced({"dynamics": Continued(self.dynamics), "init": state})
 
+    def apart(self) -> "CrossValidated":
+        """Return the problem whose hyperparameters are a stack, with an entry for each fold.
+
+        One hypergradient of it has those of all folds, at the price of their mean.
+        """
+        means = {
+            name: FoldMean(mean.objective, self.folds, apart=True)
+            for name, mean in self._means().items()
+        }
+        return self._replaced(
+            {"dynamics": _apart(self.dynamics), "objective": means.get(None, means)}
+        )
+
     def _replaced(self, changes: dict[str, Any]) -> "CrossValidated":
         plain, folds = super().replace(**changes), object.__new__(CrossValidated)
         for name in Problem.__dataclass_fields__:
@@ -159,19 +172,23 @@ class FoldDynamics(Wrapper):
     """The inner dynamics side by side: the state is the stack of their states."""
 
     folds: int = eqx.field(static=True)
+    apart: bool = eqx.field(static=True, default=False)
+    """Whether each fold has hyperparameters of its own: a stack of them."""
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
         """Return the stack of the s_0."""
-        return _each(lambda d, p: d.init(p, hparams), self.folds, self.dynamics, params)
+        h = _of_folds(hparams) if self.apart else hparams
+        return _each(lambda d, p, h: d.init(p, h), self.folds, self.dynamics, params, h)
 
     def advance(self, state: PyTree, hparams: PyTree, batch: PyTree) -> tuple[PyTree, None]:
         """Return the stack of the s_t. The batch is the source and its entry, see `FoldBatches`."""
 
-        def one(dynamics, s, batch):
+        def one(dynamics, s, h, batch):
             source, x = batch
-            return dynamics.advance(s, hparams, source.batch(x))[0]
+            return dynamics.advance(s, h, source.batch(x))[0]
 
-        return _each(one, self.folds, self.dynamics, _of_folds(state), batch), None
+        h = _of_folds(hparams) if self.apart else hparams
+        return _each(one, self.folds, self.dynamics, _of_folds(state), h, batch), None
 
     @property
     def reports_loss(self) -> bool:
@@ -181,11 +198,12 @@ class FoldDynamics(Wrapper):
     def gradient(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return the stack of the gradients."""
 
-        def one(dynamics, s, batch):
+        def one(dynamics, s, h, batch):
             source, x = batch
-            return dynamics.gradient(s, hparams, source.batch(x))
+            return dynamics.gradient(s, h, source.batch(x))
 
-        return _each(one, self.folds, self.dynamics, _of_folds(state), batch)
+        h = _of_folds(hparams) if self.apart else hparams
+        return _each(one, self.folds, self.dynamics, _of_folds(state), h, batch)
 
 
 class FoldMean(eqx.Module):
@@ -193,6 +211,7 @@ class FoldMean(eqx.Module):
 
     objective: Callable[..., Any]
     folds: int = eqx.field(static=True)
+    apart: bool = eqx.field(static=True, default=False)
 
     @property
     def stands_for(self) -> Callable[..., Any]:
@@ -202,10 +221,11 @@ class FoldMean(eqx.Module):
     def each(self, state: PyTree, hparams: PyTree, validation: PyTree) -> Float[Array, " folds"]:
         """Return the error of each fold."""
         return _each(
-            lambda f, s, v: jnp.asarray(f(s, hparams, v)),
+            lambda f, s, h, v: jnp.asarray(f(s, h, v)),
             self.folds,
             self.objective,
             _of_folds(state),
+            _of_folds(hparams) if self.apart else hparams,
             validation,
         )
 
@@ -244,6 +264,12 @@ class FoldBatches(Batches):
     def whole(self) -> PyTree:
         """Return the source and no entry, for the whole data of each fold."""
         return Whole(self.source), None
+
+
+def _apart(dynamics: Any) -> Any:
+    if isinstance(dynamics, FoldDynamics):
+        return FoldDynamics(dynamics.dynamics, dynamics.folds, apart=True)
+    return dynamics._around(_apart(dynamics.inner))
 
 
 def _source(batches: Any) -> Any:
