@@ -15,6 +15,7 @@ from ._engines.forward import Forward as Forward
 from ._engines.implicit import Implicit as Implicit
 from ._engines.nonfinite import NonFiniteError as NonFiniteError
 from ._engines.reverse import Reverse as Reverse
+from ._engines.robust import RobustMean as RobustMean
 from ._engines.sampled import Estimate as Estimate
 from ._engines.sampled import Sampled as Sampled
 from ._engines.truncated import LeftOut as LeftOut

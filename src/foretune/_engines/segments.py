@@ -9,7 +9,9 @@ block, states are found again by updates.
 
 With T = k L, L = m b (k segments of m blocks of b steps), states of S bytes and gradients of G, that is
 
-    k S + L G + m S,     b <= BLOCK.
+    (k - 1) S + L G + m S,     b <= BLOCK.
+
+The first state of all is made again.
 """
 
 import functools
@@ -121,7 +123,7 @@ class Lengths(NamedTuple):
 
     def states(self, gradient: float) -> float:
         """Return what is held, in states, where a gradient has this share of one."""
-        kept = self.segments + self.blocks + self.rest
+        kept = self.segments - 1 + self.blocks + self.rest
         return kept + self.blocks * self.block * gradient
 
 
@@ -153,9 +155,17 @@ class _Split(NamedTuple):
     unroll: int = 1
 
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
-        """Run, and keep where each segment begins, and the states of what is left over."""
+        """Run, and keep where each segment but the first begins, and the states of what is over."""
         count, blocks, block, rest = self._lengths(system, s_0)
-        s, firsts = firsts_of(system, hparams, s_0, blocks * block, count, self.unroll)
+        length = blocks * block
+        empty = jax.tree.map(lambda a: jnp.zeros((max(count - 1, 1), *a.shape), a.dtype), s_0)
+
+        def segment(k, carry):
+            s, firsts = carry
+            firsts = jax.tree.map(lambda f, a: f.at[jnp.maximum(k - 1, 0)].set(a), firsts, s)
+            return advance(system, hparams, s, k * length, length, self.unroll), firsts
+
+        s, firsts = lax.fori_loop(0, count, segment, (s_0, empty))
         s_T, states = recorded(system, hparams, s, system.steps - rest, rest, self.unroll)
         return s_T, (self.split, firsts, states)
 
@@ -167,8 +177,13 @@ class _Split(NamedTuple):
             first = system.steps - rest
             adjoint = sweep(system, hparams, states, adjoint, first, rest, self.unroll)
 
+        def first_of(k):
+            later = take(firsts, jnp.maximum(k - 1, 0))
+            s_0 = system.initial(hparams)
+            return jax.tree.map(lambda a, b: jnp.where(k == 0, a, b), s_0, later)
+
         def segment(adjoint, k):
-            record = self._record(system, hparams, take(firsts, k), k)
+            record = self._record(system, hparams, first_of(k), k)
             return self._pull(system, hparams, record, adjoint, k), None
 
         return lax.scan(segment, adjoint, jnp.arange(count), reverse=True)[0]

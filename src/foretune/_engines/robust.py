@@ -1,0 +1,126 @@
+"""A mean of the folds' hypergradients in which those that are long beyond measure hardly count.
+
+Where each fold i = 1 .. k has a copy lambda_i of the hyperparameters, one adjoint has all k gradients:
+
+    d/dlambda_i  1/k sum_j E_j(s_T^j(lambda_j), lambda_j) = g_i / k.
+
+Their mean is the gradient of the mean error. But a training that amplifies small changes has a gradient
+that is exact, a thousand times as long as others, and tells nothing of a step of tuning; the mean is
+then that one gradient. Taken as one slope mu with errors of their own size, the best mean weighs each
+by the inverse of its second moment, for which its own square is the estimate:
+
+    g = sum_i w_i g_i / sum_i w_i,    w_i = 1 / sum_leaves (|g_i,leaf| / median_j |g_j,leaf|)^2.
+
+Lengths are relative to the median of their leaf, so that units do not count.
+
+Time and memory: those of the engine for the mean, with `Forward` k times the tangents.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .._problem.checks import describe
+from .._problem.folds import CrossValidated
+from .._problem.problem import Problem
+from .._problem.system import System, make_system
+from .base import AbstractEngine, Solution
+from .forward import Forward
+from .reverse import Reverse
+from .truncated import Truncated
+
+INNER = (Reverse, Forward, Truncated)
+
+
+class RobustMean(AbstractEngine):
+    """The hypergradient of a `CrossValidated` problem as a mean in which long ones count less.
+
+    Use it where the folds are trainings with starts and batches of their own, and some of them amplify
+    small changes: their gradients are exact, long beyond measure, and of no use. Each fold counts by
+    the inverse square of its gradient's length, relative to the others, leaf by leaf. Where all are of
+    nearly the same length it is nearly their mean. The value is the mean error, as ever.
+
+    Args:
+        engine: of each fold's gradient: `Reverse()` (default), `Forward()` or `Truncated(k)`.
+        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> starts = jnp.array([0.0, 0.1, 0.2, 0.3, 50.0])
+    >>> def problem_of_fold(k):
+    ...     return ft.Problem(
+    ...         ft.Training(lambda w, h, x: (w - 1) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...         lambda state, h, x: (state.params - 1) ** 2, init=starts[k],
+    ...         batches=ft.FullBatch(jnp.array(0.0), steps=3), validation=jnp.array(0.0))
+    >>> problem, hparams = ft.CrossValidated(problem_of_fold, folds=5), {"lr": jnp.array(0.1)}
+    >>> round(float(ft.Reverse()(problem, hparams).grad["lr"]), 1)  # that of the last fold, by five
+    -1890.5
+    >>> round(float(ft.RobustMean()(problem, hparams).grad["lr"]), 1)
+    -2.5
+    """
+
+    engine: AbstractEngine
+    check_finite: bool | None
+
+    def __init__(self, engine: AbstractEngine | None = None, *, check_finite: bool | None = None):
+        self.engine = Reverse() if engine is None else engine
+        self.check_finite = check_finite
+        if not isinstance(self.engine, INNER):
+            raise TypeError(
+                f"RobustMean(engine={describe(engine)}): give `Reverse()`, `Forward()` or "
+                "`Truncated(k)`."
+            )
+        if not isinstance(check_finite, bool | None):
+            raise TypeError(f"RobustMean(check_finite={check_finite!r}): give None, True or False.")
+
+    @property
+    def other_mode(self) -> str | None:
+        """That of the folds' engine."""
+        return self.engine.other_mode
+
+    def review(self, report: Any) -> None:
+        """Warn as the folds' engine does."""
+        self.engine.review(report)
+
+    def solve(self, system: System, hparams: PyTree) -> Solution:
+        """Not used: `solve_problem` is."""
+        raise NotImplementedError
+
+    def solve_problem(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
+        """Return the mean errors, the weighted means of the gradients, and s_T."""
+        if not isinstance(problem, CrossValidated):
+            raise TypeError(
+                f"RobustMean takes a `foretune.CrossValidated` problem, got {describe(problem)}. Give "
+                "another engine, or make a fold of each start: `CrossValidated(problem_of_seed, 8)`."
+            )
+        k, apart = problem.folds, problem.apart()
+        copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (k, *leaf.shape)), hparams)
+        found = self.engine.solve_problem(apart, make_system(apart, copies), copies)
+        weights = jax.vmap(fold_weights)(found.rows)  # the K errors have weights of their own
+
+        def mean(parts):
+            shape = weights.shape + (1,) * (parts.ndim - 2)
+            return jnp.sum(k * parts * weights.reshape(shape).astype(parts.dtype), axis=1)
+
+        return found._replace(rows=jax.tree.map(mean, found.rows))
+
+
+def fold_weights(gradients: PyTree[Float[Array, "folds ..."]]) -> Float[Array, " folds"]:
+    """Return the weight of each fold, by the lengths of its gradients.
+
+    >>> weights = fold_weights({"a": jnp.array([1.0, 1.0, 10.0]), "b": jnp.zeros(3)})
+    >>> [round(float(w), 3) for w in weights]
+    [0.498, 0.498, 0.005]
+    """
+
+    def squares(leaf):
+        wide = np.promote_types(leaf.dtype, np.float32)
+        length = jnp.sqrt(jnp.sum(leaf.astype(wide).reshape(len(leaf), -1) ** 2, 1))
+        usual = jnp.median(length)
+        return jnp.where(usual > 0, (length / jnp.where(usual > 0, usual, 1)) ** 2, 0.0)
+
+    total = sum(map(squares, jax.tree.leaves(gradients)))
+    logs = -jnp.log(jnp.where(total > 0, total, 1))  # all 0: no leaf tells
+    return jax.nn.softmax(jnp.where(total > 0, logs, 0.0))

@@ -1,0 +1,168 @@
+"""The mean of the folds' hypergradients in which long ones count less."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import foretune as ft
+from foretune._engines.robust import fold_weights
+
+from ..problems import assert_trees_close
+
+FOLDS, STEPS = 5, 6
+HPARAMS = {"lr": 0.05, "scale": (1.0, 2.0)}
+
+
+def loss(params, hparams, x):
+    return jnp.mean((jnp.tanh(x @ params) - hparams["scale"][0]) ** 2) * hparams["scale"][1]
+
+
+def error(state, hparams, x):
+    return jnp.mean((x @ state.params - 1) ** 2) + hparams["scale"][0] ** 2
+
+
+def rate_error(state, hparams, x):
+    return jnp.mean((x @ state.params) ** 2) * hparams["lr"]
+
+
+def problem_of_fold(k, far=1.0, **options):
+    rng = np.random.default_rng(k)
+    x = jnp.asarray(rng.normal(size=(STEPS, 4, 3)))
+    start = jnp.asarray(rng.normal(size=3))
+    training = ft.Training(loss, lambda h: optax.sgd(h["lr"], 0.5))
+    settings = {"objective": error, "batches": x, "init": start, **options}
+    return ft.Problem(training, validation=x[0] * (far if k == 2 else 1.0), **settings)
+
+
+def hyper():
+    return jax.tree.map(jnp.asarray, HPARAMS)
+
+
+def robust_mean(gradients):
+    """The formula in numpy, of a list of gradients."""
+    columns = [np.stack(column) for column in zip(*map(jax.tree.leaves, gradients), strict=True)]
+    lengths = [np.linalg.norm(c.reshape(len(c), -1), axis=1) for c in columns]
+    weights = 1 / sum((length / np.median(length)) ** 2 for length in lengths)
+    means = [np.tensordot(weights / weights.sum(), c, 1) for c in columns]
+    return jax.tree.unflatten(jax.tree.structure(gradients[0]), means)
+
+
+def of_each(problems, hparams, engine):
+    results = [engine(problem, hparams) for problem in problems]
+    value = sum(r.value for r in results) / len(results)
+    return value, robust_mean([r.grad for r in results])
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ft.Reverse(),
+        ft.Reverse(store="segments"),
+        ft.Reverse(store="gradients"),
+        ft.Reverse(store=2),
+        ft.Forward(),
+        ft.Truncated(4),
+    ],
+    ids=repr,
+)
+@pytest.mark.filterwarnings("ignore:Truncated")
+def test_is_the_weighted_mean_of_the_folds_own(engine):
+    problem = ft.CrossValidated(problem_of_fold, FOLDS)
+    found = ft.RobustMean(engine)(problem, hyper())
+    value, grad = of_each(map(problem_of_fold, range(FOLDS)), hyper(), engine)
+    assert_trees_close(found.grad, grad, rtol=1e-10)
+    assert_trees_close(found.value, value, rtol=1e-12)
+    assert_trees_close(found.state, ft.Reverse()(problem, hyper()).state, rtol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_of_objectives_by_name_and_of_a_mean_over_the_steps():
+    def of_fold(k):
+        return problem_of_fold(k, objective={"lr": rate_error, "scale": error}, trajectory=True)
+
+    found = ft.RobustMean()(ft.CrossValidated(of_fold, FOLDS), hyper())
+    # an error's weights are by its gradient in all hyperparameters, its own or not
+    for name, objective in {"lr": rate_error, "scale": error}.items():
+        alone = [problem_of_fold(k, objective=objective, trajectory=True) for k in range(FOLDS)]
+        expected = of_each(alone, hyper(), ft.Reverse())[1]
+        assert_trees_close(found.grad[name], expected[name], rtol=1e-10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_of_a_training_that_is_continued():
+    problem = ft.CrossValidated(problem_of_fold, FOLDS)
+    state = problem.response(hyper())[1]
+    again = problem.continued(state)
+    each = [
+        problem_of_fold(k).continued(jax.tree.map(lambda leaf, k=k: leaf[k], state))
+        for k in range(FOLDS)
+    ]
+    found = ft.RobustMean()(again, hyper())
+    assert_trees_close(found.grad, of_each(each, hyper(), ft.Reverse())[1], rtol=1e-10)
+
+
+def test_one_fold_does_not_move_it():
+    near, far = (
+        ft.CrossValidated(lambda k, far=far: problem_of_fold(k, far), FOLDS) for far in (1.0, 1e3)
+    )
+    lengths = [
+        float(optax.tree.norm(engine(problem, hyper()).grad))
+        for engine in (ft.Reverse(), ft.RobustMean())
+        for problem in (near, far)
+    ]
+    assert lengths[1] > 100 * lengths[0]
+    assert lengths[3] < 5 * lengths[2]
+
+
+def test_inside_a_program_and_in_a_descent():
+    problem = ft.CrossValidated(problem_of_fold, FOLDS)
+    engine = ft.RobustMean(ft.Reverse(store="segments"))
+    outside = engine(problem, hyper())
+    inside = jax.jit(lambda h: engine(problem, h))(hyper())
+    assert_trees_close(inside.grad, outside.grad, rtol=1e-5)
+    result = ft.minimize(problem, hyper(), steps=5, engine=engine, optimizer=optax.sgd(1e-3))
+    assert result.history[-1]["value"] < result.history[0]["value"]
+
+
+@pytest.mark.usefixtures("x64")
+def test_units_do_not_count():
+    def rescaled(k):
+        problem = problem_of_fold(k)
+        of = lambda h: {"lr": h["lr"] / 1e3, "scale": h["scale"]}  # noqa: E731
+        training = ft.Training(
+            lambda w, h, x: loss(w, of(h), x), lambda h: optax.sgd(h["lr"] / 1e3, 0.5)
+        )
+        return problem.replace(dynamics=training, objective=lambda s, h, x: error(s, of(h), x))
+
+    plain = ft.RobustMean()(ft.CrossValidated(problem_of_fold, FOLDS), hyper()).grad
+    h = hyper() | {"lr": hyper()["lr"] * 1e3}
+    found = ft.RobustMean()(ft.CrossValidated(rescaled, FOLDS), h).grad
+    assert_trees_close(found | {"lr": found["lr"] * 1e3}, plain, rtol=1e-10)
+
+
+def test_folds_that_agree_and_leaves_of_zeros():
+    def idle(state, hparams, x):
+        return error(state, hparams, x) + 0 * jnp.sum(hparams["idle"])
+
+    same = ft.CrossValidated(lambda k: problem_of_fold(0, objective=idle), FOLDS)
+    h = hyper() | {"idle": jnp.ones(2)}
+    assert_trees_close(ft.RobustMean()(same, h).grad, ft.Reverse()(same, h).grad, rtol=1e-5)
+    assert fold_weights({"a": jnp.zeros((4, 2))}).tolist() == [0.25] * 4
+
+
+def test_is_not_finite_where_a_fold_is_not():
+    problem = ft.CrossValidated(lambda k: problem_of_fold(k, far=jnp.nan), FOLDS)
+    with pytest.raises(ft.NonFiniteError, match="hparams"):
+        ft.RobustMean()(problem, hyper())
+
+
+def test_what_it_takes():
+    with pytest.raises(TypeError, match=r"CrossValidated.*got .*Problem"):
+        ft.RobustMean()(problem_of_fold(0), hyper())
+    with pytest.raises(TypeError, match=r"give `Reverse\(\)`, `Forward\(\)` or `Truncated\(k\)`"):
+        ft.RobustMean(ft.Auto())
+    with pytest.raises(TypeError, match="check_finite"):
+        ft.RobustMean(check_finite=1)  # pyright: ignore[reportArgumentType]
