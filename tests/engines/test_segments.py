@@ -12,8 +12,10 @@ import pytest
 
 import foretune as ft
 from foretune._engines import segments
-from foretune._engines.segments import lengths_of
+from foretune._engines.costs import measure_costs
+from foretune._engines.segments import lengths_of, states_of_segments
 from foretune._engines.split import split_step
+from foretune._problem.problem import validated
 from foretune._problem.system import make_system
 
 from ..problems import assert_trees_close
@@ -212,6 +214,16 @@ def test_less_memory_where_updates_cost_nothing():
     """With 3,000 rows a gradient is 4,300 operations for each number of the state."""
     more = [temporary(rows, 900) - temporary(rows, 100) for rows in (30, 3000)]
     assert more[1] < 0.6 * more[0]
+    for split in (False, True):  # what is expected of them; a split one has kept no state twice
+        expected = [states_of_segments(steps, 1 / 3, split) for steps in (900, 100)]
+        np.testing.assert_allclose(more[split], expected[0] - expected[1], rtol=0.25)
+
+
+def test_where_they_are_split():
+    for rows, split in ((30, False), (3000, True)):
+        made, hparams = problem(TRAININGS["adam"], 10, rows=rows, width=100)
+        costs = measure_costs(*reversed(validated(made, hparams)), 2**33)
+        assert costs.split is split
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 32, 97, 100, 1000, 9973])

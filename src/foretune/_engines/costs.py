@@ -33,6 +33,7 @@ from .._problem.system import System, make_system
 from .products import directional, has_no_mode, unstack
 from .reverse import Reverse
 from .schedules import binomial_steps
+from .segments import split_where_worth
 
 _SHORT = 4
 _SECONDS = 0.02
@@ -66,6 +67,8 @@ class Costs(NamedTuple):
     """Seconds of a step with c tangents, for some c."""
     measured: bool = True
     """Whether more than `step` was measured."""
+    split: bool = False
+    """Whether segments keep gradients in place of states."""
 
     def with_tangents(self, count: int) -> float:
         """Return the seconds of a step with `count` tangents, between or beyond those measured."""
@@ -90,10 +93,12 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
     def count(arrays):
         problem, hparams = unflatten(structure, arrays)
         system = make_system(problem, hparams)
+        s = system.initial(hparams)
         sizes["T"], sizes["m"] = system.steps, ravel_pytree(hparams)[0].size
         sizes["two ways"] = problem.dynamics.transposable() is not problem.dynamics
-        sizes["K"] = len(jax.eval_shape(system.errors, system.initial(hparams), hparams))
-        return system.initial(hparams)
+        sizes["K"] = len(jax.eval_shape(system.errors, s, hparams))
+        sizes["split"] = split_where_worth(system, hparams, s) is not None
+        return s
 
     state = sum(math.prod(a.shape) * a.dtype.itemsize for a in _leaves(count, arrays))
     T, m = sizes["T"], sizes["m"]
@@ -133,7 +138,7 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
     n = min(most, _SHORT)
     step, _ = timed(plain, n)["plain"]
     if _CALLS * T * step < sizes["compiling"]:
-        return _assumed(T, m, state, step)
+        return _assumed(T, m, state, step)._replace(split=sizes["split"])
     n = max(n, min(most, math.ceil(_SECONDS / step)))
     few = max(1, n // 4)
     stores = {s: s for s in ("states", "gradients", "everything")} | {"some": few}
@@ -154,8 +159,9 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
         again = max((runs["some"][0] - adjoint) * n / (binomial_steps(n, few) + 1), step)
     found = {c: runs[c][0] for c in counts if math.isfinite(runs[c][0])}
     costs = Costs(
-        T, m, state, step, again, adjoint, ordinary, whole, kept, kept_gradient, gradient, found
-    )
+        T, m, state, step, again, adjoint, ordinary, whole, kept, kept_gradient, gradient, found,
+        split=sizes["split"],
+    )  # fmt: skip
     # Many tangents only where a few of them promise something.
     passes = -(-m // largest) * costs.with_tangents(largest)
     if largest not in counts and passes < _PROMISING * min(step + adjoint, whole):

@@ -52,8 +52,8 @@ class Segments(NamedTuple):
 
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
         """Run, and keep the state at which each segment begins."""
-        split = split_step(system, hparams, s_0) if system.sees_all else None
-        if split is not None and split.work >= WORTH * _size(s_0):
+        split = split_where_worth(system, hparams, s_0)
+        if split is not None:
             return _Split(split, *self).forward(system, hparams, s_0)
         length, count = segments_of(system.steps)
         s, firsts = firsts_of(system, hparams, s_0, length, count, self.unroll)
@@ -111,6 +111,20 @@ def segments_of(steps: int) -> tuple[int, int]:
     if equal + steps // equal <= 2.3 * math.sqrt(steps):
         length = equal
     return length, steps // length
+
+
+def split_where_worth(system: System, hparams: PyTree, s: PyTree) -> Split | None:
+    """Return the parts of the step, where segments are to keep gradients in place of states."""
+    split = split_step(system, hparams, s) if system.sees_all else None
+    return split if split is not None and split.work >= WORTH * _size(s) else None
+
+
+def states_of_segments(steps: int, gradient: float, split: bool) -> float:
+    """Return how many states are held, where a gradient has this share of one."""
+    if split:
+        return lengths_of(steps, gradient).states(gradient)
+    length, count = segments_of(steps)
+    return length * (1 + gradient) + count
 
 
 class Lengths(NamedTuple):
