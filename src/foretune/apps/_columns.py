@@ -3,9 +3,12 @@
 Numbers get the median where they are missing, and a column that says so; words of few kinds become
 indicator columns, dates seconds, free text the leading components of its TF-IDF. A column of words of
 which each row has its own is an identifier, and is left out with a warning.
+
+Boosted trees take gaps and kinds of words as they are: `Native` makes that of the same array.
 """
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,13 +18,15 @@ from sklearn.compose import ColumnTransformer
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.impute import SimpleImputer
-from sklearn.pipeline import make_pipeline
+from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import FunctionTransformer, OneHotEncoder
 
 MOST_WORDS = 50
 """Columns of more distinct words become text, or are identifiers."""
 COMPONENTS = 30
 """Of a column of text."""
+LEAST_KNOWN = 20
+"""A number's gaps are gaps to boosted trees where so many rows have it, and its median otherwise."""
 
 
 def is_frame(X: Any) -> bool:
@@ -74,6 +79,77 @@ def column_encoder(X: Any) -> ColumnTransformer:
     if not parts:
         raise ValueError("no column is left to learn from: all are identifiers.")
     return ColumnTransformer(parts, sparse_threshold=0.0)
+
+
+class Native(TransformerMixin, BaseEstimator):
+    """The encoder's array as boosted trees take it: gaps are NaN, and a column of words is codes.
+
+    `kept` are columns of numbers, dates and text. `gaps` has pairs: a place in `kept`, and the column
+    of the array that says where it is missing. So has `words`: the indicators of a column of words, and
+    which of them stands for a gap (-1: none does). Codes come last; unknown words are gaps.
+    """
+
+    def __init__(
+        self, kept: list[int], gaps: list[tuple[int, int]], words: list[tuple[slice, int]]
+    ):
+        self.kept, self.gaps, self.words = kept, gaps, words
+
+    @property
+    def width(self) -> int:
+        """The number of columns."""
+        return len(self.kept) + len(self.words)
+
+    @property
+    def categories(self) -> list[int]:
+        """The columns that are codes of words."""
+        return list(range(len(self.kept), self.width))
+
+    def fit(self, rows: np.ndarray, y: Any = None) -> "Native":
+        """Learn which columns have gaps and some values: trees fail on a column of gaps alone."""
+        self.gaps_ = [
+            (column, missing)
+            for column, missing in self.gaps
+            if np.count_nonzero(rows[:, missing] == 0) >= LEAST_KNOWN
+        ]
+        return self
+
+    def transform(self, rows: np.ndarray) -> np.ndarray:
+        """Return the rows in columns of their own."""
+        found = np.empty((len(rows), self.width))
+        found[:, : len(self.kept)] = rows[:, self.kept]
+        for column, missing in self.gaps_:
+            found[rows[:, missing] > 0, column] = np.nan
+        for column, (kinds, gap) in zip(self.categories, self.words, strict=True):
+            code, known = rows[:, kinds].argmax(1), rows[:, kinds].any(1)
+            found[:, column] = np.where(known & (code != gap), code, np.nan)
+        return found
+
+
+def native_columns(encoder: Any) -> Native | None:
+    """Return those of a fitted encoder, or None where its array has neither words nor gaps."""
+    if encoder is None:
+        return None
+    kept, gaps, words = [], [], []
+    for name, part, columns in encoder.transformers_:
+        found = encoder.output_indices_[name]
+        start, stop = found.start, found.stop
+        last = part[-1] if isinstance(part, Pipeline) else part
+        if isinstance(last, OneHotEncoder):
+            words.extend(_indicators(last, start))
+            continue
+        if isinstance(last, SimpleImputer):  # the columns, then an indicator for each that has gaps
+            indicator: Any = last.indicator_
+            missing = (len(kept) + int(i) for i in indicator.features_)
+            gaps.extend(zip(missing, range(start + len(columns), stop), strict=True))
+            stop = start + len(columns)
+        kept.extend(range(start, stop))
+    return Native(kept, gaps, words) if gaps or words else None
+
+
+def _indicators(words: OneHotEncoder, start: int) -> Iterator[tuple[slice, int]]:
+    for kinds in words.categories_:
+        yield slice(start, start + len(kinds)), 0 if kinds[0] == "" else -1
+        start += len(kinds)
 
 
 class Text(TransformerMixin, BaseEstimator):
