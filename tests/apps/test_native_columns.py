@@ -9,7 +9,7 @@ import pytest
 from sklearn.base import clone
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 
-from foretune.apps import LabelCleaner, ValueCleaner, _pool
+from foretune.apps import LabelCleaner, ValueCleaner, _pool, _value_cleaner
 from foretune.apps._columns import LEAST_KNOWN, column_encoder, native_columns
 
 
@@ -30,10 +30,6 @@ def encoded(frame):
     rows, native = np.asarray(encoder.transform(frame), float), native_columns(encoder)
     assert native is not None
     return encoder, rows, native
-
-
-def quick(**options):
-    return LabelCleaner(random_state=0, progress=False, hyper_steps=2, steps=15, **options)
 
 
 def test_columns_of_all_kinds():
@@ -119,6 +115,7 @@ def test_trees_get_gaps_and_sample_weights(monkeypatch):
 
 def test_all_models_get_the_same_rows(monkeypatch):
     frame, y = words(120)
+    monkeypatch.setattr(_pool, "TREES", 4)
     seen = {}
 
     def out_of_fold(name, estimator, X, labels, fold, classes, **_):
@@ -131,22 +128,32 @@ def test_all_models_get_the_same_rows(monkeypatch):
 
     monkeypatch.setattr(_pool, "out_of_fold", out_of_fold)
     monkeypatch.setattr(_pool, "kernel_probabilities", kernel)
-    quick().fit(frame, y)
+    LabelCleaner(random_state=0, progress=False).fit(frame, y)
     assert set(seen) == {"logistic", "forest", "boosting", "kernel"}
     expected = column_encoder(frame).fit_transform(frame)
     for rows in seen.values():
         np.testing.assert_array_equal(rows, expected)
 
 
+@pytest.fixture
+def small_pool(monkeypatch):
+    """Leave the kernel model and most trees out: they are the same in all tables."""
+    monkeypatch.setattr(_pool, "MOST_KERNEL", 0)
+    monkeypatch.setattr(_pool, "TREES", 4)
+    monkeypatch.setattr(_value_cleaner, "ROUNDS", 1)
+
+
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("small_pool")
 def test_a_table_of_words_is_cleaned():
-    frame, y = words()
+    frame, y = words(120)
     frame["empty"] = np.nan
-    weight = np.where(np.arange(240) < 10, 0.0, 1.0)
+    weight = np.where(np.arange(120) < 10, 0.0, 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cleaner = quick().fit(frame[:240], y[:240], frame[240:], y[240:], sample_weight=weight)
-    assert set(cleaner.pool_) == {"kernel", "logistic", "forest", "boosting"}
+        cleaner = LabelCleaner(random_state=0, progress=False, folds=2)
+        cleaner.fit(frame, y, sample_weight=weight)
+    assert set(cleaner.pool_) == {"logistic", "forest", "boosting"}
     new = frame[:5].assign(w0="never seen", size=np.nan)
     again = pickle.loads(pickle.dumps(cleaner))
     np.testing.assert_array_equal(again.predict_proba(new), cleaner.predict_proba(new))
@@ -154,13 +161,12 @@ def test_a_table_of_words_is_cleaned():
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("small_pool")
 def test_values_of_a_table_of_words_are_cleaned():
-    frame, y = words()
-    rng = np.random.default_rng(1)
-    values = 5.0 * y + rng.normal(size=300)
-    cleaner = ValueCleaner(random_state=0, progress=False).fit(
-        frame, values, sample_weight=np.ones(300)
-    )
+    frame, y = words(120)
+    values = 5.0 * y + np.random.default_rng(1).normal(size=120)
+    cleaner = ValueCleaner(random_state=0, progress=False, folds=2)
+    cleaner.fit(frame, values, sample_weight=np.ones(120))
     assert set(cleaner.pool_) == {"ridge", "forest", "boosting"}
     again = pickle.loads(pickle.dumps(cleaner))
     new = frame[:5].assign(w0="never seen", size=np.nan)
