@@ -1,4 +1,4 @@
-"""Words and gaps of a data frame as boosted trees take them: categories, and NaN."""
+"""Words of a data frame as boosted trees take them: categories."""
 
 import pickle
 import warnings
@@ -10,7 +10,7 @@ from sklearn.base import clone
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 
 from foretune.apps import LabelCleaner, ValueCleaner, _pool, _value_cleaner
-from foretune.apps._columns import LEAST_KNOWN, column_encoder, native_columns
+from foretune.apps._columns import column_encoder, native_columns
 
 
 def words(n=300, columns=4, kinds=40, seed=0):
@@ -42,39 +42,41 @@ def test_columns_of_all_kinds():
             "colour": np.where(np.arange(n) % 2, "red", "blue"),
             "note": [f"note number {i} of {'red' if i % 2 else 'blue'} paint" for i in range(n)],
             "size": np.where(np.arange(n) < 20, np.nan, np.arange(n) / 7),
-            "rare": np.where(np.arange(n) < LEAST_KNOWN - 1, 1.0, np.nan),
             "when": when,
             "town": [None, "Rome", "Oslo", ""] * 15,
+            "nothing": pd.Series([None] * n, dtype=object),
         }
     )
     encoder, rows, native = encoded(frame)
-    found = native.fit(rows).transform(rows)
-    texts = len(rows[0, encoder.output_indices_["text of note"]])
-    assert found.shape == (n, native.width) == (n, 6 + texts)
-    np.testing.assert_array_equal(found[:, 0], frame["whole"])
-    np.testing.assert_array_equal(found[:, 1], frame["size"])
-    np.testing.assert_array_equal(found[:, 2], 1)  # too few values: as the other models have them
-    assert np.flatnonzero(np.isnan(found[:, 3])).tolist() == [3]
-    np.testing.assert_array_equal(
-        found[:, 4 : 4 + texts], rows[:, encoder.output_indices_["text of note"]]
-    )
-    assert native.categories == [4 + texts, 5 + texts]
+    found = native.transform(rows)
+    parts = [encoder.output_indices_[name] for name in ("numbers", "dates", "text of note")]
+    same = np.concatenate([rows[:, part] for part in parts], axis=1)
+    assert found.shape == (n, native.width) == (n, same.shape[1] + 2)
+    np.testing.assert_array_equal(found[:, :-2], same)
+    size = frame["size"]
+    filled = np.stack([frame["whole"], size.fillna(size.median()), size.isna()], axis=1)
+    np.testing.assert_array_equal(found[:, :3], filled)
+    np.testing.assert_array_equal(found[:, 4], np.arange(n) == 3)
+    assert native.categories == [native.width - 2, native.width - 1]
     np.testing.assert_array_equal(found[:, -2], np.arange(n) % 2)
-    np.testing.assert_array_equal(found[:4, -1], [np.nan, 2, 1, np.nan])
+    np.testing.assert_array_equal(found[:4, -1], [np.nan, 1, 0, np.nan])
 
 
 def test_words_not_seen_are_gaps():
     frame, _ = words()
-    encoder, rows, native = encoded(frame)
+    encoder, _, native = encoded(frame)
     new = encoder.transform(frame[:3].assign(w1="never seen", w2=None, size=np.nan))
-    found = native.fit(rows).transform(np.asarray(new, float))
-    assert np.isnan(found[:, [0, 2, 3]]).all()
-    assert np.isfinite(found[:, [1, 4]]).all()
+    found = native.transform(np.asarray(new, float))
+    assert np.isnan(found[:, [3, 4]]).all()
+    assert np.isfinite(found[:, [0, 1, 2, 5]]).all()
+    np.testing.assert_array_equal(found[:, 0], frame["size"].median())
+    np.testing.assert_array_equal(found[:, 1], 1)
 
 
-def test_rows_without_words_or_gaps_are_as_they_were():
+def test_rows_without_words_are_as_they_were():
     assert native_columns(None) is None
-    frame = pd.DataFrame({"a": np.arange(9.0), "when": pd.date_range("2020", periods=9)})
+    frame = pd.DataFrame({"a": [np.nan, *range(8)], "when": pd.date_range("2020", periods=9)})
+    frame["nothing"] = pd.Series([None] * 9, dtype=object)
     assert native_columns(column_encoder(frame).fit(frame)) is None
     x, y = np.random.default_rng(0).normal(size=(80, 3)), np.arange(80) % 2
     assert isinstance(_pool.pool_of(x, y, 2, 0)["boosting"], HistGradientBoostingClassifier)
@@ -84,17 +86,17 @@ def test_rows_without_words_or_gaps_are_as_they_were():
 def test_many_kinds_of_words_leave_boosted_trees_in_the_pool():
     frame, y = words()
     _, rows, native = encoded(frame)
-    assert rows.shape[1] > _pool.WIDE >= native.width == 5
+    assert rows.shape[1] > _pool.WIDE >= native.width == 6
     assert "boosting" not in _pool.pool_of(rows, y, 2, 0)
     members = _pool.pool_of(rows, y, 2, 0, native), _pool.regressors_of(rows, 0, native)
     for pool in members:
         trees = pool["boosting"][-1]
-        assert trees.categorical_features == [1, 2, 3, 4]
-    many = pd.concat([frame.add_prefix(f"{i} ") for i in range(21)], axis=1)
+        assert trees.categorical_features == [2, 3, 4, 5]
+    many = pd.concat([frame.add_prefix(f"{i} ") for i in range(17)], axis=1)
     assert "boosting" not in _pool.pool_of(rows, y, 2, 0, encoded(many)[2])
 
 
-def test_trees_get_gaps_and_sample_weights(monkeypatch):
+def test_trees_get_codes_and_sample_weights(monkeypatch):
     frame, y = words(120)
     _, rows, native = encoded(frame)
     seen = []
@@ -108,9 +110,9 @@ def test_trees_get_gaps_and_sample_weights(monkeypatch):
     weight = np.arange(120.0)
     _pool.fit(trees, rows, y, weight)
     assert seen[0][1] is weight
-    np.testing.assert_array_equal(seen[0][0][:, 0], frame["size"])
+    np.testing.assert_array_equal(seen[0][0][:, :2], rows[:, :2])
     codes = [np.unique(frame[f"w{j}"], return_inverse=True)[1] for j in range(4)]
-    np.testing.assert_array_equal(seen[0][0][:, 1:], np.stack(codes, axis=1))
+    np.testing.assert_array_equal(seen[0][0][:, 2:], np.stack(codes, axis=1))
 
 
 def test_all_models_get_the_same_rows(monkeypatch):

@@ -4,7 +4,7 @@ Numbers get the median where they are missing, and a column that says so; words 
 indicator columns, dates seconds, free text the leading components of its TF-IDF. A column of words of
 which each row has its own is an identifier, and is left out with a warning.
 
-Boosted trees take gaps and kinds of words as they are: `Native` makes that of the same array.
+Boosted trees take kinds of words as they are: `Native` makes such columns of the same array.
 """
 
 import warnings
@@ -25,8 +25,6 @@ MOST_WORDS = 50
 """Columns of more distinct words become text, or are identifiers."""
 COMPONENTS = 30
 """Of a column of text."""
-LEAST_KNOWN = 20
-"""A number's gaps are gaps to boosted trees where so many rows have it, and its median otherwise."""
 
 
 def is_frame(X: Any) -> bool:
@@ -82,17 +80,14 @@ def column_encoder(X: Any) -> ColumnTransformer:
 
 
 class Native(TransformerMixin, BaseEstimator):
-    """The encoder's array as boosted trees take it: gaps are NaN, and a column of words is codes.
+    """The encoder's array as boosted trees take it: a column of words is one column of codes.
 
-    `kept` are columns of numbers, dates and text. `gaps` has pairs: a place in `kept`, and the column
-    of the array that says where it is missing. So has `words`: the indicators of a column of words, and
-    which of them stands for a gap (-1: none does). Codes come last; unknown words are gaps.
+    `kept` are the columns of numbers, dates and text. `words` has the indicators of each column of
+    words, without that of a gap. Codes come last; gaps and unknown words are NaN.
     """
 
-    def __init__(
-        self, kept: list[int], gaps: list[tuple[int, int]], words: list[tuple[slice, int]]
-    ):
-        self.kept, self.gaps, self.words = kept, gaps, words
+    def __init__(self, kept: list[int], words: list[slice]):
+        self.kept, self.words = kept, words
 
     @property
     def width(self) -> int:
@@ -105,51 +100,41 @@ class Native(TransformerMixin, BaseEstimator):
         return list(range(len(self.kept), self.width))
 
     def fit(self, rows: np.ndarray, y: Any = None) -> "Native":
-        """Learn which columns have gaps and some values: trees fail on a column of gaps alone."""
-        self.gaps_ = [
-            (column, missing)
-            for column, missing in self.gaps
-            if np.count_nonzero(rows[:, missing] == 0) >= LEAST_KNOWN
-        ]
+        """Learn nothing."""
         return self
 
     def transform(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows in columns of their own."""
         found = np.empty((len(rows), self.width))
         found[:, : len(self.kept)] = rows[:, self.kept]
-        for column, missing in self.gaps_:
-            found[rows[:, missing] > 0, column] = np.nan
-        for column, (kinds, gap) in zip(self.categories, self.words, strict=True):
-            code, known = rows[:, kinds].argmax(1), rows[:, kinds].any(1)
-            found[:, column] = np.where(known & (code != gap), code, np.nan)
+        for column, kinds in zip(self.categories, self.words, strict=True):
+            known, code = rows[:, kinds].any(1), rows[:, kinds].argmax(1)
+            found[:, column] = np.where(known, code, np.nan)
         return found
 
 
 def native_columns(encoder: Any) -> Native | None:
-    """Return those of a fitted encoder, or None where its array has neither words nor gaps."""
+    """Return those of a fitted encoder, or None where its array has no words."""
     if encoder is None:
         return None
-    kept, gaps, words = [], [], []
-    for name, part, columns in encoder.transformers_:
+    kept, words = [], []
+    for name, part, _ in encoder.transformers_:
         found = encoder.output_indices_[name]
-        start, stop = found.start, found.stop
         last = part[-1] if isinstance(part, Pipeline) else part
         if isinstance(last, OneHotEncoder):
-            words.extend(_indicators(last, start))
-            continue
-        if isinstance(last, SimpleImputer):  # the columns, then an indicator for each that has gaps
-            indicator: Any = last.indicator_
-            missing = (len(kept) + int(i) for i in indicator.features_)
-            gaps.extend(zip(missing, range(start + len(columns), stop), strict=True))
-            stop = start + len(columns)
-        kept.extend(range(start, stop))
-    return Native(kept, gaps, words) if gaps or words else None
+            words.extend(_indicators(last, found.start))
+        else:
+            kept.extend(range(found.start, found.stop))
+    return Native(kept, words) if words else None
 
 
-def _indicators(words: OneHotEncoder, start: int) -> Iterator[tuple[slice, int]]:
+def _indicators(words: OneHotEncoder, start: int) -> Iterator[slice]:
+    """Yield those of each column's words: a gap, which is "", is the first kind, and no word."""
     for kinds in words.categories_:
-        yield slice(start, start + len(kinds)), 0 if kinds[0] == "" else -1
-        start += len(kinds)
+        first, stop = start + (kinds[0] == ""), start + len(kinds)
+        if first < stop:
+            yield slice(first, stop)
+        start = stop
 
 
 class Text(TransformerMixin, BaseEstimator):

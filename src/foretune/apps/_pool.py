@@ -87,7 +87,7 @@ def regressors_of(X: Any, seed: int, native: Native | None = None) -> dict[str, 
 
 
 def natively(boosting: Any, native: Native | None) -> Any:
-    """Return boosted trees that take rows of an encoder, words as categories and gaps as gaps."""
+    """Return boosted trees that take rows of an encoder, with words as categories."""
     if native is None:
         return boosting
     return make_pipeline(native, boosting.set_params(categorical_features=native.categories))
