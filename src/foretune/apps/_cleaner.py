@@ -15,7 +15,7 @@ from .._engines.base import check_engine
 from .._outer.callbacks import Progress
 from .._outer.run import check_callbacks
 from . import _noise, _pool, _weights
-from ._columns import column_encoder, has_words, row_count, stack_rows
+from ._columns import column_encoder, has_words, native_columns, row_count, stack_rows
 from ._labels import FLOATS, check_whole, listed, plain_labels, second_labels, second_set
 from ._models import make_features, make_model
 from ._posterior import judge
@@ -248,8 +248,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         )
         labels = np.concatenate([given, checked])
         members: dict[str, Any] = {"estimator": self.estimator}
+        native = native_columns(self._encoder)
         if pooled:
-            members = _pool.pool_of(everything, labels, classes, seed % 2**31)
+            members = _pool.pool_of(everything, labels, classes, seed % 2**31, native)
         shared = {"seed": seed, "weight": weight}
         by_fold = (everything, labels, fold, classes)
         found = {
@@ -292,7 +293,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         trust = np.concatenate([self.weights_, np.ones(len(checked))])
         keep = _pool.kept(trust, labels, weight)
         if pooled:
-            members = _pool.pool_of(everything, labels[keep], classes, seed % 2**31)
+            members = _pool.pool_of(everything, labels[keep], classes, seed % 2**31, native)
         most = _pool.MOST_TRAINED if pooled else None
         final = _pool.Mean(members, classes, most=most)
         self._final = final.fit(everything, labels, keep, weight, seed)

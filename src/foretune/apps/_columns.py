@@ -3,9 +3,12 @@
 Numbers get the median where they are missing, and a column that says so; words of few kinds become
 indicator columns, dates seconds, free text the leading components of its TF-IDF. A column of words of
 which each row has its own is an identifier, and is left out with a warning.
+
+Boosted trees take kinds of words as they are: `Native` makes such columns of the same array.
 """
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ from sklearn.compose import ColumnTransformer
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.impute import SimpleImputer
-from sklearn.pipeline import make_pipeline
+from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import FunctionTransformer, OneHotEncoder
 
 MOST_WORDS = 50
@@ -74,6 +77,64 @@ def column_encoder(X: Any) -> ColumnTransformer:
     if not parts:
         raise ValueError("no column is left to learn from: all are identifiers.")
     return ColumnTransformer(parts, sparse_threshold=0.0)
+
+
+class Native(TransformerMixin, BaseEstimator):
+    """The encoder's array as boosted trees take it: a column of words is one column of codes.
+
+    `kept` are the columns of numbers, dates and text. `words` has the indicators of each column of
+    words, without that of a gap. Codes come last; gaps and unknown words are NaN.
+    """
+
+    def __init__(self, kept: list[int], words: list[slice]):
+        self.kept, self.words = kept, words
+
+    @property
+    def width(self) -> int:
+        """The number of columns."""
+        return len(self.kept) + len(self.words)
+
+    @property
+    def categories(self) -> list[int]:
+        """The columns that are codes of words."""
+        return list(range(len(self.kept), self.width))
+
+    def fit(self, rows: np.ndarray, y: Any = None) -> "Native":
+        """Learn nothing."""
+        return self
+
+    def transform(self, rows: np.ndarray) -> np.ndarray:
+        """Return the rows in columns of their own."""
+        found = np.empty((len(rows), self.width))
+        found[:, : len(self.kept)] = rows[:, self.kept]
+        for column, kinds in zip(self.categories, self.words, strict=True):
+            known, code = rows[:, kinds].any(1), rows[:, kinds].argmax(1)
+            found[:, column] = np.where(known, code, np.nan)
+        return found
+
+
+def native_columns(encoder: Any) -> Native | None:
+    """Return those of a fitted encoder, or None where its array has no words."""
+    if encoder is None:
+        return None
+    kept, words = [], []
+    for name, part, _ in encoder.transformers_:
+        found = encoder.output_indices_[name]
+        last = part[-1] if isinstance(part, Pipeline) else part
+        if isinstance(last, OneHotEncoder):
+            words.extend(_indicators(last, found.start))
+        else:
+            kept.extend(range(found.start, found.stop))
+    return Native(kept, words) if words else None
+
+
+def _indicators(words: OneHotEncoder, start: int) -> Iterator[slice]:
+    """Yield those of each column's words: a gap, which is "", is the first kind, and no word."""
+    for kinds in words.categories_:
+        first, stop = start + (kinds[0] == ""), start + len(kinds)
+        if first < stop:
+            yield slice(first, stop)
+        start = stop
 
 
 class Text(TransformerMixin, BaseEstimator):

@@ -22,13 +22,14 @@ from sklearn.utils import _safe_indexing
 from sklearn.utils.validation import _check_sample_weight, has_fit_parameter
 
 from . import _noise
-from ._columns import row_count
+from ._columns import Native, row_count
 from ._models import make_features, make_model
 
 MOST_TRAINED = 50_000
 """Each classifier of a fold trains on this many rows at most."""
 WIDE = 100
-"""With more columns than this the pool has no boosted trees: pixels and words take them long."""
+"""With more columns than this the pool has no boosted trees: pixels and words take them long. Words
+of few kinds are one column to them."""
 COMMON = 10
 """Boosted trees stop early, by rows set aside, where every class has this many."""
 MOST_KERNEL = 20_000
@@ -42,7 +43,9 @@ KERNEL_TUNED, KERNEL_STEPS, KERNEL_RATE = 1_000, 15, 0.3
 twice the rate: five times as fast as on 3,000 rows, and the pool finds as many wrong labels."""
 
 
-def pool_of(X: Any, labels: np.ndarray, classes: int, seed: int) -> dict[str, Any]:
+def pool_of(
+    X: Any, labels: np.ndarray, classes: int, seed: int, native: Native | None = None
+) -> dict[str, Any]:
     """Return the classifiers that are pooled, beside the kernel model."""
     n, width = len(labels), X.shape[1]
     rarest = np.bincount(labels, minlength=classes).min()
@@ -51,19 +54,20 @@ def pool_of(X: Any, labels: np.ndarray, classes: int, seed: int) -> dict[str, An
     if sparse.issparse(X):
         return {"logistic": logistic, "forest": forest}
     members = {"logistic": make_pipeline(StandardScaler(), logistic), "forest": forest}
-    if width <= WIDE:
+    if (width if native is None else native.width) <= WIDE:
         few = classes <= 4
-        members["boosting"] = HistGradientBoostingClassifier(
+        boosting = HistGradientBoostingClassifier(
             max_iter=100 if few else 30,
             learning_rate=0.1 if few else 0.2,
             # the tenth of a fold's rows that are set aside need a row of each class
             early_stopping=bool(rarest >= COMMON and 0.08 * n >= classes),  # pyright: ignore[reportArgumentType]
             random_state=seed,
         )
+        members["boosting"] = natively(boosting, native)
     return members
 
 
-def regressors_of(X: Any, seed: int) -> dict[str, Any]:
+def regressors_of(X: Any, seed: int, native: Native | None = None) -> dict[str, Any]:
     """Return the regressors that are pooled."""
     n, width = X.shape
     forest = RandomForestRegressor(
@@ -73,12 +77,20 @@ def regressors_of(X: Any, seed: int) -> dict[str, Any]:
         return {"ridge": Ridge(), "forest": forest}
     ridge = RidgeCV(np.logspace(-2, 4, 13)) if width <= WIDE else Ridge(width)
     members = {"ridge": make_pipeline(StandardScaler(), ridge), "forest": forest}
-    if width <= WIDE:
-        members["boosting"] = HistGradientBoostingRegressor(
+    if (width if native is None else native.width) <= WIDE:
+        boosting = HistGradientBoostingRegressor(
             early_stopping=n >= 10 * COMMON,  # pyright: ignore[reportArgumentType]
             random_state=seed,
         )
+        members["boosting"] = natively(boosting, native)
     return members
+
+
+def natively(boosting: Any, native: Native | None) -> Any:
+    """Return boosted trees that take rows of an encoder, with words as categories."""
+    if native is None:
+        return boosting
+    return make_pipeline(native, boosting.set_params(categorical_features=native.categories))
 
 
 def _trees(n: int) -> dict[str, Any]:

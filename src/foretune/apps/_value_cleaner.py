@@ -10,7 +10,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 
 from .._outer.callbacks import Progress
 from . import _pool
-from ._columns import column_encoder, has_words, row_count, stack_rows
+from ._columns import Native, column_encoder, has_words, native_columns, row_count, stack_rows
 from ._labels import FLOATS, check_whole
 from ._value_model import FAR, MOST_WRONG, Judgement, judge_values, local_spread, scale_of
 from ._values import LEAST_ROWS, numbers, ranked
@@ -104,8 +104,9 @@ class ValueCleaner(RegressorMixin, BaseEstimator):
         rng = np.random.default_rng(seed)
         fold = np.concatenate([rng.permutation(m) % min(self.folds, n) for m in (n, c)])
         members: dict[str, Any] = {"estimator": self.estimator}
+        native = native_columns(self._encoder)
         if pooled:
-            members = _pool.regressors_of(everything, seed)
+            members = _pool.regressors_of(everything, seed, native)
         scale = scale_of(given)
         values = np.concatenate([given, checked])
         scaled = scale(values)
@@ -122,7 +123,7 @@ class ValueCleaner(RegressorMixin, BaseEstimator):
             f = np.clip(f, -FAR, FAR) if pooled else scale(f)
             more = []
             if n >= LEAST_SPREAD and "boosting" in members:
-                more = [_error_by_row(f, scaled, predict, seed)]
+                more = [_error_by_row(f, scaled, predict, seed, native)]
             g = local_spread(f, scaled, more)
             given_rows, checked_rows = (
                 (f[:, r], scaled[r], g[:, r]) for r in (slice(n), slice(n, None))
@@ -223,11 +224,14 @@ class ValueCleaner(RegressorMixin, BaseEstimator):
         return self._encoded(X)
 
 
-def _error_by_row(f: np.ndarray, scaled: np.ndarray, predict: Any, seed: int) -> np.ndarray:
+def _error_by_row(
+    f: np.ndarray, scaled: np.ndarray, predict: Any, seed: int, native: Native | None
+) -> np.ndarray:
     """Return exp of a regressor's prediction of log |residual|, out of fold."""
     error = np.abs(scaled - f.mean(0))
     least = max(0.1 * float(np.median(error)), 1e-6)
     trees = HistGradientBoostingRegressor(
         max_iter=50, max_leaf_nodes=8, min_samples_leaf=30, random_state=seed
     )
+    trees = _pool.natively(trees, native)
     return np.exp(predict("size of errors", trees, np.log(error + least)))
