@@ -185,5 +185,5 @@ def transferred(folder: RunFolder, large: Language, name: str, seed: int) -> dic
     shares = np.asarray(folder.read(stage(name, seed))["hparams"]["sources"])
     rate = folder.read(stage("uniform", seed))["rate"]
     rates = tuple(rate / factor for factor in SLOWER)
-    found = methods.best_rate(large, shares / shares.sum(), seed, rates)
+    found = methods.best_rate(large, shares / shares.sum(), seed, rates, times=1)
     return found | {"test": again(large, found["hparams"], seed, large.beside)}

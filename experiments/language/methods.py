@@ -33,6 +33,8 @@ MOST_KEPT = 2**35
 TRUST = "stages/trust.json"
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 """Of a learnt schedule, of which the best counts."""
+TIMES = 4
+"""Trainings by which the best of a few is chosen, of each."""
 
 
 class Task(NamedTuple):
@@ -72,17 +74,31 @@ def seconds_of_training(language: Language) -> float:
     return median(once() for _ in range(3)) / BESIDE
 
 
+def best_of(
+    language: Language, points: list[dict], seed: int, times: int = TIMES
+) -> tuple[int, float, int]:
+    """Return which of a few hyperparameters is best, its mean loss, and the trainings that took."""
+    trials = 50 + np.repeat(np.arange(times), len(points))
+    values = language.train(times * points, seed, trials)[0].reshape(times, -1).mean(0)
+    best = int(np.argmin(values))
+    return best, float(values[best]), times * len(points)
+
+
 def best_rate(
-    language: Language, mixture: Any, seed: int, rates: tuple[float, ...] = RATES
+    language: Language,
+    mixture: Any,
+    seed: int,
+    rates: tuple[float, ...] = RATES,
+    times: int = TIMES,
 ) -> dict[str, Any]:
     """Train a mixture at each peak rate, and return the best."""
-    values = train(language, [language.start(rate, mixture) for rate in rates], seed)
-    rate = rates[int(np.argmin(values))]
+    points = [language.start(rate, mixture) for rate in rates]
+    best, value, trainings = best_of(language, points, seed, times)
     return {
-        "validation": min(values),
-        "rate": rate,
-        "trainings": len(rates),
-        "hparams": as_lists(language.start(rate, mixture)),
+        "validation": value,
+        "rate": rates[best],
+        "trainings": trainings,
+        "hparams": as_lists(points[best]),
     }
 
 
@@ -149,15 +165,14 @@ def descent(task: Task, seed: int) -> dict[str, Any]:
     step = median(record["seconds"] for record in result.history) / task.seconds
     ends = (result.hparams, result.best.hparams)
     learnt = [end | {"rate": factor * end["rate"]} for end in ends for factor in FACTORS]
-    values = train(language, learnt, seed)
-    chosen = int(np.argmin(values))
+    chosen, value, choosing = best_of(language, learnt, seed)
     asking = (asked.trainings + asked.times * step / task.draws) / task.seeds
     return {
-        "validation": min(values),
+        "validation": value,
         "hparams": as_lists(learnt[chosen]),
         "path": path,
         "values": [float(record["value"]) for record in result.history],
-        "trainings": asking + len(path) * step + len(learnt),
+        "trainings": asking + len(path) * step + choosing,
         "asking": asking,
         "end": ("last", "lowest")[chosen // len(FACTORS)],
         "factor": FACTORS[chosen % len(FACTORS)],

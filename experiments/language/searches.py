@@ -11,17 +11,19 @@ from rich.progress import track
 
 from foretune.report import write_whole
 
-from .methods import Task, as_lists, train
+from .methods import TIMES, Task, as_lists, best_of, train
 from .model import BESIDE, Language
 
 WORST = math.log(256)
 """The loss of a training that diverged: that of knowing nothing."""
 RANGES = {"rate": (5e-4, 3e-2), "decay": (1e-3, 1.0), "1-b1": (0.01, 0.5), "1-b2": (1e-3, 0.3)}
 """All on a log scale. A mixture is -log of uniform numbers, over its sum: uniform on the simplex."""
+FINALISTS = 8
+"""The best trials, among which is chosen by several trainings of each."""
 
 
 def search(task: Task, name: str, seed: int, start: dict, trials: int) -> dict[str, Any]:
-    """Train with proposals, the start first; continues after the last trial."""
+    """Train with proposals, the start first, and choose among the best; continues after a trial."""
     optuna = import_optuna()
     language = task.language
     path = task.folder.path / "trials" / f"{name}-{seed}.jsonl".replace(" ", "-")
@@ -40,7 +42,7 @@ def search(task: Task, name: str, seed: int, start: dict, trials: int) -> dict[s
             params=line["point"], distributions=space, value=line["value"]
         )
         study.add_trial(trial)
-    trials = BESIDE * math.ceil(trials / BESIDE)
+    trials = BESIDE * max(1, math.ceil((trials - TIMES * FINALISTS) / BESIDE))
     left = range(len(done), trials, BESIDE)
     for _ in track(left, f"{name}, seed {seed}", disable=not sys.stdout.isatty(), transient=True):
         asked = [study.ask(space) for _ in range(BESIDE)]
@@ -49,11 +51,13 @@ def search(task: Task, name: str, seed: int, start: dict, trials: int) -> dict[s
             study.tell(trial, min(value, WORST))
             done.append({"point": trial.params, "value": min(value, WORST)})
         write_whole(path, "".join(json.dumps(line) + "\n" for line in done))
-    best = min(done[:trials], key=lambda line: line["value"])
+    last = sorted(done[:trials], key=lambda line: line["value"])[:FINALISTS]
+    points = [decoded(language, line["point"]) for line in last]
+    best, value, choosing = best_of(language, points, seed)
     return {
-        "validation": best["value"],
-        "hparams": as_lists(decoded(language, best["point"])),
-        "trainings": trials,
+        "validation": value,
+        "hparams": as_lists(points[best]),
+        "trainings": trials + choosing,
         "values": [line["value"] for line in done],
     }
 

@@ -112,6 +112,16 @@ def test_an_answer_of_trust_is_kept(folder, monkeypatch):
     assert methods.ask(task).engine == ft.Reverse(store="segments")
 
 
+def test_the_best_of_a_few_is_that_in_the_mean_of_several_trainings(folder):
+    language = Language(read(folder), TINY, 8, 8)
+    points = [language.start(rate) for rate in (1e-4, 2e-2, 1e-5)]
+    best, value, trainings = methods.best_of(language, points, seed=0, times=3)
+    assert (best, trainings) == (1, 9)
+    each = language.train(3 * [points[1]], 0, [50, 51, 52])[0]
+    assert value == pytest.approx(np.mean(each), rel=1e-5)
+    assert np.ptp(each) > 1e-4
+
+
 @pytest.mark.second_tier
 def test_shortcuts_find_the_source_that_is_like_the_target(folder):
     language = Language(read(folder), TINY._replace(steps=80), 64, 8)
@@ -138,7 +148,10 @@ def test_a_run_compares_and_continues(folder, monkeypatch):
     assert "trust in Reverse()" in descent["trust"]
     assert len(descent["values"]) == 3
     # a search has as many trainings as the descent took the time of, the start first
-    assert values["TPE"]["values"][0] == pytest.approx(values["uniform"]["validation"], rel=1e-4)
+    start = methods.as_arrays(values["uniform"]["hparams"])
+    read_again = text.read(str(folder), "up")
+    first = methods.train(Language(read_again, settings.size, 16, 16), [start], 0)
+    assert values["TPE"]["values"][:1] == pytest.approx(first, rel=1e-4)
     assert values["TPE"]["trainings"] == values["random search"]["trainings"]
     assert "The same mixtures in a longer training" in page.read_text()
     for stage in ("result.json", "stages/TPE-0.json"):
