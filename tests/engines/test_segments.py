@@ -86,6 +86,15 @@ def problem(training, steps, rows=6, width=4, **options):
 
 
 @pytest.mark.usefixtures("x64", "always")
+@pytest.mark.filterwarnings("ignore:Truncated")
+def test_steps_that_begin_at_a_state_on_the_way():
+    made, hparams = problem(TRAININGS["adam"], 60)
+    some, all_of_them = (ft.Truncated(40, store=store) for store in ("segments", "states"))
+    found, expected = (engine(made, hparams).grad for engine in (some, all_of_them))
+    assert_trees_close(found, expected, 1e-10)
+
+
+@pytest.mark.usefixtures("x64", "always")
 @pytest.mark.parametrize("steps", [23, later(1), later(2), later(7), later(32), later(97)])
 @pytest.mark.parametrize("name", ["adam", later("clipped"), later("state"), later("key")])
 def test_the_same_hypergradient(name, steps):

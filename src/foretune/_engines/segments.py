@@ -11,7 +11,7 @@ With T = k L, L = m b (k segments of m blocks of b steps), states of S bytes and
 
     (k - 1) S + L G + m S,     b <= BLOCK.
 
-The first state of all is made again.
+The first state of all is not counted: it is the parameters that were given, and zeros.
 """
 
 import functools
@@ -181,19 +181,18 @@ class _Split(NamedTuple):
 
         s, firsts = lax.fori_loop(0, count, segment, (s_0, empty))
         s_T, states = recorded(system, hparams, s, system.steps - rest, rest, self.unroll)
-        return s_T, (self.split, firsts, states)
+        return s_T, (self.split, s_0, firsts, states)
 
     def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
         """Go back segment by segment."""
-        firsts, states = memory
-        count, _, _, rest = self._lengths(system, take(firsts, 0))
+        s_0, firsts, states = memory
+        count, _, _, rest = self._lengths(system, s_0)
         if rest:
             first = system.steps - rest
             adjoint = sweep(system, hparams, states, adjoint, first, rest, self.unroll)
 
         def first_of(k):
             later = take(firsts, jnp.maximum(k - 1, 0))
-            s_0 = system.initial(hparams)
             return jax.tree.map(lambda a, b: jnp.where(k == 0, a, b), s_0, later)
 
         def segment(adjoint, k):
