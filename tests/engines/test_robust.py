@@ -44,7 +44,8 @@ def robust_mean(gradients):
     """The formula in numpy, of a list of gradients."""
     columns = [np.stack(column) for column in zip(*map(jax.tree.leaves, gradients), strict=True)]
     lengths = [np.linalg.norm(c.reshape(len(c), -1), axis=1) for c in columns]
-    weights = 1 / sum((length / np.median(length)) ** 2 for length in lengths)
+    squares = np.mean([(length / np.sort(length)[1]) ** 2 for length in lengths], axis=0)
+    weights = 1 / np.maximum(1, squares)
     means = [np.tensordot(weights / weights.sum(), c, 1) for c in columns]
     return jax.tree.unflatten(jax.tree.structure(gradients[0]), means)
 
@@ -123,7 +124,8 @@ def test_inside_a_program_and_in_a_descent():
     outside = engine(problem, hyper())
     inside = jax.jit(lambda h: engine(problem, h))(hyper())
     assert_trees_close(inside.grad, outside.grad, rtol=1e-5)
-    result = ft.minimize(problem, hyper(), steps=5, engine=engine, optimizer=optax.sgd(1e-3))
+    alike = ft.CrossValidated(lambda k: problem_of_fold(0), FOLDS)
+    result = ft.minimize(alike, hyper(), steps=5, engine=engine, optimizer=optax.sgd(1e-3))
     assert result.history[-1]["value"] < result.history[0]["value"]
 
 
@@ -151,6 +153,20 @@ def test_folds_that_agree_and_leaves_of_zeros():
     h = hyper() | {"idle": jnp.ones(2)}
     assert_trees_close(ft.RobustMean()(same, h).grad, ft.Reverse()(same, h).grad, rtol=1e-5)
     assert fold_weights({"a": jnp.zeros((4, 2))}).tolist() == [0.25] * 4
+
+
+def test_weights():
+    even = fold_weights({"a": jnp.array([1.0, 0.9, 1.0, 1.0]), "b": jnp.full((4, 2), 3.0)})
+    np.testing.assert_allclose(even, 0.25, rtol=0.02)
+    far = fold_weights({"a": jnp.array([1e6, 2e6, 1e30, -1e31, 1e32])})
+    np.testing.assert_allclose(far, [0.5, 0.5, 0, 0, 0], atol=1e-6)
+    tiny = fold_weights({"a": jnp.array([[1.0, 1], [2, 2], [1e20, 0]]) * 1e-30})
+    np.testing.assert_allclose(tiny, [0.5, 0.5, 0], atol=1e-6)
+    at_its_own_minimum = fold_weights({"a": jnp.array([0.0, 1, 1, 1, 1, 1, 1, 1])})
+    np.testing.assert_allclose(at_its_own_minimum, 1 / 8, rtol=1e-5)
+    several = fold_weights({"a": jnp.r_[1.0:17.0]})  # the fourth of sixteen counts fully
+    np.testing.assert_allclose(several[4] / several[3], (4 / 5) ** 2, rtol=1e-5)
+    assert fold_weights({"a": jnp.ones(1)}).tolist() == [1.0]
 
 
 def test_is_not_finite_where_a_fold_is_not():

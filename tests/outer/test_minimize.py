@@ -507,3 +507,6 @@ def test_fresh_batches_of_what_cannot_be_drawn():
     gathered = ft.Minibatches(problem.batches.data, np.zeros((3, 2), int), gather=lambda d, i: d)
     with pytest.raises(ValueError, match="made by a gather"):
         ft.minimize(problem.replace(batches=gathered), hparams, steps=1, batches="fresh")
+    folds = ft.CrossValidated(lambda k: problem, 2)
+    with pytest.raises(TypeError, match="a list, an entry for each fold"):
+        ft.minimize(folds, hparams, steps=1, batches="fresh")

@@ -6,12 +6,13 @@ Where each fold i = 1 .. k has a copy lambda_i of the hyperparameters, one adjoi
 
 Their mean is the gradient of the mean error. But a training that amplifies small changes has a gradient
 that is exact, a thousand times as long as others, and tells nothing of a step of tuning; the mean is
-then that one gradient. Taken as one slope mu with errors of their own size, the best mean weighs each
-by the inverse of its second moment, for which its own square is the estimate:
+then that one gradient. Taken as one slope with errors of their own size, the best mean weighs each by
+the inverse of its second moment. Of a gradient that is longer than others its square estimates that:
 
-    g = sum_i w_i g_i / sum_i w_i,    w_i = 1 / sum_leaves (|g_i,leaf| / median_j |g_j,leaf|)^2.
+    g = sum_i w_i g_i / sum_i w_i,    w_i = 1 / max(1, r_i^2),    r_i^2 = mean_leaves (|g_i| / q)^2,
 
-Lengths are relative to the median of their leaf, so that units do not count.
+with q, leaf by leaf, the length of the second shortest, or with more than eleven folds of that at the
+lower quarter. Where all are about as long it is their mean, and units do not count.
 
 Time and memory: those of the engine for the mean, with `Forward` k times the tangents.
 """
@@ -39,9 +40,10 @@ class RobustMean(AbstractEngine):
     """The hypergradient of a `CrossValidated` problem as a mean in which long ones count less.
 
     Use it where the folds are trainings with starts and batches of their own, and some of them amplify
-    small changes: their gradients are exact, long beyond measure, and of no use. Each fold counts by
-    the inverse square of its gradient's length, relative to the others, leaf by leaf. Where all are of
-    nearly the same length it is nearly their mean. The value is the mean error, as ever.
+    small changes: their gradients are exact, long beyond measure, and of no use. A fold whose gradient
+    is r times as long as the second shortest counts 1 / r^2 (one weight for all hyperparameters, by
+    lengths leaf by leaf). Where all are about as long it is their mean. It is approximate: not the
+    gradient of the value, which is the mean error, as ever. Give three folds or more.
 
     Args:
         engine: of each fold's gradient: `Reverse()` (default), `Forward()` or `Truncated(k)`.
@@ -58,7 +60,7 @@ class RobustMean(AbstractEngine):
     >>> round(float(ft.Reverse()(problem, hparams).grad["lr"]), 1)  # that of the last fold, by five
     -1890.5
     >>> round(float(ft.RobustMean()(problem, hparams).grad["lr"]), 1)
-    -2.5
+    -2.7
     """
 
     engine: AbstractEngine
@@ -114,13 +116,18 @@ def fold_weights(gradients: PyTree[Float[Array, "folds ..."]]) -> Float[Array, "
     >>> [round(float(w), 3) for w in weights]
     [0.498, 0.498, 0.005]
     """
+    logs = jnp.stack([_log_length(leaf) for leaf in jax.tree.leaves(gradients)])
+    k = logs.shape[1]
+    usual = jnp.sort(logs)[:, min(k - 1, max(1, k // 4 - 1)), None]
+    telling = ~jnp.isneginf(usual)  # a leaf of zeros does not
+    ratio = jnp.where(telling, logs - usual, -jnp.inf)
+    squares = jax.scipy.special.logsumexp(2 * ratio, axis=0) - jnp.log(
+        jnp.maximum(1, telling.sum())
+    )
+    return jax.nn.softmax(-jnp.maximum(squares, 0.0))
 
-    def squares(leaf):
-        wide = np.promote_types(leaf.dtype, np.float32)
-        length = jnp.sqrt(jnp.sum(leaf.astype(wide).reshape(len(leaf), -1) ** 2, 1))
-        usual = jnp.median(length)
-        return jnp.where(usual > 0, (length / jnp.where(usual > 0, usual, 1)) ** 2, 0.0)
 
-    total = sum(map(squares, jax.tree.leaves(gradients)))
-    logs = -jnp.log(jnp.where(total > 0, total, 1))  # all 0: no leaf tells
-    return jax.nn.softmax(jnp.where(total > 0, logs, 0.0))
+def _log_length(leaf: Float[Array, "folds ..."]) -> Float[Array, " folds"]:
+    """Return the logarithm of each fold's length, whose square may not be a number any more."""
+    flat = jnp.abs(leaf.astype(np.promote_types(leaf.dtype, np.float32)).reshape(len(leaf), -1))
+    return jax.scipy.special.logsumexp(2 * jnp.log(flat), axis=1) / 2

@@ -292,6 +292,11 @@ def _checked_batches(problem: Problem, batches: Any, key: Any) -> tuple[Any, Any
         key = jax.random.key(0) if key is None else key
         check_key(key, "minimize's key")
         given = getattr(problem, "batches", None)
+        if isinstance(problem, CrossValidated):
+            raise TypeError(
+                'minimize(batches="fresh") does not draw for the folds of a `CrossValidated` problem. '
+                "Give a function `batches(step, key)` that makes a list, an entry for each fold."
+            )
         if not isinstance(given, Minibatches):
             raise TypeError(
                 f'minimize(batches="fresh") draws the problem\'s `Minibatches` anew, but its batches '
