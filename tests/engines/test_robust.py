@@ -44,8 +44,8 @@ def robust_mean(gradients):
     """The formula in numpy, of a list of gradients."""
     columns = [np.stack(column) for column in zip(*map(jax.tree.leaves, gradients), strict=True)]
     lengths = [np.linalg.norm(c.reshape(len(c), -1), axis=1) for c in columns]
-    squares = np.mean([(length / np.sort(length)[1]) ** 2 for length in lengths], axis=0)
-    weights = 1 / np.maximum(1, squares)
+    squares = sum((length / np.sort(length)[len(length) // 2]) ** 2 for length in lengths)
+    weights = 1 / np.maximum(1, squares / np.sort(squares)[1])
     means = [np.tensordot(weights / weights.sum(), c, 1) for c in columns]
     return jax.tree.unflatten(jax.tree.structure(gradients[0]), means)
 

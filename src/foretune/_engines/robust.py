@@ -9,10 +9,11 @@ that is exact, a thousand times as long as others, and tells nothing of a step o
 then that one gradient. Taken as one slope with errors of their own size, the best mean weighs each by
 the inverse of its second moment. Of a gradient that is longer than others its square estimates that:
 
-    g = sum_i w_i g_i / sum_i w_i,    w_i = 1 / max(1, r_i^2),    r_i^2 = mean_leaves (|g_i| / q)^2,
+    g = sum_i w_i g_i / sum_i w_i,    w_i = 1 / max(1, |g_i|^2 / q^2),
 
-with q, leaf by leaf, the length of the second shortest, or with more than eleven folds of that at the
-lower quarter. Where all are about as long it is their mean, and units do not count.
+with q the length of the second shortest, or with more than eleven folds of that at the lower quarter.
+Lengths are of leaves in units of the middle one's, so that units do not count. Where all are about as
+long it is their mean.
 
 Time and memory: those of the engine for the mean, with `Forward` k times the tangents.
 """
@@ -41,9 +42,9 @@ class RobustMean(AbstractEngine):
 
     Use it where the folds are trainings with starts and batches of their own, and some of them amplify
     small changes: their gradients are exact, long beyond measure, and of no use. A fold whose gradient
-    is r times as long as the second shortest counts 1 / r^2 (one weight for all hyperparameters, by
-    lengths leaf by leaf). Where all are about as long it is their mean. It is approximate: not the
-    gradient of the value, which is the mean error, as ever. Give three folds or more.
+    is r times as long as the second shortest counts 1 / r^2, in all hyperparameters. Where all are
+    about as long it is their mean. It is approximate: not the gradient of the value, which is the mean
+    error, as ever. Give three folds or more.
 
     Args:
         engine: of each fold's gradient: `Reverse()` (default), `Forward()` or `Truncated(k)`.
@@ -117,14 +118,14 @@ def fold_weights(gradients: PyTree[Float[Array, "folds ..."]]) -> Float[Array, "
     [0.498, 0.498, 0.005]
     """
     logs = jnp.stack([_log_length(leaf) for leaf in jax.tree.leaves(gradients)])
-    k = logs.shape[1]
-    usual = jnp.sort(logs)[:, min(k - 1, max(1, k // 4 - 1)), None]
-    telling = ~jnp.isneginf(usual)  # a leaf of zeros does not
-    ratio = jnp.where(telling, logs - usual, -jnp.inf)
-    squares = jax.scipy.special.logsumexp(2 * ratio, axis=0) - jnp.log(
-        jnp.maximum(1, telling.sum())
-    )
-    return jax.nn.softmax(-jnp.maximum(squares, 0.0))
+    middle = jnp.sort(logs)[:, logs.shape[1] // 2, None]
+    telling = ~jnp.isneginf(middle)  # a leaf of zeros does not
+    relative = jnp.where(telling, logs - middle, -jnp.inf)
+    lengths = jax.scipy.special.logsumexp(2 * relative, axis=0)  # their squares' logarithms
+    k = len(lengths)
+    usual = jnp.sort(lengths)[min(k - 1, max(1, k // 4 - 1))]
+    longer = jnp.where(jnp.isneginf(usual), 0.0, jnp.maximum(lengths - usual, 0.0))
+    return jax.nn.softmax(-longer)
 
 
 def _log_length(leaf: Float[Array, "folds ..."]) -> Float[Array, " folds"]:
