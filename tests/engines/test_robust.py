@@ -15,6 +15,10 @@ FOLDS, STEPS = 5, 6
 HPARAMS = {"lr": 0.05, "scale": (1.0, 2.0)}
 
 
+def later(value):
+    return pytest.param(value, marks=pytest.mark.second_tier)
+
+
 def loss(params, hparams, x):
     return jnp.mean((jnp.tanh(x @ params) - hparams["scale"][0]) ** 2) * hparams["scale"][1]
 
@@ -61,11 +65,11 @@ def of_each(problems, hparams, engine):
     "engine",
     [
         ft.Reverse(),
-        ft.Reverse(store="segments"),
-        ft.Reverse(store="gradients"),
-        ft.Reverse(store=2),
+        later(ft.Reverse(store="segments")),
+        later(ft.Reverse(store="gradients")),
+        later(ft.Reverse(store=2)),
         ft.Forward(),
-        ft.Truncated(4),
+        later(ft.Truncated(4)),
     ],
     ids=repr,
 )
@@ -92,6 +96,7 @@ def test_of_objectives_by_name_and_of_a_mean_over_the_steps():
         assert_trees_close(found.grad[name], expected[name], rtol=1e-10)
 
 
+@pytest.mark.second_tier
 @pytest.mark.usefixtures("x64")
 def test_of_a_training_that_is_continued():
     problem = ft.CrossValidated(problem_of_fold, FOLDS)
@@ -129,6 +134,7 @@ def test_inside_a_program_and_in_a_descent():
     assert result.history[-1]["value"] < result.history[0]["value"]
 
 
+@pytest.mark.second_tier
 @pytest.mark.usefixtures("x64")
 def test_units_do_not_count():
     def rescaled(k):
