@@ -177,7 +177,7 @@ class FoldDynamics(Wrapper):
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
         """Return the stack of the s_0."""
-        h = _of_folds(hparams) if self.apart else hparams
+        h = _hyperparameters(hparams, self.apart)
         return _each(lambda d, p, h: d.init(p, h), self.folds, self.dynamics, params, h)
 
     def advance(self, state: PyTree, hparams: PyTree, batch: PyTree) -> tuple[PyTree, None]:
@@ -187,7 +187,7 @@ class FoldDynamics(Wrapper):
             source, x = batch
             return dynamics.advance(s, h, source.batch(x))[0]
 
-        h = _of_folds(hparams) if self.apart else hparams
+        h = _hyperparameters(hparams, self.apart)
         return _each(one, self.folds, self.dynamics, _of_folds(state), h, batch), None
 
     @property
@@ -202,7 +202,7 @@ class FoldDynamics(Wrapper):
             source, x = batch
             return dynamics.gradient(s, h, source.batch(x))
 
-        h = _of_folds(hparams) if self.apart else hparams
+        h = _hyperparameters(hparams, self.apart)
         return _each(one, self.folds, self.dynamics, _of_folds(state), h, batch)
 
 
@@ -225,7 +225,7 @@ class FoldMean(eqx.Module):
             self.folds,
             self.objective,
             _of_folds(state),
-            _of_folds(hparams) if self.apart else hparams,
+            _hyperparameters(hparams, self.apart),
             validation,
         )
 
@@ -264,6 +264,10 @@ class FoldBatches(Batches):
     def whole(self) -> PyTree:
         """Return the source and no entry, for the whole data of each fold."""
         return Whole(self.source), None
+
+
+def _hyperparameters(hparams: PyTree, apart: bool) -> PyTree:
+    return _of_folds(hparams) if apart else hparams
 
 
 def _apart(dynamics: Any) -> Any:
