@@ -45,7 +45,7 @@ from foretune._problem.arguments import unflatten
 from foretune._problem.problem import validated
 from foretune._problem.system import make_system
 
-SOURCES, BLOCKS = 8, 4
+SOURCES, BLOCKS, AT_ONCE = 8, 4, 4
 GPT2 = {
     "layers": 12, "width": 768, "heads": 12, "context": 512, "batch": 16, "steps": 32,
     "vocabulary": 32768,
@@ -63,8 +63,8 @@ TINY = {
 ENGINES = {
     "segments, light": (ft.Reverse(store="segments"), True),
     "segments": (ft.Reverse(store="segments"), False),
+    "gradients": (ft.Reverse(store="gradients"), False),
     "states": (ft.Reverse(), False),
-    "states, light": (ft.Reverse(), True),
     "segments, reverse": (ft.Reverse(store="segments", transpose="reverse"), False),
 }
 """Engines, and whether the loss is light: see `language`."""
@@ -87,7 +87,8 @@ def language(
 ) -> tuple[ft.Problem, dict[str, Any]]:  # fmt: skip
     """Return the problem, whose loss is computed in `dtype`, and its hyperparameters.
 
-    A light loss keeps matrix products of its layers alone, and has logits of one sequence at a time.
+    A light loss keeps matrix products of its layers alone, and has logits of `AT_ONCE` sequences at a
+    time.
     """
     windows, source = tokens(vocabulary, context)
     rng = np.random.default_rng(1)
@@ -101,8 +102,9 @@ def language(
         x, after = hidden(params, windows[:, :-1], heads, light), windows[:, 1:]
         if not light:
             return head(params, x, after)
-        one = jax.checkpoint(lambda entry: head(params, *entry), prevent_cse=False)
-        return jax.lax.map(one, (x, after))
+        some = jax.checkpoint(lambda entries: head(params, *entries), prevent_cse=False)
+        parts = (a.reshape(-1, min(AT_ONCE, len(a)), *a.shape[1:]) for a in (x, after))
+        return jax.lax.map(some, tuple(parts)).reshape(-1)
 
     def loss(params, hparams, batch):
         share = SOURCES * hparams["sources"] / jnp.sum(hparams["sources"])

@@ -42,7 +42,7 @@ from .forward import Forward
 from .products import has_no_mode
 from .reverse import Reverse
 from .schedules import binomial_steps
-from .segments import states_of_segments
+from .segments import price_of_segments
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{prefix}i": 1024**k for k, prefix in enumerate("kmgt", start=1)}
@@ -231,13 +231,13 @@ def candidates(costs: Costs, check_finite: bool | None) -> list[Candidate]:
 
     back, kept = T * costs.adjoint, T * costs.kept_gradient
     both = state + costs.gradient
-    few = state * states_of_segments(T, costs.gradient / max(state, 1), costs.split)
+    few, again = price_of_segments(T, costs.gradient / max(state, 1), costs.split)
     reverse("everything", T * costs.whole, T * costs.kept)
     reverse("gradients", T * costs.step + kept, T * both)
     reverse("states", T * costs.step + back, T * state)
     if math.isfinite(costs.ordinary):
         reverse("states", T * (costs.step + costs.ordinary), T * state, transpose="reverse")
-    reverse("segments", 2 * T * costs.step + kept, few)
+    reverse("segments", (T + again) * costs.step + kept, few * state)
     for c in _halved(T):
         if c < T:
             reverse(c, (binomial_steps(T, c) + 1) * costs.again + back, c * state)

@@ -153,7 +153,7 @@ class Binomial(NamedTuple):
             # the last is not: what is written in its place is what is there
             slot = row.slot + k + stored.astype(row.slot.dtype)
             new = jax.tree.map(lambda a, b: jnp.where(stored, a, b), s, take(kept, slot))
-            return _put(kept, slot, new), s, until
+            return put(kept, slot, new), s, until
 
         row = jax.tree.map(jnp.asarray, row)
         start = kept, take(kept, row.slot), row.at
@@ -332,7 +332,8 @@ def take(kept: PyTree, slot: Any) -> PyTree:
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot, keepdims=False), kept)
 
 
-def _put(kept: PyTree, slot: Any, s: PyTree) -> PyTree:
+def put(kept: PyTree, slot: Any, s: PyTree) -> PyTree:
+    """Return a stack with another entry in this place."""
     return jax.tree.map(
         lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, slot, 0), kept, s
     )

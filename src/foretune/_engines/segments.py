@@ -5,13 +5,16 @@ again from there, and what its adjoint needs is stored while it is in work: the 
 
 Where the update is nothing beside the gradient (`split.py`), as in a large network, less is stored: the
 gradients, a fraction of a state each, and the state at which each block of a few steps begins. Within a
-block, states are found again by updates.
+block, states are found again by updates. These are recorded on the way forward as well, so that the
+last segment, with which the way back begins, is not run again.
 
-With T = k L, L = m b (k segments of m blocks of b steps), states of S bytes and gradients of G, that is
+With k segments of L steps, the first of which may be shorter, m blocks in each, states of S bytes and
+gradients of G, that is
 
-    (k - 1) S + L G + m S,     b <= BLOCK.
+    (k - 2) S + L G + m S,     k = ceil(T / L), m = ceil(L / BLOCK).
 
-The first state of all is not counted: it is the parameters that were given, and zeros.
+The first states of two segments are not counted: that of the first is the parameters that were given,
+and zeros, and that of the last begins a block.
 """
 
 import functools
@@ -30,6 +33,7 @@ from .schedules import (
     advance,
     entry,
     pulled,
+    put,
     recorded,
     sweep,
     take,
@@ -41,8 +45,6 @@ BLOCK = 8
 """A state is found again by at most this many updates less one, half of that on the mean."""
 WORTH = 4000
 """Operations of a gradient for each number of the state, above which updates cost little beside it."""
-UNEQUAL = 1.15
-"""Rather so much more memory than a shorter last segment, which is a program more."""
 
 
 class Segments(NamedTuple):
@@ -54,7 +56,7 @@ class Segments(NamedTuple):
         """Run, and keep the state at which each segment begins."""
         split = split_where_worth(system, hparams, s_0)
         if split is not None:
-            return _Split(split, *self).forward(system, hparams, s_0)
+            return _Split(split).forward(system, hparams, s_0)
         length, count = segments_of(system.steps)
         s, firsts = firsts_of(system, hparams, s_0, length, count, self.unroll)
         rest = system.steps - count * length
@@ -65,7 +67,7 @@ class Segments(NamedTuple):
         """Go back segment by segment, the shorter last one first."""
         split, *memory = memory
         if split is not None:
-            return _Split(split, *self).backward(system, hparams, memory, adjoint)
+            return _Split(split).backward(system, hparams, memory, adjoint)
         length, count = segments_of(system.steps)
         firsts, last = memory
 
@@ -119,44 +121,45 @@ def split_where_worth(system: System, hparams: PyTree, s: PyTree) -> Split | Non
     return split if split is not None and split.work >= WORTH * _size(s) else None
 
 
-def states_of_segments(steps: int, gradient: float, split: bool) -> float:
-    """Return how many states are held, where a gradient has this share of one."""
+def price_of_segments(steps: int, gradient: float, split: bool) -> tuple[float, int]:
+    """Return the states held, where a gradient has this share of one, and the steps run again."""
     if split:
-        return lengths_of(steps, gradient).states(gradient)
+        lengths = lengths_of(steps, gradient)
+        return lengths.states(gradient), steps - lengths.length
     length, count = segments_of(steps)
-    return length * (1 + gradient) + count
+    return length * (1 + gradient) + count, steps
 
 
 class Lengths(NamedTuple):
-    """The segments of a training: T = segments * blocks * block + rest."""
+    """The segments of a training and their blocks; the first segment and last blocks may be shorter."""
 
     segments: int
+    length: int
     blocks: int
     block: int
-    rest: int
 
     def states(self, gradient: float) -> float:
         """Return what is held, in states, where a gradient has this share of one."""
-        kept = self.segments - 1 + self.blocks + self.rest
-        return kept + self.blocks * self.block * gradient
+        return max(self.segments - 2, 0) + self.blocks + self.length * gradient
 
 
 @functools.lru_cache(maxsize=256)
 def lengths_of(steps: int, gradient: float) -> Lengths:
     """Return the segments that hold least, where a gradient has this share of a state.
 
-    >>> lengths_of(32, 1 / 3), lengths_of(1000, 1 / 3)
-    (Lengths(segments=4, blocks=1, block=8, rest=0), Lengths(segments=25, blocks=5, block=8, rest=0))
+    >>> lengths_of(1000, 1 / 3)
+    Lengths(segments=21, length=48, blocks=6, block=8)
     """
+    most = min(steps, 8 + math.isqrt(int(16 * steps / max(gradient, 0.1))))
     found = []
-    for length in range(1, min(steps, 8 + math.isqrt(int(16 * steps / max(gradient, 0.1)))) + 1):
-        block = next(b for b in range(min(BLOCK, length), 0, -1) if length % b == 0)
-        found.append(Lengths(steps // length, length // block, block, steps % length))
-    return min(found, key=lambda f: f.states(gradient) * (UNEQUAL if f.rest else 1))
+    for length in range(most, 0, -1):  # of equals the longest
+        blocks = -(-length // BLOCK)
+        found.append(Lengths(-(-steps // length), length, blocks, -(-length // blocks)))
+    return min(found, key=lambda f: f.states(gradient))
 
 
 class _Record(NamedTuple):
-    """Of each block of a segment: the state at which it begins, and its gradients."""
+    """Of a segment: the state at which each block begins, and the gradient of each step."""
 
     starts: PyTree
     gradients: list[Any]
@@ -166,84 +169,108 @@ class _Split(NamedTuple):
     """Segments of steps that are a gradient and an update."""
 
     split: Split
-    unroll: int = 1
 
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
-        """Run, and keep where each segment but the first begins, and the states of what is over."""
-        count, blocks, block, rest = self._lengths(system, s_0)
-        length = blocks * block
-        empty = jax.tree.map(lambda a: jnp.zeros((max(count - 1, 1), *a.shape), a.dtype), s_0)
+        """Run, and keep where segments but the first and the last begin, and the last one's record."""
+        lengths = self._lengths(system, s_0)
+        inner = lengths.segments - 2
 
         def segment(k, carry):
-            s, firsts = carry
-            firsts = jax.tree.map(lambda f, a: f.at[jnp.maximum(k - 1, 0)].set(a), firsts, s)
-            return advance(system, hparams, s, k * length, length, self.unroll), firsts
+            s, firsts, record = carry
+            slot = jnp.where((k >= 1) & (k <= inner), k - 1, inner)  # beyond them: dropped
+            firsts = jax.tree.map(lambda f, a: f.at[slot].set(a, mode="drop"), firsts, s)
+            s, record = self._run(system, hparams, s, record, k)
+            return s, firsts, record
 
-        s, firsts = lax.fori_loop(0, count, segment, (s_0, empty))
-        s_T, states = recorded(system, hparams, s, system.steps - rest, rest, self.unroll)
-        return s_T, (self.split, s_0, firsts, states)
+        gradients = jax.eval_shape(self.split.gradient, s_0, hparams, entry(system, 0))
+        record = _Record(_rows(lengths.blocks, s_0), _rows(lengths.length, gradients))
+        carry = s_0, _rows(max(inner, 1), s_0), record
+        s_T, firsts, record = lax.fori_loop(0, lengths.segments, segment, carry)
+        return s_T, (self.split, s_0, firsts, record)
 
     def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
-        """Go back segment by segment."""
-        s_0, firsts, states = memory
-        count, _, _, rest = self._lengths(system, s_0)
-        if rest:
-            first = system.steps - rest
-            adjoint = sweep(system, hparams, states, adjoint, first, rest, self.unroll)
+        """Go back segment by segment, each from its record, which then makes room for another."""
+        s_0, firsts, record = memory
+        last = self._lengths(system, s_0).segments - 1
 
-        def first_of(k):
-            later = take(firsts, jnp.maximum(k - 1, 0))
-            return jax.tree.map(lambda a, b: jnp.where(k == 0, a, b), s_0, later)
+        def segment(i, carry):
+            adjoint, record = carry
+            k = last - i
+            adjoint = self._pull(system, hparams, record, adjoint, k)
+            before = _known_after(adjoint, k - 1)
+            later = take(firsts, jnp.maximum(before - 1, 0))
+            first = jax.tree.map(lambda a, b: jnp.where(before <= 0, a, b), s_0, later)
+            return adjoint, self._run(system, hparams, first, record, before)[1]
 
-        def segment(adjoint, k):
-            record = self._record(system, hparams, first_of(k), k)
-            return self._pull(system, hparams, record, adjoint, k), None
-
-        return lax.scan(segment, adjoint, jnp.arange(count), reverse=True)[0]
+        return lax.fori_loop(0, last + 1, segment, (adjoint, record))[0]
 
     def _lengths(self, system: System, s: PyTree) -> Lengths:
         return lengths_of(system.steps, self.split.size / max(_size(s), 1))
 
-    def _record(self, system: System, hparams: PyTree, s: PyTree, k: Any) -> _Record:
-        """Run segment k once more."""
-        _, blocks, length, _ = self._lengths(system, s)
+    def _run(
+        self, system: System, hparams: PyTree, s: PyTree, record: _Record, k: Any
+    ) -> tuple[PyTree, _Record]:
+        """Return the state after segment k, and its record in place of another's; -1 has no steps."""
+        lengths = self._lengths(system, s)
+        first, steps = _span(system, lengths, k)
 
-        def step(s, t):
-            x = entry(system, t)
+        def step(j, carry):
+            s, gradients = carry
+            x = entry(system, first + j)
             g = self.split.gradient(s, hparams, x)
-            return self.split.update(s, hparams, x, g), g
+            return self.split.update(s, hparams, x, g), put(gradients, j, g)
 
-        def block(s, i):
-            times = (k * blocks + i) * length + jnp.arange(length)
-            end, gradients = lax.scan(step, s, times, unroll=self.unroll)
-            return end, _Record(s, gradients)
+        def block(i, carry):
+            s, (starts, gradients) = carry
+            starts, begin = put(starts, i, s), i * lengths.block
+            end = jnp.minimum(begin + lengths.block, steps)
+            s, gradients = lax.fori_loop(begin, end, step, (s, gradients))
+            return s, _Record(starts, gradients)
 
-        return lax.scan(block, s, jnp.arange(blocks))[1]
+        return lax.fori_loop(0, -(-steps // lengths.block), block, (s, record))
 
     def _pull(
         self, system: System, hparams: PyTree, record: _Record, adjoint: Adjoint, k: Any
     ) -> Adjoint:
         """Return the adjoint before segment k."""
-        _, blocks, length, _ = self._lengths(system, take(record.starts, 0))
+        lengths = self._lengths(system, take(record.starts, 0))
+        first, steps = _span(system, lengths, k)
 
-        def step(adjoint, at):
-            i, j = at // length, at % length
+        def updated(j, s):
+            g = take(record.gradients, j)
+            return self.split.update(s, hparams, entry(system, first + j), g)
 
-            first = (k * blocks + i) * length
-
-            def gradient(j):
-                return [take(take(g, i), j) for g in record.gradients]
-
-            def updated(j, s):
-                return self.split.update(s, hparams, entry(system, first + j), gradient(j))
-
-            s = lax.fori_loop(0, j, updated, take(record.starts, i))
-            known = lambda s, h, x: self.split.known(s, h, x, gradient(j))  # noqa: E731
+        def step(i, adjoint):
+            j = steps - 1 - i
+            block = j // lengths.block
+            s = lax.fori_loop(block * lengths.block, j, updated, take(record.starts, block))
+            g = take(record.gradients, j)
+            known = lambda s, h, x: self.split.known(s, h, x, g)  # noqa: E731
             cheap = system._replace(transposable=known)
-            return adjoint_step(cheap, hparams, adjoint, s, first + j), None
+            return adjoint_step(cheap, hparams, adjoint, s, first + j)
 
-        steps = jnp.arange(blocks * length)
-        return lax.scan(step, adjoint, steps, reverse=True, unroll=self.unroll)[0]
+        return lax.fori_loop(0, steps, step, adjoint)
+
+
+def _span(system: System, lengths: Lengths, k: Any) -> tuple[Any, Any]:
+    """Return the first step of segment k, and how many it has."""
+    first, after = (
+        jnp.maximum(system.steps - (lengths.segments - i) * lengths.length, 0) for i in (k, k + 1)
+    )
+    return first, after - first
+
+
+def _known_after(done: PyTree, i: Any) -> Any:
+    """Return i, of which the compiler cannot know before `done` is computed that it is i.
+
+    Else it may run a loop that writes into an array before one that reads it, on a copy of the array.
+    """
+    leaf = next(leaf for leaf in jax.tree.leaves(done) if leaf.size)
+    return jnp.where(jnp.real(leaf[(0,) * leaf.ndim]) > jnp.inf, i - 1, i)  # never i - 1
+
+
+def _rows(count: int, tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), tree)
 
 
 def _size(s: PyTree) -> int:
