@@ -93,6 +93,26 @@ def test_the_engine_that_is_advised_agrees():
     assert "advice: engine=Evolution" in text
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
+def test_folds_of_which_one_is_jagged():
+    hparams = {"x": jnp.array(2 * np.pi * 1000 / 6000)}
+
+    def of_fold(k):
+        plain = response(None, hparams)
+        error = lambda s, h, slope: wave(s["x"], slope)  # noqa: E731
+        return plain.replace(objective=error, validation=jnp.where(k == 1, -80.0, 0.0))
+
+    folds = ft.CrossValidated(of_fold, 4)
+    found = ft.trust(folds, hparams, verbose=False)
+    assert found.verdicts["descent"] == "misleads"
+    assert isinstance(found.engine, ft.RobustMean)
+    assert found.advice[0].helps
+    assert found.advice[0].name == "engine=RobustMean(Reverse())"
+    np.testing.assert_allclose(found.engine(folds, hparams).grad["x"], 1.0, atol=0.01)
+    assert found.grad["x"] == found.engine(folds, hparams).grad["x"]
+
+
 @pytest.mark.parametrize(
     ("predicted", "measured", "noise", "verdict"),
     [

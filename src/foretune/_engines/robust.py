@@ -73,7 +73,7 @@ class RobustMean(AbstractEngine):
         if not isinstance(self.engine, INNER):
             raise TypeError(
                 f"RobustMean(engine={describe(engine)}): give `Reverse()`, `Forward()` or "
-                "`Truncated(k)`."
+                "`Truncated(k)`, then the problem: `RobustMean(Reverse())(problem, hparams)`."
             )
         if not isinstance(check_finite, bool | None):
             raise TypeError(f"RobustMean(check_finite={check_finite!r}): give None, True or False.")

@@ -20,8 +20,10 @@ from .._engines.auto import Auto
 from .._engines.base import AbstractEngine, Hypergradient, check_engine
 from .._engines.nonfinite import NonFiniteError, is_finite
 from .._engines.reverse import Reverse
+from .._engines.robust import INNER, RobustMean
 from .._engines.truncated import Truncated
 from .._problem.checks import check_count, check_hparams, check_key, describe
+from .._problem.folds import CrossValidated
 from .._problem.problem import Problem, validated
 from .constraints import check_constraints
 from .remedies import remedies
@@ -53,6 +55,7 @@ FRESH = "fresh batches and starts"
 VARIANTS = 4  # trainings for each change that should not matter
 POINTS = {TRUST: 1.0, SIZE: 0.5, MISLEADS: 0.0}  # of a direction, by which engines are compared
 FEW = 40  # hyperparameters that differences of values are enough for
+FOLDS = 3  # from which on some can be told from the others
 
 
 def trust(
@@ -289,7 +292,7 @@ def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], Abstract
                 _, grad, _ = candidate(study.problem, study.hparams)
             except NonFiniteError:
                 continue
-        radius = candidate.radius
+        radius = getattr(candidate, "radius", study.scale)
         slopes = [s for s in report.around.slopes(study.in_search(grad)) if s.scale == radius]
         slopes += study.downhill(study.problem, grad, [radius], report.around.noise)
         verdicts = verdicts_of(slopes, radius)
@@ -306,11 +309,18 @@ def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], Abstract
 _WHAT = {
     Evolution: "the slope over a neighbourhood, from values alone",
     Smoothed: "the gradient averaged over a neighbourhood",
+    RobustMean: "the mean of the folds, of which those with long gradients hardly count",
 }
 
 
 def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[Any]:
-    """Yield engines over a neighbourhood in which changes can be told from noise, or a larger one."""
+    """Yield engines for what may be rough, first for folds of which only some are.
+
+    The others are over a neighbourhood in which changes can be told from noise, or a larger one.
+    """
+    problem = study.problem
+    if isinstance(problem, CrossValidated) and problem.folds >= FOLDS and isinstance(engine, INNER):
+        yield RobustMean(engine)
     scales = sorted({s.scale for s in report.slopes if s.scale >= study.scale})
     seen = {
         scale: max(abs(s.measured) for s in report.slopes if s.scale == scale) for scale in scales
@@ -336,6 +346,8 @@ def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterato
 
 def _shown(engine: Any) -> str:
     name = type(engine).__name__
+    if isinstance(engine, RobustMean):
+        return f"{name}({_shown(engine.engine)})"
     if not isinstance(engine, Smoothed | Evolution):
         return f"{name}({engine.steps})" if isinstance(engine, Truncated) else f"{name}()"
     inner = f"{_shown(engine.engine)}, " if isinstance(engine, Smoothed) else ""
