@@ -9,15 +9,16 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import sparse
-from sklearn.datasets import make_blobs
+from sklearn.datasets import load_wine, make_blobs
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score
 from sklearn.naive_bayes import GaussianNB
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder
 
 import foretune as ft
-from foretune.apps import LabelCleaner, clean_labels
+from foretune.apps import LabelCleaner, _pool, clean_labels
 from foretune.apps import _posterior as posterior
 from foretune.apps._columns import column_encoder, has_words
 
@@ -91,6 +92,56 @@ def test_given_labels_count_as_a_thousand_rows_beside_few_checked_ones():
     assert rows(3000, 50) == pytest.approx(1000)
     assert rows(3000, 500) == pytest.approx(1500)  # three times the checked ones
     assert rows(300, 50) == pytest.approx(300)  # no more than there are
+
+
+def test_a_second_look_counts_as_far_as_its_matrix_accounts_for_errors():
+    given = np.array([0, 0, 1, 1])
+    right = np.array([[0.9, 0.1, 0.8, 0.6], [0.3, 0.2, 0.9, 0.3]])
+    likely = np.array([[0, 1, 1, 1], [2, 1, 1, 0]])
+    p = np.full((2, 4, 3), 1 / 3) * np.array([1.0, 2.0])[:, None, None]
+    rest = (np.eye(3), np.ones(2), {}, None)
+    first, second = (
+        posterior.Judgement(right[i], likely[i], p[i], *rest, share=0.1) for i in range(2)
+    )
+    for share, part in ((0.4, 0.0), (0.5, 0.25), (0.7, 0.75), (0.9, 1.0)):
+        found = posterior.twice(first, second._replace(share=share), given)
+        log_odds = np.log(right / (1 - right))
+        expected = 1 / (1 + np.exp(-(1 - part) * log_odds[0] - part * log_odds[1]))
+        np.testing.assert_allclose(found.right, expected, rtol=1e-12)
+        np.testing.assert_array_equal(found.likely != given, expected < 0.5)
+        assert set(found.likely[expected < 0.5]) <= {0, 1, 2}
+        np.testing.assert_array_equal(found.probabilities, p[0])
+    sure = first._replace(right=np.array([0.0, 1.0, 0.5, 1.0]))
+    assert np.isfinite(posterior.twice(sure, sure, given).right).all()
+
+
+def test_rows_kept_for_a_second_look_have_each_class_outside_of_each_fold():
+    labels = np.array([0] * 12 + [1] * 6 + [2] * 4)
+    fold = np.arange(22) % 2
+    trust = np.where(np.arange(22) % 3 == 0, 0.1, 0.9)
+    trust[12:18] = [0.9, 0.1, 0.9, 0.1, 0.9, 0.1]  # all that would be kept are in one fold
+    keep = _pool.kept_by_fold(trust, labels, None, fold)
+    np.testing.assert_array_equal(keep[:12], trust[:12] >= 0.5)
+    assert keep[12:18].all()
+    for k in range(2):
+        assert (np.bincount(labels[keep & (fold != k)], minlength=3) >= 2).all()
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("noise", ["symmetric", "asymmetric"])
+def test_a_second_look_finds_more(noise):
+    """Beside the order by the pool's own probabilities, which are of the first look."""
+    x, true = load_wine(return_X_y=True)
+    rng = np.random.default_rng(1)
+    flip = rng.random(len(true)) < 0.3
+    shift = rng.integers(1, 3, len(true)) if noise == "symmetric" else 1
+    given = np.where(flip, (true + shift) % 3, true)
+    found = LabelCleaner(estimator="pool", random_state=0, progress=False).fit(x, given)
+    pooled = found.probabilities_[np.arange(len(true)), given]
+    ours, alone = (average_precision_score(flip, c) for c in (found.confidence_, 1 - pooled))
+    assert ours > alone + 0.01
+    assert (found.suggested_ != given)[found.suspects_].all()
+    assert (found.suggested_ == given)[~found.suspects_].all()
 
 
 def test_checked_rows_do_not_say_how_far_the_matrix_is_believed():

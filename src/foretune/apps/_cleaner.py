@@ -18,10 +18,13 @@ from . import _noise, _pool, _weights
 from ._columns import column_encoder, has_words, native_columns, row_count, stack_rows
 from ._labels import FLOATS, check_whole, listed, plain_labels, second_labels, second_set
 from ._models import make_features, make_model
-from ._posterior import judge
+from ._posterior import Judgement, judge, twice
 
 STEPS = {"noise": 30, "weights": 300}
 HYPER_STEPS = {"noise": 30, "weights": 200}
+MOST_LOOKED, MOST_WRONG = 100_000, 0.5
+"""Rows, and the share of suspects, up to which the pool looks twice. Where most are suspects, to train
+on the rest would only confirm it."""
 
 
 class LabelCleaner(ClassifierMixin, BaseEstimator):
@@ -80,7 +83,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         With an estimator: the weight of each classifier in the pool.
     probabilities_ : array (n, n_classes)
         With an estimator: the pooled probability of each class, by classifiers that have not seen the
-        row. Its given label has no part in it.
+        row, and were trained on all others. Its given label has no part in it.
     reliability_ : array (checked rows, 2) or None
         With an estimator and 20 checked rows or more: of each, held out, the probability of its most
         probable label and whether that is right.
@@ -249,32 +252,42 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         labels = np.concatenate([given, checked])
         members: dict[str, Any] = {"estimator": self.estimator}
         native = native_columns(self._encoder)
+        shared = {"seed": seed, "weight": weight}
+        kernel: dict[str, np.ndarray] = {}
         if pooled:
             members = _pool.pool_of(everything, labels, classes, seed % 2**31, native)
-        shared = {"seed": seed, "weight": weight}
-        by_fold = (everything, labels, fold, classes)
-        found = {
-            name: _pool.out_of_fold(name, member, *by_fold, progress=self.progress, **shared)
-            for name, member in members.items()
-        }
         if pooled and len(labels) <= _pool.MOST_KERNEL:
             options = self._descent(None) | {"hyper_steps": self.hyper_steps}
             del options["key"]
-            found["kernel"] = _pool.kernel_probabilities(
+            kernel["kernel"] = _pool.kernel_probabilities(
                 everything, given, checked, fold, classes, **shared, **options
             )
-        q = np.stack(list(found.values()))
-        bar = [Progress("weighing the labels")] if self.progress else []
-        judged = judge(
-            q[:, :n],
-            given,
-            q[:, n:],
-            checked,
-            np.full(len(checked), -1),
-            seed=seed,
-            callbacks=bar,
-            weight=None if weight is None else weight[:n],
-        )
+
+        def look(members: dict[str, Any], keep: np.ndarray | None = None) -> Judgement:
+            options = shared | {"keep": keep, "progress": self.progress}
+            by_fold = {
+                name: _pool.out_of_fold(name, member, everything, labels, fold, classes, **options)
+                for name, member in members.items()
+            }
+            q = np.stack([*by_fold.values(), *kernel.values()])
+            return judge(
+                q[:, :n],
+                given,
+                q[:, n:],
+                checked,
+                np.full(len(checked), -1),
+                seed=seed,
+                callbacks=[Progress("weighing the labels")] if self.progress else [],
+                weight=None if weight is None else weight[:n],
+            )
+
+        judged = look(members)
+        wrong = np.mean(judged.right < 0.5)
+        if pooled and n <= MOST_LOOKED and 0 < wrong <= MOST_WRONG:
+            trust = np.concatenate([judged.right, np.ones(len(checked))])
+            keep = _pool.kept_by_fold(trust, labels, weight, fold)
+            again = _pool.pool_of(everything, labels[keep], classes, seed % 2**31, native)
+            judged = twice(judged, look(again, keep), given)
         self.weights_ = judged.right
         if budget is not None:
             self.weights_ = _noise.fit_budget(judged.right, budget)
@@ -284,7 +297,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         self.probabilities_ = judged.probabilities
         self.noise_matrix_ = judged.noise
         self.noise_rate_ = float(self.confidence_.mean())
-        self.pool_ = dict(zip(found, judged.pool.tolist(), strict=True))
+        self.pool_ = dict(zip([*members, *kernel], judged.pool.tolist(), strict=True))
         self.ranking_ = np.argsort(-self.confidence_, kind="stable")
         descended = judged.result
         self.history_ = [] if descended is None else descended.history

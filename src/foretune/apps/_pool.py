@@ -32,6 +32,8 @@ WIDE = 100
 of few kinds are one column to them."""
 COMMON = 10
 """Boosted trees stop early, by rows set aside, where every class has this many."""
+LEAST_KEPT = 2
+"""Rows of each class that classifiers are trained on, of those that are kept."""
 MOST_KERNEL = 20_000
 """With more rows than this the pool has no kernel model."""
 TREES = 200
@@ -142,6 +144,20 @@ def kept(trust: np.ndarray, labels: np.ndarray, weight: np.ndarray | None) -> np
         if keep[mine].sum() < 2:
             keep[mine[np.argsort(-trust[mine], kind="stable")[:2]]] = True
     return np.flatnonzero(keep)
+
+
+def kept_by_fold(
+    trust: np.ndarray, labels: np.ndarray, weight: np.ndarray | None, fold: np.ndarray
+) -> np.ndarray:
+    """Return a mask of the rows of trusted labels, and of all rows of a class that is rare outside of a
+    fold without the others."""
+    keep = np.zeros(len(labels), bool)
+    keep[kept(trust, labels, weight)] = True
+    for label in np.unique(labels):
+        mine = labels == label
+        if min(np.sum(keep & mine & (fold != k)) for k in np.unique(fold)) < LEAST_KEPT:
+            keep |= mine
+    return keep
 
 
 def check_estimator(estimator: Any, regression: bool = False) -> None:

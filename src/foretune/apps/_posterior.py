@@ -33,6 +33,8 @@ that N accounts for: log s is a mean of the two. A label's weight is s_y against
 s_y / (s_y + max_{k != y} s_k). The same holds for checked rows whose given labels are not known: they
 say what the classes look like, not how labels go wrong, so that the share is still that of the fit
 without them.
+
+Classifiers may then be trained again without the suspects, and judge once more (`twice`).
 """
 
 from typing import Any, NamedTuple
@@ -43,6 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
+from scipy.special import expit, logit
 
 from .._outer.minimize import minimize
 from .._outer.run import Result
@@ -67,6 +70,8 @@ PATTERN = 0.3
 """What is added to N before its pattern is taken."""
 SHARES, BELIEFS = (0.25, 0.4, 0.8), (0.0, 0.25, 0.5)
 """How far the matrix counts, by the share of the disagreements that it accounts for."""
+SECOND = (0.4, 0.8)
+"""The shares from which on a second look counts, and counts alone."""
 
 
 class Rows(NamedTuple):
@@ -100,6 +105,8 @@ class Judgement(NamedTuple):
     claims: np.ndarray | None = None
     """Then, of each checked row held out: the probability that its given label (where none is known,
     the most probable one) is right, and whether it is."""
+    share: float = 0.0
+    """Of the disagreements between labels and pool, what the matrix accounts for."""
 
 
 class _Part(eqx.Module):
@@ -236,7 +243,25 @@ def judge(
         fit = (alone.probabilities, alone.noise)
     share = _share(*fit, given, counts)
     judged = _weighed(p, noise, pool, given, share, regularisers, result, belief)
-    return judged._replace(claims=claims)
+    return judged._replace(claims=claims, share=share)
+
+
+def twice(first: Judgement, second: Judgement, given: np.ndarray) -> Judgement:
+    """Return the mean, in log-odds, of two looks at the given labels.
+
+    The second is by classifiers that were trained without the suspects of the first. Where labels go
+    wrong by class, these have a clearer view. Where hard rows get wrong labels they have not: with the
+    wrong labels they were denied the right ones of such rows. So the second look counts as far as its
+    matrix accounts for the disagreements between the labels and the pool.
+    """
+    part = float(np.interp(second.share, SECOND, (0.0, 1.0)))
+    most = 1 - np.finfo(float).eps
+    log_odds = [logit(np.clip(look.right, 1 - most, most)) for look in (first, second)]
+    right = expit((1 - part) * log_odds[0] + part * log_odds[1])
+    more, less = (second, first) if part >= 0.5 else (first, second)
+    other = np.where(more.right < 0.5, more.likely, less.likely)
+    likely = np.where(right < 0.5, other, given)
+    return more._replace(right=right, likely=likely, probabilities=first.probabilities)
 
 
 def _claims(params: PyTree, rows: Rows, hparams: dict[str, Array]) -> np.ndarray:
