@@ -94,6 +94,16 @@ def test_given_labels_count_as_a_thousand_rows_beside_few_checked_ones():
     assert rows(300, 50) == pytest.approx(300)  # no more than there are
 
 
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_class_that_no_classifier_could_be_trained_on(weighed):
+    x = np.random.default_rng(0).normal(size=(20, 2))
+    given = np.array(["yes"] * 10 + ["no"] * 10 if weighed else ["yes"] * 19 + ["no"])
+    weight = (given == "yes").astype(float) if weighed else None
+    rows = "{'no': 0, 'yes': 10}" if weighed else "{'no': 1, 'yes': 19}"
+    with pytest.raises(ValueError, match=f"only 'yes' left.*{rows}"):
+        LabelCleaner(estimator="pool", progress=False).fit(x, given, sample_weight=weight)
+
+
 def test_a_second_look_counts_as_far_as_its_matrix_accounts_for_errors():
     given = np.array([0, 0, 1, 1])
     right = np.array([[0.9, 0.1, 0.8, 0.6], [0.3, 0.2, 0.9, 0.3]])

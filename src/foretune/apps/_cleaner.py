@@ -250,6 +250,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
             [_noise.make_folds(labels, min(self.folds, n), rng) for labels in (given, checked)]
         )
         labels = np.concatenate([given, checked])
+        _pool.check_folds(labels, fold, weight, self.classes_)
         members: dict[str, Any] = {"estimator": self.estimator}
         native = native_columns(self._encoder)
         shared = {"seed": seed, "weight": weight}

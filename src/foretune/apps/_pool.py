@@ -23,6 +23,7 @@ from sklearn.utils.validation import _check_sample_weight, has_fit_parameter
 
 from . import _noise
 from ._columns import Native, row_count
+from ._labels import listed
 from ._models import make_features, make_model
 
 MOST_TRAINED = 50_000
@@ -175,6 +176,23 @@ def check_estimator(estimator: Any, regression: bool = False) -> None:
             f"estimator={estimator!r:.80}: give None, 'pool', or a scikit-learn classifier that has "
             "`fit` and `predict_proba`."
         )
+
+
+def check_folds(
+    labels: np.ndarray, fold: np.ndarray, weight: np.ndarray | None, names: np.ndarray
+) -> None:
+    """Raise where the rows outside of some fold have only one class."""
+    use = np.ones(len(labels), bool) if weight is None else weight > 0
+    for k in np.unique(fold):
+        left = np.unique(labels[use & (fold != k)])
+        if len(left) < 2:
+            rows = np.bincount(labels[use], minlength=len(names)).tolist()
+            raise ValueError(
+                "labels are judged by classifiers that were trained on other folds, and without fold "
+                f"{k} there is only {listed(names[left])} left. Rows of each class, without those of "
+                f"weight 0: {dict(zip(names.tolist(), rows, strict=True))}. Give two rows or more of "
+                "each of two classes."
+            )
 
 
 def check_weight(weight: Any, n: int, estimator: Any = None) -> np.ndarray | None:
