@@ -113,8 +113,8 @@ def test_a_process_that_was_killed_on_the_way_back_is_continued_by_another(tmp_p
         advances, backs = counted(patch, "_advance"), counted(patch, "_back")
         found = ft.ReverseOnDisk(tmp_path, segment=2)(problem, hparams)
     assert not advances  # all states are there
-    # the adjoint of a segment is written while the next is computed: at most one is lost
-    assert len(backs) in (2, 3)
+    # adjoints of three of five segments were to be written, of which `AHEAD` may have waited
+    assert 2 <= len(backs) <= 2 + disk.AHEAD
     assert_trees_close(found.grad, ft.Reverse()(problem, hparams).grad, 1e-5)
 
 
