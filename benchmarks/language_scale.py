@@ -102,9 +102,8 @@ def language(
         x, after = hidden(params, windows[:, :-1], heads, light), windows[:, 1:]
         if not light:
             return head(params, x, after)
-        some = jax.checkpoint(lambda entries: head(params, *entries), prevent_cse=False)
-        parts = (a.reshape(-1, min(AT_ONCE, len(a)), *a.shape[1:]) for a in (x, after))
-        return jax.lax.map(some, tuple(parts)).reshape(-1)
+        one = jax.checkpoint(lambda entry: head(params, *entry), prevent_cse=False)
+        return jax.lax.map(one, (x, after), batch_size=AT_ONCE)
 
     def loss(params, hparams, batch):
         share = SOURCES * hparams["sources"] / jnp.sum(hparams["sources"])

@@ -150,8 +150,10 @@ def kept(trust: np.ndarray, labels: np.ndarray, weight: np.ndarray | None) -> np
 def kept_by_fold(
     trust: np.ndarray, labels: np.ndarray, weight: np.ndarray | None, fold: np.ndarray
 ) -> np.ndarray:
-    """Return a mask of the rows of trusted labels, and of all rows of a class that is rare outside of a
-    fold without the others."""
+    """Return a mask of the rows of trusted labels.
+
+    All rows of a class are kept where too few trusted ones are outside of some fold.
+    """
     keep = np.zeros(len(labels), bool)
     keep[kept(trust, labels, weight)] = True
     for label in np.unique(labels):
