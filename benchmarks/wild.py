@@ -49,6 +49,7 @@ CHECKS, CHECKS_SMALL, SMALL = (0, 50, 200), (0, 20, 50), 400
 NOISES = ("symmetric", "asymmetric", "instance")
 FOLDS = 5
 MODELS = ("logistic", "forest", "boosting")
+LAST = {"everyday": f"cleanlab, {MODELS[-1]}", "ours": "LabelCleaner"}  # method of each part
 METRICS = ("average precision", "average precision, margin", "f1 at count", "f1", "flagged", "ece")
 
 
@@ -431,7 +432,7 @@ def run(arguments) -> None:
     """Compare on all cells, and record after each; whole seeds come one after another."""
     cache, out = arguments.cache or "runs/wild", Path(arguments.out)
     rows = json.loads(out.read_text())["results"]["rows"] if arguments.resume else []
-    done = {tuple(row[f] for f in Cell._fields[:4]) for row in rows}
+    done = {tuple(row[f] for f in (*Cell._fields[:4], "method")) for row in rows}
     names = chosen(arguments.data)
     data = {name: load_data(name, cache) for name in names}
     cells = (
@@ -440,7 +441,10 @@ def run(arguments) -> None:
         for name in names
         for noise in data[name].noises
     )
-    work = (delayed(judge)(cell, arguments.parts, cache) for cell in cells if cell[:4] not in done)
+    missing = (
+        (cell, [p for p in arguments.parts if (*cell[:4], LAST[p]) not in done]) for cell in cells
+    )
+    work = (delayed(judge)(cell, parts, cache) for cell, parts in missing if parts)
     judged: Any = Parallel(arguments.jobs, return_as="generator", pre_dispatch="2*n_jobs")(work)
     for found in judged:
         rows += found
