@@ -78,7 +78,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
     confidence_ : array of n
         That the label is wrong: for "noise" its probability, for "weights" 1 - weight.
     noise_matrix_ : array (n_classes, n_classes)
-        p(given label | true label) as learnt ("noise" only). `noise_rate_` is the mean confidence.
+        p(given label | true label) as learnt ("noise" only). `noise_rate_` is the mean confidence,
+        `unflagged_` its sum over labels that are not suspects: how many more are wrong.
     pool_ : dict
         With an estimator: the weight of each classifier in the pool.
     probabilities_ : array (n, n_classes)
@@ -162,7 +163,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
             probabilities, l2 = self._fit_noise(z, given, labels[n:], budget, key, seed, weight)
         else:
             probabilities, l2 = self._fit_weights(z, given, labels[n:], budget, key, weight)
-        self.noise_rate_ = float(self.confidence_.mean())
+        self._count()
         # equal weights (many are 0 under a budget) in the order of the model's doubt
         doubt = 1 - probabilities[np.arange(n), given]
         self.ranking_ = np.lexsort((-doubt, -self.confidence_))
@@ -297,7 +298,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         self.suggested_ = self.classes_[judged.likely]
         self.probabilities_ = judged.probabilities
         self.noise_matrix_ = judged.noise
-        self.noise_rate_ = float(self.confidence_.mean())
+        self._count()
         self.pool_ = dict(zip([*members, *kernel], judged.pool.tolist(), strict=True))
         self.ranking_ = np.argsort(-self.confidence_, kind="stable")
         descended = judged.result
@@ -363,6 +364,10 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         self.suggested_ = self.classes_[np.argmax(probabilities, axis=1)]
         self._descended(result)
         return probabilities, np.full(self._model.groups, _noise.START_L2)
+
+    def _count(self) -> None:
+        self.noise_rate_ = float(self.confidence_.mean())
+        self.unflagged_ = float(self.confidence_[~self.suspects_].sum())
 
     def _descended(self, result) -> None:
         self.history_, self.stopped_ = result.history, result.stopped

@@ -266,7 +266,7 @@ def summary(cleaner: Any, table: Table, checked: int) -> dict[str, Any]:
             "suspects.csv lists the suspects, weights.csv every row.",
             f"A suspect is one of the {what} that the model of data and noise holds to be wrong "
             "more probably than not; look at it before you change it. By its probabilities some "
-            f"{cleaner.confidence_[~cleaner.suspects_].sum():.0f} of the other {what} are wrong too."
+            f"{cleaner.unflagged_:.0f} of the other {what} are wrong too."
             if getattr(cleaner, "method", "noise") == "noise"
             else "A suspect is a row whose weight fell to 0 in the descent on the checked rows' error.",
             *(
