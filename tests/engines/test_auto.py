@@ -111,6 +111,7 @@ def test_they_are_two_programs_of_a_training_and_one_of_other_dynamics(monkeypat
         assert np.isfinite(costs.measure_costs(structure, arrays, 1e9).ordinary) == two
 
 
+@pytest.mark.second_tier
 def test_it_chooses_inside_jit_where_nothing_was_chosen_before():
     auto._CHOICES.clear()
     byte_seconds.cache_clear()
@@ -280,6 +281,7 @@ def test_memory_of_the_host(tmp_path):
 
 
 @pytest.mark.usefixtures("timeless")
+@pytest.mark.second_tier
 def test_a_budget_that_nothing_fits():
     problem, hparams, state = network(50)
     with pytest.raises(MemoryError, match=r"no exact engine fits into .* needs .*Truncated"):

@@ -84,6 +84,7 @@ def test_is_the_weighted_mean_of_the_folds_own(engine):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_of_objectives_by_name_and_of_a_mean_over_the_steps():
     def of_fold(k):
         return problem_of_fold(k, objective={"lr": rate_error, "scale": error}, trajectory=True)
@@ -110,6 +111,7 @@ def test_of_a_training_that_is_continued():
     assert_trees_close(found.grad, of_each(each, hyper(), ft.Reverse())[1], rtol=1e-10)
 
 
+@pytest.mark.second_tier
 def test_one_fold_does_not_move_it():
     near, far = (
         ft.CrossValidated(lambda k, far=far: problem_of_fold(k, far), FOLDS) for far in (1.0, 1e3)
@@ -123,6 +125,7 @@ def test_one_fold_does_not_move_it():
     assert lengths[3] < 5 * lengths[2]
 
 
+@pytest.mark.second_tier
 def test_inside_a_program_and_in_a_descent():
     problem = ft.CrossValidated(problem_of_fold, FOLDS)
     engine = ft.RobustMean(ft.Reverse(store="segments"))
@@ -151,6 +154,7 @@ def test_units_do_not_count():
     assert_trees_close(found | {"lr": found["lr"] * 1e3}, plain, rtol=1e-10)
 
 
+@pytest.mark.second_tier
 def test_folds_that_agree_and_leaves_of_zeros():
     def idle(state, hparams, x):
         return error(state, hparams, x) + 0 * jnp.sum(hparams["idle"])

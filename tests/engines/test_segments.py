@@ -87,6 +87,7 @@ def problem(training, steps, rows=6, width=4, **options):
 
 @pytest.mark.usefixtures("x64", "always")
 @pytest.mark.filterwarnings("ignore:Truncated")
+@pytest.mark.second_tier
 def test_steps_that_begin_at_a_state_on_the_way():
     made, hparams = problem(TRAININGS["adam"], 60)
     some, all_of_them = (ft.Truncated(40, store=store) for store in ("segments", "states"))
@@ -228,6 +229,7 @@ def test_less_memory_where_updates_cost_nothing():
         np.testing.assert_allclose(more[split], expected[0] - expected[1], rtol=0.25)
 
 
+@pytest.mark.second_tier
 def test_where_they_are_split():
     for rows, split in ((30, False), (3000, True)):
         made, hparams = problem(TRAININGS["adam"], 10, rows=rows, width=100)

@@ -137,6 +137,7 @@ def contents(folder):
     }
 
 
+@pytest.mark.second_tier
 def test_a_finished_run_can_be_prolonged(tmp_path):
     expected = run(tmp_path / "whole", steps=9)
     run(tmp_path / "parts", steps=3)
@@ -164,6 +165,7 @@ def test_a_signal_saves(tmp_path, number):
     assert resumed.history == expected.history
 
 
+@pytest.mark.second_tier
 def test_warm_starts_resume_too(tmp_path):
     run(tmp_path / "parts", steps=3, warm_start=True)
     resumed = run(tmp_path / "parts", warm_start=True)
@@ -500,6 +502,7 @@ def test_best_after_a_score_that_failed(tmp_path):
         ({"tangents": jnp.bfloat16}, "tangents: None there, bfloat16 here"),
     ],
 )
+@pytest.mark.second_tier
 def test_another_constant_of_the_tuner_is_refused(tmp_path, change, difference):
     with pytest.raises(RuntimeError, match="enough"):
         tune([ft.Checkpoint(tmp_path)], stop_in_the_second_window)
@@ -507,6 +510,7 @@ def test_another_constant_of_the_tuner_is_refused(tmp_path, change, difference):
         tune([ft.Checkpoint(tmp_path)], **change)
 
 
+@pytest.mark.second_tier
 def test_what_does_not_change_the_result_may_change(tmp_path):
     with pytest.raises(RuntimeError, match="enough"):
         tune([ft.Checkpoint(tmp_path)], stop_in_the_second_window)
@@ -579,6 +583,7 @@ def test_a_resumed_history_is_equal_whatever_holds_the_hyperparameters(tmp_path,
     assert run(3, [ft.Checkpoint(tmp_path)]) == fresh
 
 
+@pytest.mark.second_tier
 def test_a_folder_belongs_to_one_process(tmp_path):
     """The lock goes with its owner, however that ends."""
     script = """if True:

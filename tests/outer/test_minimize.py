@@ -44,6 +44,7 @@ def test_the_optimal_ridge_coefficient(engine, constraint):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("constraint", [ft.NonNegative(), ft.Log()], ids=str)
+@pytest.mark.second_tier
 def test_the_default_optimizer_needs_no_rate(constraint):
     problem, closed_form = ridge(200)
     grid = np.geomspace(1e-3, 10, 4001)
@@ -118,6 +119,7 @@ def test_several_descents_at_once_are_the_same_as_one_by_one():
     assert len(together.history[0]["value"]) == 3
 
 
+@pytest.mark.second_tier
 def test_fresh_batches_and_warm_start():
     problem, hparams = regression(steps=4)
     x, y = problem.batches.data
@@ -436,6 +438,7 @@ def test_a_descent_that_diverges_ends_alone():
         ] * 5
 
 
+@pytest.mark.second_tier
 def test_a_resumed_run_knows_the_descents_that_have_ended(tmp_path):
     problem, starts = three_descents()
     options = {"batched": True, "optimizer": optax.adam(0.01)}

@@ -41,6 +41,7 @@ ENGINES = {
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_the_slope_over_a_neighbourhood_of_a_jagged_response(engine):
     hparams = {"x": jnp.array([1.0, -2.0])}
     problem = response(jagged, hparams)

@@ -66,6 +66,7 @@ def wave(x, slope):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("slope", "verdict"), [(0.5, "trust"), (8.0, "size"), (-8.0, "misleads")])
+@pytest.mark.second_tier
 def test_verdicts_on_a_jagged_response(slope, verdict):
     hparams = {"x": jnp.array(2 * np.pi * 1000 / 6000)}
     found = report(lambda h: wave(h["x"], slope), hparams, advice=False)
@@ -296,6 +297,7 @@ def test_what_a_loss_in_low_precision_does_is_said():
     assert ft.trust(problem, hparams, advice=False, verbose=False).rounding is None
 
 
+@pytest.mark.second_tier
 def test_minimize_warns_of_a_gradient_that_misleads(capsys):
     problem, hparams = regression()
     ft.minimize(problem, hparams, steps=1, trust=True)

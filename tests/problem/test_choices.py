@@ -197,6 +197,7 @@ def test_one_warning_for_each_problem_with_the_callers_line():
 
 
 @pytest.mark.promotes("masks are used as numbers")
+@pytest.mark.second_tier
 def test_real_time_tuning_warns_too():
     problem = problem_of(dropped)
     tuner = ft.RealTime(problem.dynamics, problem.objective)

@@ -49,6 +49,7 @@ def compare(noise, rate, delta):
     return float(jnp.mean(grads)), float(jnp.mean(differences)), float(error)
 
 
+@pytest.mark.second_tier
 def test_the_derivative_is_that_of_the_mean_and_bernoullis_is_not(x64):
     grad, difference, error = compare(ft.dropout, 0.2, 1e-4)
     np.testing.assert_allclose(grad, difference, rtol=1e-4)

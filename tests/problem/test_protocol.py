@@ -46,6 +46,7 @@ def by_hand(problem, hparams):
 
 @pytest.mark.parametrize("kind", [Halved, Reported])
 @pytest.mark.parametrize("engine", [ft.Reverse(), ft.Forward()])
+@pytest.mark.second_tier
 def test_an_overridden_step_counts_in_every_engine(kind, engine):
     problem, _ = regression(4, dynamics=kind(penalised, SGD))
     hparams = {"decay": jnp.array(0.1)}

@@ -36,6 +36,7 @@ def updated(realtime, windows, validation, begin=None):
     return state, logs
 
 
+@pytest.mark.second_tier
 def test_the_rate_decays_linearly_after_the_first_quarter():
     windows, validation = data(WINDOWS, DELTA)
     state, logs = updated(tuner(), windows, validation)

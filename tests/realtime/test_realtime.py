@@ -141,6 +141,7 @@ def test_the_null_start_moves_by_the_product_of_the_gradients(x64):
     assert state.hparams["lr"] > 0
 
 
+@pytest.mark.second_tier
 def test_from_the_null_start_it_learns():
     windows, validation = data(windows=60)
     params, hparams = start(lr=0.0, momentum=0.0, decay=0.0)
@@ -320,6 +321,7 @@ def test_a_dynamics_that_is_no_training_has_no_loss():
     assert np.isclose(log["hypergradient"]["rate"], 2 * (1.875 - 2) * 2.75)
 
 
+@pytest.mark.second_tier
 def test_batch_statistics_and_keys_are_replayed():
     def loss(params, hparams, batch, model_state, key):
         x, y = batch

@@ -88,6 +88,7 @@ class TestBias:
         )
         assert_trees_close(reverse.exact, report.exact, 1e-4)
 
+    @pytest.mark.second_tier
     def test_the_callback_reports_at_chosen_windows(self):
         windows, validation = data(windows=12)
         params, hparams = start()
@@ -204,6 +205,7 @@ class TestTuned:
         assert log["hypergradient"]["noise"] != 0
 
     @pytest.mark.parametrize("form", ["prefix", "function"])
+    @pytest.mark.second_tier
     def test_what_is_not_trainable_stays_and_has_no_z(self, form):
         windows, validation = data()
         params = start()[0] | {"b": np.float32(0.3), "count": np.array(2), "layers": [np.ones(5)]}
