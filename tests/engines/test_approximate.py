@@ -41,6 +41,7 @@ class TestTruncated:
         whole = jax.tree.map(lambda a, b: a + b, found.grad, missing)
         assert_trees_close(whole, exact.grad, 1e-9)
 
+    @pytest.mark.second_tier
     def test_the_error_falls_with_the_steps_where_training_contracts(self):
         problem, hparams = regression(steps=200, dtype=np.float64)
         exact = ft.Reverse()(problem, hparams).grad["decay"]

@@ -165,6 +165,7 @@ def test_folds_that_agree_and_leaves_of_zeros():
     assert fold_weights({"a": jnp.zeros((4, 2))}).tolist() == [0.25] * 4
 
 
+@pytest.mark.second_tier
 def test_weights():
     even = fold_weights({"a": jnp.array([1.0, 0.9, 1.0, 1.0]), "b": jnp.full((4, 2), 3.0)})
     np.testing.assert_allclose(even, 0.25, rtol=0.02)

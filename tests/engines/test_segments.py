@@ -135,6 +135,7 @@ def parts_of(made, hparams) -> Any:
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_the_parts_of_a_step():
     made, hparams = problem(TRAININGS["adam"], 3)
     system, s, split = parts_of(made, hparams)

@@ -95,6 +95,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "remove"])
+@pytest.mark.second_tier
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
     expected = run(tmp_path / "whole")
     run(tmp_path / "damaged", steps=4)

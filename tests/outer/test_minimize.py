@@ -107,6 +107,7 @@ def test_best_by_a_metric_that_is_not_always_there():
     np.testing.assert_allclose(result.best.score, -max(sizes), rtol=1e-6)
 
 
+@pytest.mark.second_tier
 def test_several_descents_at_once_are_the_same_as_one_by_one():
     problem, hparams = regression(steps=5)
     starts = jax.tree.map(lambda leaf: leaf * jnp.array([0.5, 1.0, 2.0]), hparams)

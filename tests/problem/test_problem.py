@@ -172,6 +172,7 @@ class TestGather:
         for name in hparams:
             np.testing.assert_allclose(one.grad[name], two.grad[name], rtol=1e-5)
 
+    @pytest.mark.second_tier
     def test_windows_keep_it(self, made):
         pieces = list(ft.windows(made, 3))
         assert [piece.steps for piece in pieces] == [3, 3, 1]

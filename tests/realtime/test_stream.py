@@ -122,6 +122,7 @@ class TestWindows:
 
 
 class TestRun:
+    @pytest.mark.second_tier
     def test_it_is_update_over_windows(self):
         result = run(batches(18))
         other = tuner()
