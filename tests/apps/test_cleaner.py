@@ -56,7 +56,8 @@ def test_wrong_digits_are_found_and_the_model_beats_training_on_all(digits, fitt
     assert f1(fitted.suspects_, wrong) > 0.85
     assert wrong[fitted.ranking_[:150]].mean() > 0.95
     assert abs(fitted.noise_rate_ - 0.4) < 0.06
-    assert abs(fitted.unflagged_ - (wrong & ~fitted.suspects_).sum()) < 30
+    missed = (wrong & ~fitted.suspects_).sum()
+    assert missed / 2 < fitted.unflagged_ < 2 * missed
     accuracy = fitted.score(x_test, test)
     everything = np.ones(700, bool)
     z = fitted._features.transform(np.concatenate([x, x_checked]))
