@@ -13,7 +13,9 @@ import jax
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CORE = ("problem", "engines", "outer", "realtime", "attribution")
+CORE = (
+    "problem", "constraints", "engines", "diagnostics", "outer", "files", "realtime", "attribution",
+)  # fmt: skip
 # The first tier: these folders, but for tests marked `second_tier`, and tests marked `first_tier`.
 FIRST_TIER = (
     *(f"tests/{part}/" for part in (*CORE, "conformance")),

@@ -15,7 +15,7 @@ from foretune._attribution.sweep import Spread, _pull, _train, fitting
 from foretune._attribution.validation import spearman
 from foretune._attribution.weighted import weighted_problem
 from foretune._engines.schedules import Adjoint
-from foretune._outer.files import RunError
+from foretune._files.files import RunError
 from foretune._problem.problem import validated
 
 from ..compilations import compilations

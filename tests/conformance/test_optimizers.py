@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._engines.check import finite_difference
+from foretune._diagnostics.check import finite_difference
 
 from ..conftest import setting
 from .optimizers import ALIASES, NOT_DIFFERENTIABLE, OTHERS, Row

@@ -8,8 +8,8 @@ import pytest
 
 import foretune as ft
 
+from ..engines.test_smoothing import response
 from ..problems import regression
-from .test_rough import response
 
 
 def bowl(h):

@@ -12,18 +12,18 @@ import textwrap
 import numpy as np
 import pytest
 
-from foretune._outer.files import FolderLock
+from foretune._files.files import FolderLock
 from foretune.report import RunError, RunFolder, write_page, write_whole
 from foretune.report._page import ReportError
 
 
 def child(program, *arguments):
-    """Start Python on a program that can use what is in `foretune._outer.files` without JAX."""
-    path = [p for p in sys.path if (p and os.path.isdir(os.path.join(p, "foretune", "_outer")))]
+    """Start Python on a program that can use what is in `foretune._files.files` without JAX."""
+    path = [p for p in sys.path if (p and os.path.isdir(os.path.join(p, "foretune", "_files")))]
     load = f"""
         import importlib.util, os, sys
         spec = importlib.util.spec_from_file_location(
-            "files", os.path.join({path[0]!r}, "foretune", "_outer", "files.py"))
+            "files", os.path.join({path[0]!r}, "foretune", "_files", "files.py"))
         files = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(files)
     """

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._outer.slopes import TRUST
-from .._outer.trust import trust as report_trust
-from .._outer.verdicts import Trust
+from .._diagnostics.slopes import TRUST
+from .._diagnostics.trust import trust as report_trust
+from .._diagnostics.verdicts import Trust
 from .._problem.problem import Problem
 from .queries import is_functions
 from .weighted import HeldObjective

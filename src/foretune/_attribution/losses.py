@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._outer.sensitivity import low_precision
+from .._diagnostics.sensitivity import low_precision
 from .._problem.arguments import filtered
 from .._problem.batches import Minibatches
 from .._problem.checks import check_leading_axis, check_signature, describe_tree

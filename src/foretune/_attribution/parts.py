@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from .._files.files import FolderLock, RunError, set_aside, write_whole
 from .._outer.callbacks import as_path
-from .._outer.files import FolderLock, RunError, set_aside, write_whole
 
 NAME = "attribution.json"
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from .._diagnostics.slopes import Trainings
 from .._engines.nonfinite import NonFiniteError
 from .._outer.run import check_outside_programs
-from .._outer.slopes import Trainings
 from .._problem.arguments import filtered
 from .._problem.checks import check_count, check_key
 from .._problem.problem import Problem

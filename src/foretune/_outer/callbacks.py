@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .files import append, write_whole
+from .._files.files import append, write_whole
 
 
 class Callback:

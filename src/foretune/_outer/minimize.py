@@ -17,6 +17,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Key, PyTree
 
+from .._constraints.base import check_constraints
+from .._diagnostics.slopes import TRUST
+from .._diagnostics.trust import trust as report_trust
+from .._diagnostics.verdicts import Trust
 from .._engines.base import check_engine
 from .._engines.nonfinite import NonFiniteError
 from .._engines.reverse import Reverse
@@ -33,7 +37,6 @@ from .._problem.equality import reused
 from .._problem.folds import CrossValidated
 from .._problem.problem import Problem, validated
 from .._problem.validation import noting
-from .constraints import check_constraints
 from .guard import Held
 from .interrupt import Interrupt
 from .run import (
@@ -54,10 +57,7 @@ from .run import (
     plain,
     started,
 )
-from .slopes import TRUST
 from .steps import chosen_rows, evaluated, hypergradient, outer_init, outer_update, shown
-from .trust import trust as report_trust
-from .verdicts import Trust
 
 DEFAULT_OPTIMIZER = optax.adam(0.1)  # steps of a tenth, in units of the start
 RECORD = ("step", "value", "gradient_norm", "taken_back")  # what a record has besides metrics

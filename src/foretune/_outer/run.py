@@ -23,10 +23,10 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, PyTree
 
+from .._constraints.base import apply_constraints, check_starts, sizes
 from .._problem.arguments import filtered
 from .._problem.checks import check_signature, describe, named_leaves
 from .callbacks import Callback
-from .constraints import apply_constraints, check_starts, sizes
 from .interrupt import Interrupt
 
 DIGEST = "sha256:"  # what the digest of arrays begins with

@@ -17,8 +17,8 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from .._outer.constraints import AbstractConstraint
-from .._outer.sets import Box, NonNegative
+from .._constraints.base import AbstractConstraint
+from .._constraints.sets import Box, NonNegative
 from .._problem.checks import describe
 
 RATES = "learning_rate lr step_size stepsize eta"

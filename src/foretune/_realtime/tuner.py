@@ -30,10 +30,9 @@ from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 
+from .._constraints.base import check_constraints
 from .._engines.nonfinite import NonFiniteError, explain_window
 from .._engines.products import pushforward
-from .._outer.constraints import check_constraints
-from .._outer.relative_adam import relative_adam
 from .._outer.run import Outer, Result, check_optimizer, feasible, on_host
 from .._problem.arguments import Compiled, Structure, copied, flatten, unflatten
 from .._problem.batches import FullBatch
@@ -52,6 +51,7 @@ from .._problem.system import make_system
 from .._problem.training import Training, TrainState
 from .._problem.validation import noting
 from .horizon import begun, rates_of
+from .relative_adam import relative_adam
 from .stream import (
     Misfit,
     Shapes,

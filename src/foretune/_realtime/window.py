@@ -21,6 +21,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from .._constraints.base import check_constraints
 from .._engines.nonfinite import is_finite
 from .._engines.products import (
     Unstacked,
@@ -30,7 +31,6 @@ from .._engines.products import (
     stack_columns,
     unstack,
 )
-from .._outer.constraints import check_constraints
 from .._outer.run import Outer
 from .._problem.checks import describe, named_leaves
 from .._problem.dynamics import Continued

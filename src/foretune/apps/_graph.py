@@ -25,13 +25,13 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
+from .._constraints.base import AbstractConstraint
+from .._constraints.sets import SymmetricNonNegative
+from .._constraints.variables import Log
+from .._files.checkpoint import Checkpoint
+from .._files.files import write_whole
 from .._outer.callbacks import Callback
-from .._outer.checkpoint import Checkpoint
-from .._outer.constraints import AbstractConstraint
-from .._outer.files import write_whole
 from .._outer.minimize import minimize
-from .._outer.sets import SymmetricNonNegative
-from .._outer.variables import Log
 from .._problem.batches import FullBatch
 from .._problem.folds import CrossValidated
 from .._problem.problem import Problem

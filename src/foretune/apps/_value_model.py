@@ -29,9 +29,9 @@ import optax
 from jax.scipy.special import gammaln
 from jaxtyping import Array, Float, PyTree
 
+from .._constraints.sets import Box
 from .._outer.minimize import minimize
 from .._outer.run import Result
-from .._outer.sets import Box
 from .._problem.batches import FullBatch
 from .._problem.problem import Problem
 from .._problem.training import Training

@@ -18,9 +18,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from .._constraints.sets import CappedSimplex
 from .._outer.minimize import minimize
 from .._outer.run import Result
-from .._outer.sets import CappedSimplex
 from .._problem.batches import FullBatch
 from .._problem.problem import Problem
 from .._problem.training import Training

@@ -1,8 +1,8 @@
 """A run's folder, the page made of it, its figures, and what a command says of it."""
 
 # For foretune's own commands and experiments; no public names.
-from .._outer.files import RunError  # noqa: F401
-from .._outer.files import write_whole as write_whole
+from .._files.files import RunError  # noqa: F401
+from .._files.files import write_whole as write_whole
 from ._console import Lines, Phases, command_line, plain_errors, say, show_result  # noqa: F401
 from ._figures import curves as curves
 from ._figures import drawing as drawing

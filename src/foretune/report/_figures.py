@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .._outer.files import write_whole
+from .._files.files import write_whole
 
 _INK = "#1d1c1a"
 # Distinct for the colour-blind, and with a contrast of 3 or more on white.

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .._outer.files import FolderLock, RunError, write_whole
+from .._files.files import FolderLock, RunError, write_whole
 from ._console import say
 from ._page import parsed, signed, write_page
 

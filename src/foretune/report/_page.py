@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from .._outer.files import write_whole
+from .._files.files import write_whole
 
 # What the files hold, by example: the types of their entries.
 _CONFIG: dict[str, Any] = {

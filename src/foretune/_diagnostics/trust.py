@@ -16,19 +16,20 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from .._constraints.base import check_constraints
 from .._engines.auto import Auto
 from .._engines.base import AbstractEngine, Hypergradient, check_engine
 from .._engines.nonfinite import NonFiniteError, is_finite
 from .._engines.reverse import Reverse
 from .._engines.robust import INNER, RobustMean
+from .._engines.smoothing import Evolution, Smoothed
 from .._engines.truncated import Truncated
+from .._outer.run import check_outside_programs, feasible
+from .._outer.steps import shown
 from .._problem.checks import check_count, check_hparams, check_key, describe
 from .._problem.folds import CrossValidated
 from .._problem.problem import Problem, validated
-from .constraints import check_constraints
 from .remedies import remedies
-from .rough import Evolution, Smoothed
-from .run import check_outside_programs, feasible
 from .sensitivity import ORDER, growth_of, low_precision, rounding_of, variants_of
 from .slopes import (
     DESCENT,
@@ -47,7 +48,6 @@ from .slopes import (
     points_of,
     random_probes,
 )
-from .steps import shown
 from .verdicts import Advice, Trust, radius_of, verdicts_of
 
 SCALES = (0.1, 0.3, 1.0, 3.0)  # times `scale`

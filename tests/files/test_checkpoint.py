@@ -589,7 +589,7 @@ def test_a_folder_belongs_to_one_process(tmp_path):
     """The lock goes with its owner, however that ends."""
     script = """if True:
         import sys
-        from foretune._outer.files import FolderLock
+        from foretune._files.files import FolderLock
         with FolderLock(sys.argv[1]):
             print("locked", flush=True)
             sys.stdin.read()

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from .._outer.callbacks import Callback, _writable_folder, as_path
+from .._outer.run import DIGEST, digest_of, numbers
 from .._problem.checks import check_count, describe, named_leaves
-from .callbacks import Callback, _writable_folder, as_path
 from .files import FolderLock, RunError, set_aside
 from .records import Records
-from .run import DIGEST, digest_of, numbers
 
 PREFIX = "foretune"  # of the names of checkpoints: the mark by which they are known
 

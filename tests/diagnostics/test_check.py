@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._engines.check import finite_difference
+from foretune._diagnostics.check import finite_difference
 
 from ..problems import penalised, regression, squared_error
 
@@ -61,7 +61,7 @@ def test_disagreement_of_the_modes_is_named(monkeypatch):
             value, grad, state = super().__call__(problem, hparams)
             return ft.Hypergradient(value, grad | {"lr": grad["lr"] / 2}, state)
 
-    monkeypatch.setattr("foretune._engines.check.Reverse", Halved)
+    monkeypatch.setattr("foretune._diagnostics.check.Reverse", Halved)
     with pytest.raises(ft.HypergradientMismatch, match=r"\['lr'\]: forward and reverse disagree"):
         ft.check_hypergradient(problem, hparams, verbose=False)
 

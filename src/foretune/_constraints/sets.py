@@ -17,7 +17,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._problem.checks import describe, named_leaves
-from .constraints import (
+from .base import (
     AbstractConstraint,
     Number,
     all_true,

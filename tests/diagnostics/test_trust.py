@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._outer.remedies import Damped, Floored, remedies
-from foretune._outer.sensitivity import growth_of, low_precision, variants_of
-from foretune._outer.slopes import Slope
+from foretune._diagnostics.remedies import Damped, Floored, remedies
+from foretune._diagnostics.sensitivity import growth_of, low_precision, variants_of
+from foretune._diagnostics.slopes import Slope
 
 from ..problems import assert_trees_close, regression
 from .test_rough import response

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, minimize
 
 import foretune as ft
-from foretune._outer.constraints import apply_constraints, check_constraints, check_starts
+from foretune._constraints.base import apply_constraints, check_constraints, check_starts
 from foretune._outer.run import Outer
 
 numbers = st.floats(-5, 5, allow_nan=False).map(lambda x: round(x, 3))

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from .._constraints.base import apply_constraints, sizes
 from .._engines.costs import free_bytes
+from .._engines.smoothing import moved
 from .._problem.arguments import filtered
 from .._problem.checks import named_leaves
 from .._problem.problem import Problem
 from .._problem.system import make_system, owners, rows_of
-from .constraints import apply_constraints, sizes
-from .rough import moved
 
 TRUST, SIZE, MISLEADS = "trust", "size", "misleads"  # from good to bad
 DESCENT = "descent"

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
+from .._engines.products import directional
+from .._engines.reverse import Reverse
 from .._problem.arguments import filtered, unflatten
 from .._problem.checks import check_count, check_key, named_leaves
 from .._problem.problem import Problem, validated
 from .._problem.system import make_system, owners, rows_of
-from .products import directional
-from .reverse import Reverse
 
 FIRST_STEP = 0.05  # relative to the hyperparameter's own size
 AGREE, UNSURE = "agree", "unsure"

@@ -90,7 +90,7 @@ class Trust(NamedTuple):
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the error along each direction beside what the gradient predicts; return the axes."""
-        from .trust_plot import plot_trust
+        from .plot import plot_trust
 
         return plot_trust(self, axes)
 

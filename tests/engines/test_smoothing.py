@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._outer.rough import balanced_signs
+from foretune._engines.smoothing import balanced_signs
 
 from ..problems import regression
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
-from .constraints import AbstractConstraint, Number, all_true, like, numbers_in
+from .base import AbstractConstraint, Number, all_true, like, numbers_in
 
 HAIR = 1e-7  # of an interval; nearer a bound, Adam's epsilon of 1e-8 would outweigh the slope
 

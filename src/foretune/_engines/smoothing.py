@@ -32,16 +32,16 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._engines.auto import Auto
-from .._engines.base import AbstractEngine
-from .._engines.nonfinite import NonFiniteError
-from .._engines.reverse import Reverse
-from .._engines.sampled import RandomEngine, Samples, mixed_key
+from .._constraints.base import apply_constraints, check_constraints, sizes
 from .._problem.arguments import flatten, unflatten
 from .._problem.checks import check_count, describe
 from .._problem.problem import Problem
 from .._problem.system import System
-from .constraints import apply_constraints, check_constraints, sizes
+from .auto import Auto
+from .base import AbstractEngine
+from .nonfinite import NonFiniteError
+from .reverse import Reverse
+from .sampled import RandomEngine, Samples, mixed_key
 
 
 class Space:

@@ -1,0 +1,1 @@
+"""Constraints: where hyperparameters may be, exact projections, and changes of variable."""

@@ -1,0 +1,1 @@
+"""Diagnostics: what of a hypergradient may be believed."""

@@ -1,0 +1,1 @@
+"""Files: all that touches a disk."""
