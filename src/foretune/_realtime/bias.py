@@ -80,7 +80,7 @@ class Bias(Callback):
         engine: how; `Forward()` by default.
 
     A measurement costs an exact hypergradient over these windows, and a copy of the state before
-    them. Windows that are undone or not tuned, or have outliers, are passed over. Put it before
+    them. Windows that are rolled back, or have skipped minibatches, are left out. Put it before
     `History` in the list, so that the cosine is written too. The reports are in the attribute
     `reports`, by step.
 
@@ -108,7 +108,7 @@ class Bias(Callback):
     def step(self, run: Any) -> None:
         """Keep the window; measure when it is time."""
         record = run.record
-        if record["undone"] or record["outliers"] or record["restarted"] or not record["tuned"]:
+        if record["rolled_back"] or record["skipped"]:
             self._before = None  # what is compared would not be the training that counts
         if self._before is not None:
             self._kept.append(run.window)

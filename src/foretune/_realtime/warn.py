@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from .._problem.checks import named_leaves
 from .constants import REGULARISERS
+from .window import RealTimeState
 
 GONE = 1e-3  # a regulariser below this share of its start has gone
 
@@ -25,12 +26,12 @@ class Dropped(NamedTuple):
     nonfinite: Int[Array, " leaves"]  # as in the log
 
     @classmethod
-    def of(cls, state: Any, log: dict[str, Any]) -> "Dropped":
+    def of(cls, state: RealTimeState, log: dict[str, PyTree]) -> "Dropped":
         """Return that of the window that ended at `state`."""
         return cls(log["dropped"] & (state.dropped == 1), state.window - 1, log["nonfinite"])
 
 
-def warn_of_dropped(state: Any, log: dict[str, Any], *, stacklevel: int = 1) -> None:
+def warn_of_dropped(state: RealTimeState, log: dict[str, PyTree], *, stacklevel: int = 1) -> None:
     """Warn, the first time, where a derivative was dropped in the window that ended at `state`."""
     if isinstance(log["dropped"], Tracer) or log["dropped"]:
         tell(state.train, Dropped.of(state, log), stacklevel=stacklevel + 1)
@@ -46,7 +47,9 @@ def tell(train: PyTree, dropped: Dropped, *, stacklevel: int = 1) -> None:
     lax.cond(dropped.first, say, lambda: None)
 
 
-def _warn(names: list[str], first: Any, window: Any, nonfinite: Any, stacklevel: int = 1) -> None:
+def _warn(
+    names: list[str], first: Array, window: Array, nonfinite: Array, stacklevel: int = 1
+) -> None:
     if not first:
         return
     steps = {name: int(i) for name, i in zip(names, nonfinite, strict=True) if i >= 0}
@@ -66,7 +69,7 @@ def _warn(names: list[str], first: Any, window: Any, nonfinite: Any, stacklevel:
     )
 
 
-def warn_of_vanished(first: Any, ran: Any, hparams: Any, *, stacklevel: int = 1) -> None:
+def warn_of_vanished(first: PyTree, ran: PyTree, hparams: PyTree, *, stacklevel: int = 1) -> None:
     """Warn where a regulariser has gone to 0 in a window.
 
     Args:
