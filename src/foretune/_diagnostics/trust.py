@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from .._constraints.base import check_constraints
 from .._engines.auto import Auto
 from .._engines.base import AbstractEngine, Hypergradient, check_engine
-from .._engines.nonfinite import NonFiniteError, is_finite
+from .._engines.nonfinite import NonFiniteError, is_finite, check_finite
 from .._engines.reverse import Reverse
 from .._engines.robust import INNER, RobustMean
 from .._engines.smoothing import Evolution, Smoothed
@@ -27,7 +27,7 @@ from .._engines.truncated import Truncated
 from .._outer.run import check_outside_programs, feasible
 from .._outer.steps import shown
 from .._problem.checks import check_count, check_hparams, check_key, describe
-from .._problem.folds import CrossValidated
+from .._problem.mean import Mean
 from .._problem.problem import Problem, validated
 from .remedies import remedies
 from .sensitivity import ORDER, growth_of, low_precision, rounding_of, variants_of
@@ -230,7 +230,8 @@ def _hypergradient(
     try:
         return engine(problem, hparams), ""
     except NonFiniteError as error:
-        found = engine.unchecked()(problem, hparams)
+        with check_finite(False):
+            found = engine(problem, hparams)
         if not is_finite(found.value):
             raise
         return found, str(error)
@@ -319,7 +320,7 @@ def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterato
     The others are over a neighbourhood in which changes can be told from noise, or a larger one.
     """
     problem = study.problem
-    if isinstance(problem, CrossValidated) and problem.folds >= FOLDS and isinstance(engine, INNER):
+    if isinstance(problem, Mean) and problem.count >= FOLDS and isinstance(engine, INNER):
         yield RobustMean(engine)
     scales = sorted({s.scale for s in report.slopes if s.scale >= study.scale})
     seen = {
