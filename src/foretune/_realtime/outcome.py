@@ -32,6 +32,7 @@ from .window import (
     directions_of,
     entry,
     select,
+    without_loss,
 )
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that is rolled back
@@ -138,7 +139,7 @@ def gather(
     return Evidence(
         errors=errors,
         grad=system.gradient(jax.vmap(unravel)(rows)),
-        norms=column_norms(end.Z),
+        norms=column_norms(without_loss(end.Z)),
         alive=_count_alive(alpha),
         sound=sound,
         before=was,

@@ -99,7 +99,7 @@ def begin(tuner: TunerSettings, state: RealTimeState) -> WindowState:
     """Return the window before its first minibatch."""
     # What earlier windows did counts for less: they ran with other hyperparameters.
     Z = jax.tree.map(lambda z: tuner.discount * z, state.Z) if tuner.discount < 1 else state.Z
-    zero = jnp.zeros((), state.highest.dtype) if tuner.dynamics.reports_loss else None
+    zero = jnp.zeros((), state.highest.dtype) if loss_of(state.train) is not None else None
     return WindowState(
         steps=jnp.zeros((), jnp.int32),
         s=eqx.filter(state.train, eqx.is_array),
@@ -138,18 +138,14 @@ class Step:
         directions, unravel = directions_of(hparams)
         if isinstance(window.Z, Unstacked):
             directions = unstack(directions)
-        phi = lambda s, h: self.system.step_and_loss(s, h, x)  # noqa: E731
+        phi = lambda s, h: self.system.step(s, h, x)  # noqa: E731
         primals, tangents = (window.s, hparams), (window.Z, directions)
-        (s, loss), tangents = pushforward(phi, primals, tangents, self.tuner.chunk)
-        if isinstance(tangents, Unstacked):
-            Z, d_loss = map(Unstacked, zip(*tangents.columns, strict=True))
-            d_loss = stack_columns(d_loss)
-        else:
-            Z, d_loss = tangents
+        s, Z = pushforward(phi, primals, tangents, self.tuner.chunk)
+        loss, d_loss = loss_of(s), loss_of(stack_columns(Z))
         Z, broken = _mended(Z)
         first = jnp.where(broken & (window.nonfinite < 0), window.steps, window.nonfinite)
         after = window._replace(steps=window.steps + 1, s=s, Z=Z, nonfinite=first)
-        if loss is None or window.total is None:
+        if loss is None or d_loss is None or window.total is None:
             return after
         loss = loss.astype(window.highest.dtype)
         finite = jnp.isfinite(loss)
@@ -171,9 +167,9 @@ class Step:
     def _examined(self, window: WindowState, after: WindowState, x: PyTree) -> WindowState:
         """Return what follows from a loss that is suspect: it is the weights, or the minibatch."""
         hparams, loss = self.state.hparams, after.loss
-        assert loss is not None
-        before = self.system.initial(hparams)
-        usual = self.system.step_and_loss(before, hparams, x)[1].astype(loss.dtype)
+        usual = loss_of(self.system.step(self.system.initial(hparams), hparams, x))
+        assert loss is not None and usual is not None
+        usual = usual.astype(loss.dtype)
         # The first loss of all is the highest so far, unless the second minibatch says otherwise.
         alone = self._is_second(window) & (window.highest > _raised(usual, OUTLIER))
         highest = jnp.where(alone, usual, after.highest)
@@ -194,6 +190,17 @@ class Step:
     def _is_second(self, window: WindowState) -> Bool[Array, ""]:
         """Return whether the next minibatch is the second of all."""
         return (self.state.window == 0) & (window.steps == 1) & jnp.isfinite(window.highest)
+
+
+def loss_of(state: PyTree) -> Float[Array, "..."] | None:
+    """Return the field `loss` of a training state, or of the columns of Z; None where it has none."""
+    loss = getattr(state, "loss", None)
+    return loss if eqx.is_inexact_array(loss) else None
+
+
+def without_loss(state: PyTree) -> PyTree:
+    """Return the state without that field."""
+    return state if loss_of(state) is None else eqx.tree_at(lambda s: s.loss, state, None)
 
 
 def _raised(loss: Array, times: float = SPIKE) -> Array:
