@@ -264,7 +264,7 @@ def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
 
 def _by_series(engine, problem, system, hparams, s, alpha):
     """Return alpha (I + A + A^2 + ...) B for each of K rows, and the report."""
-    on_all = eqx.tree_at(lambda p: p.batches, problem, Whole(problem.batches))
+    on_all = eqx.tree_at(lambda p: p.batches, problem, Whole(batches=problem.batches))
     whole = make_system(on_all, hparams)
     _check_influence(
         problem, system, hparams, lambda h: whole.step(s, h, None), lambda x: _shifted(s, x)
