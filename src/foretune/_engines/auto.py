@@ -245,7 +245,9 @@ def _halved(n: int) -> list[int]:
     return found
 
 
-def compiled(group: list[Candidate], structure: Structure, arrays: list[Any]) -> dict[str, Any]:
+def compiled(
+    group: list[Candidate], structure: Structure, arrays: list[Any]
+) -> dict[str, jax.stages.Compiled]:
     """Return the candidates' whole programs."""
     lowered = {c.name: compute.lower(c.engine, structure, True, arrays) for c in group}
     return {name: program.result() for name, program in compile_all(lowered).items()}
