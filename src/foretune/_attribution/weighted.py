@@ -137,7 +137,7 @@ def weighted_problem(
     """
     own = isinstance(hparams, dict) and name in hparams
     hparams = check_hparams(hparams) if jax.tree.leaves(hparams) else hparams
-    begin = problem.init if problem._starts_from_function() else None
+    begin = problem.init if problem.starts_from_function else None
     changes: dict[str, Any] = {"init": None if begin else problem.init}
     if own:
         weights = _own_weights(hparams, name, losses=losses, groups=groups, keep=keep)
