@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._constraints.base import apply_constraints, sizes
+from .._constraints.base import from_unconstrained, moved, scales, to_unconstrained
 from .._engines.costs import free_bytes
-from .._engines.smoothing import moved
 from .._problem.arguments import filtered
 from .._problem.checks import named_leaves
 from .._problem.problem import Problem
@@ -42,7 +41,7 @@ class Probe(NamedTuple):
     row: int
     """The number of the error that it is about."""
     change: PyTree
-    """Its entries, in units of their natural sizes."""
+    """Its entries, in units of their scales."""
 
 
 class Slope(NamedTuple):
@@ -97,8 +96,10 @@ def descent_probes(
     problem: Problem, hparams: PyTree, constraints: PyTree, grad: PyTree
 ) -> list[Probe]:
     """Return the direction of steepest descent, and that within each leaf of several numbers."""
-    u = apply_constraints(constraints, "to_search", hparams)
-    slope = jax.tree.map(jnp.multiply, in_search(constraints, hparams, grad), sizes(constraints, u))
+    u = to_unconstrained(constraints, hparams)
+    slope = jax.tree.map(
+        jnp.multiply, in_search(constraints, hparams, grad), scales(constraints, u)
+    )
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.negative, slope))
     names, rows = list(named_leaves(hparams, "hparams")), rows_of(problem)
     probes = []
@@ -121,8 +122,8 @@ def descent_probes(
 
 def in_search(constraints: PyTree, hparams: PyTree, grad: PyTree) -> PyTree:
     """Return the gradient in the variable that is searched in."""
-    u = apply_constraints(constraints, "to_search", hparams)
-    _, pull = jax.vjp(lambda u: apply_constraints(constraints, "from_search", u), u)
+    u = to_unconstrained(constraints, hparams)
+    _, pull = jax.vjp(lambda u: from_unconstrained(constraints, u), u)
     return pull(jax.tree.map(lambda g, h: g.astype(h.dtype), grad, hparams))[0]
 
 
@@ -139,7 +140,7 @@ def _points(constraints: PyTree, hparams: PyTree, changes: PyTree) -> Points:
     def pair(change):
         back = jax.tree.map(jnp.negative, change)
         ends = [moved(constraints, hparams, way) for way in (change, back)]
-        high, low = (apply_constraints(constraints, "to_search", end) for end in ends)
+        high, low = (to_unconstrained(constraints, end) for end in ends)
         return tuple(ends), jax.tree.map(lambda a, b: (a - b) / 2, high, low)
 
     (high, low), way = jax.vmap(pair)(changes)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .._constraints.base import check_constraints
+from .._constraints.base import check_constraints, feasible
 from .._engines.auto import Auto
 from .._engines.base import AbstractEngine, Hypergradient, check_engine
 from .._engines.nonfinite import NonFiniteError, is_finite
@@ -24,9 +24,14 @@ from .._engines.reverse import Reverse
 from .._engines.robust import INNER, RobustMean
 from .._engines.smoothing import Evolution, Smoothed
 from .._engines.truncated import Truncated
-from .._outer.run import check_outside_programs, feasible
 from .._outer.steps import shown
-from .._problem.checks import check_count, check_hparams, check_key, describe
+from .._problem.checks import (
+    check_count,
+    check_hparams,
+    check_key,
+    check_outside_programs,
+    describe,
+)
 from .._problem.folds import CrossValidated
 from .._problem.problem import Problem, validated
 from .remedies import remedies
@@ -124,7 +129,7 @@ def trust(
         raise TypeError(f"trust(fresh={describe(fresh)}): give a function fresh(key) -> Problem.")
     validated(problem, hparams, smooth=engine.differentiates)
     constraints = check_constraints(constraints, hparams)
-    hparams = feasible(hparams, constraints, False)
+    hparams = feasible(constraints, hparams)
     engine = engine.within(constraints)
     others = _others(problem, fresh, jax.random.fold_in(key, 1))
     probes = random_probes(problem, hparams, directions, jax.random.fold_in(key, 2))

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
+from .._constraints.base import to_unconstrained
 from .._engines.base import Hypergradient
 from .._engines.nonfinite import NonFiniteError, explain, is_finite
 from .._problem.arguments import filtered
@@ -61,7 +62,9 @@ def evaluated(
 @filtered
 def outer_init(outer: Outer, hparams: PyTree, batched: bool) -> tuple[PyTree, Held]:
     def init(hparams):
-        return outer.init(hparams), nothing_held(hparams, outer.search(hparams))
+        return outer.init(hparams), nothing_held(
+            hparams, to_unconstrained(outer.constraints, hparams)
+        )
 
     return (jax.vmap(init) if batched else init)(hparams)
 

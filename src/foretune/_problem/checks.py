@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float, PyTree
 
@@ -172,6 +173,18 @@ def check_key(key: Any, given: str) -> None:
         raise TypeError(
             f"{given} must be one random key, `jax.random.key(0)` say; got {describe(key)}."
         ) from error
+
+
+def check_outside_programs(name: str, *given: PyTree) -> None:
+    """Raise where a driver is called inside `jax.jit` and the like."""
+    # Inside `jit` every array is traced, a new one too; inside `vmap` and `grad` those given are.
+    leaves = [jnp.zeros(()), *jax.tree.leaves(given)]
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        raise TypeError(
+            f"{name} is a loop in Python and cannot be traced: call it outside of jax.jit, jax.vmap "
+            "and jax.grad. Inside a program use an engine, `foretune.Reverse()(problem, hparams)`, or "
+            "`RealTime.update`."
+        )
 
 
 def check_mesh(mesh: Any, given: str, axis: str | None = None) -> None:
