@@ -18,7 +18,7 @@ from .._constraints.base import to_unconstrained
 from .._engines.base import Hypergradient
 from .._engines.nonfinite import NonFiniteError, explain, is_finite
 from .._problem.arguments import filtered
-from .._problem.checks import named_leaves
+from .._problem.checks import shown
 from .._problem.problem import Problem
 from .guard import RESTART, Held, chosen, is_held, next_held, nothing_held
 from .run import Outer, Run
@@ -115,15 +115,6 @@ def outer_update(
 @filtered
 def chosen_rows(holds: Any, yes: PyTree, no: PyTree, batched: bool) -> PyTree:
     return (jax.vmap(chosen) if batched else chosen)(holds, yes, no)
-
-
-def shown(hparams: PyTree, most: int = 6) -> str:
-    """Return the hyperparameters' values, or their range, the first few of them."""
-    parts = []
-    for path, leaf in named_leaves(jax.device_get(hparams), "hparams").items():
-        low, high = float(np.min(leaf)), float(np.max(leaf))
-        parts.append(f"{path} = {low:.4g}" + ("" if leaf.size == 1 else f" to {high:.4g}"))
-    return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
 
 
 def _of_members(engine: Any, problem: Problem, run: Run) -> Hypergradient:
