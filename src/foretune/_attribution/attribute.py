@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from .._engines.auto import parse_bytes
 from .._engines.base import Hypergradient
-from .._engines.nonfinite import NonFiniteError, explain
+from .._engines.nonfinite import NonFiniteError, explain, when_checked
 from .._engines.reverse import Reverse
 from .._outer.run import Run, check_callbacks, digest_of, started
 from .._problem.checks import (
@@ -19,7 +19,7 @@ from .._problem.checks import (
     check_outside_programs,
     describe,
 )
-from .._problem.folds import CrossValidated
+from .._problem.mean import Mean
 from .._problem.problem import Problem, validated
 from .attribution import Attribution
 from .doubts import warn_first, warn_of_size
@@ -123,11 +123,11 @@ def attribute(
                     found = backward(engine, structure, arrays, stored, spread.place(adjoint))
                     errors[rows] = np.asarray(E)[: len(rows)]
                     scores[rows] = np.asarray(found)[: len(rows)]
-                    if engine.check_finite is not False:
+                    if when_checked() is not False:
                         _check_finite(wanted, point, queries, rows, Attribution(scores, errors))
                     parts.write(rows, scores[rows], errors[rows])
                     _report(run, callbacks, rows, errors)
-    if engine.check_finite is not False:
+    if when_checked() is not False:
         warn_of_size(scores, errors)
     return Attribution(scores, errors, float(keep))
 
@@ -138,7 +138,7 @@ def _check(problem: Any, hparams: Any, name: Any, engine: Any, chunk: Any, callb
             f"attribute's problem must be a `foretune.Problem`, got {describe(problem)}."
         )
     check_outside_programs("attribute", problem, hparams)
-    if isinstance(problem, CrossValidated):
+    if isinstance(problem, Mean):
         raise TypeError(
             "attribute explains one training; the problem is a `CrossValidated`, the mean of several. "
             "Give the problem of one fold."

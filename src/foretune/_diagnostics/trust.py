@@ -132,7 +132,9 @@ def trust(
 def _draws(problem: Problem | Draw, key: Array | None) -> tuple[Problem, list[Problem]]:
     """Return the problem that is asked about, and some other draws of it."""
     given = as_problem(problem, None if isinstance(problem, Problem) else key)
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(0) if key is None else key, 1), OTHERS)
+    keys = jax.random.split(
+        jax.random.fold_in(jax.random.key(0) if key is None else key, 1), OTHERS
+    )
     if isinstance(given, Drawn):
         return given.problem(), [given.at(k).problem() for k in keys]
     if isinstance(given.batches, Minibatches):
@@ -189,9 +191,7 @@ class _Study(NamedTuple):
         return found
 
 
-def _report(
-    study: _Study, engine: AbstractEngine, others: list[Problem], advise: bool
-) -> Trust:
+def _report(study: _Study, engine: AbstractEngine, others: list[Problem], advise: bool) -> Trust:
     problem, hparams, scale = study.problem, study.hparams, study.scale
     (value, grad, _), nonfinite = _hypergradient(engine, problem, hparams)
     scales = [round(factor * scale, 12) for factor in SCALES]
@@ -307,9 +307,7 @@ _WHAT = {
 }
 
 
-def _candidates(
-    study: _Study, report: Trust, engine: AbstractEngine
-) -> Iterator[AbstractEngine]:
+def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[AbstractEngine]:
     """Yield engines for what may be chaotic, first for folds of which only some are.
 
     The others are over a neighbourhood in which changes can be told from noise, or a larger one.

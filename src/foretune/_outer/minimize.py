@@ -35,7 +35,7 @@ from .._problem.checks import (
     describe,
 )
 from .._problem.equality import reused
-from .._problem.folds import CrossValidated
+from .._problem.mean import Mean
 from .._problem.problem import Problem, validated
 from .._problem.validation import noting
 from .guard import Held
@@ -192,7 +192,7 @@ def minimize(
             check_evaluate(evaluate, state, single, RECORD)
     constraints = check_constraints(constraints, single)
     engine = engine.within(constraints)
-    quiet = engine if engine.check_finite else engine.unchecked()
+    quiet = engine
     hparams = feasible(constraints, hparams, batched)
     outer = Outer(optimizer, constraints, in_units=optimizer is DEFAULT_OPTIMIZER)
     inner = problem.start(hparams) if warm_start else None
@@ -202,7 +202,7 @@ def minimize(
         return {
             "constraints": repr(constraints),
             "inner steps": str(problem.steps),
-            "folds": str(problem.folds) if isinstance(problem, CrossValidated) else "1",
+            "folds": str(problem.count) if isinstance(problem, Mean) else "1",
             "trajectory": str(problem.trajectory),
             "initial hyperparameters": digest_of(hparams),
             "initial parameters": digest_of(problem.init),  # of none, where it is a function
@@ -291,7 +291,7 @@ def _checked_batches(problem: Problem, batches: Any, key: Any) -> tuple[Any, Any
         key = jax.random.key(0) if key is None else key
         check_key(key, "minimize's key")
         given = getattr(problem, "batches", None)
-        if isinstance(problem, CrossValidated):
+        if isinstance(problem, Mean):
             raise TypeError(
                 'minimize(batches="fresh") does not draw for the folds of a `CrossValidated` problem. '
                 "Give a function `batches(step, key)` that makes a list, an entry for each fold."

@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree
 
 from .._constraints.base import to_unconstrained
 from .._engines.base import Hypergradient
-from .._engines.nonfinite import NonFiniteError, explain, is_finite
+from .._engines.nonfinite import NonFiniteError, check_finite, explain, is_finite
 from .._problem.arguments import filtered
 from .._problem.checks import shown
 from .._problem.problem import Problem
@@ -153,9 +153,10 @@ def _reason(engine: Any, problem: Problem, hparams: PyTree) -> str:
 
 def hypergradient(engine: Any, problem: Problem, hparams: PyTree, batched: bool) -> Hypergradient:
     """Return an engine's result, of all descents at once where there are several."""
-    if batched:
-        return _batched_hypergradient(engine, problem, hparams)
-    return engine(problem, hparams)
+    with check_finite(False):
+        if batched:
+            return _batched_hypergradient(engine, problem, hparams)
+        return engine(problem, hparams)
 
 
 @filtered

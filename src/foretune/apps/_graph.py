@@ -33,7 +33,7 @@ from .._files.files import write_whole
 from .._outer.callbacks import Callback
 from .._outer.minimize import minimize
 from .._problem.batches import FullBatch
-from .._problem.folds import CrossValidated
+from .._problem.mean import Mean
 from .._problem.problem import Problem
 from .._problem.training import Training
 from ._noise import make_folds
