@@ -73,8 +73,8 @@ def check_hypergradient(
     problem: Problem | Draw,
     hparams: PyTree,
     *,
-    directions: object = 2,
-    tolerance: object = None,
+    directions: int = 2,
+    tolerance: float | None = None,
     key: Array | None = None,
     verbose: bool = True,
 ) -> HypergradientCheck:

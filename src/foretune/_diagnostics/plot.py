@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 COLOURS = {"trust": "#2f855a", "size": "#b7791f", "misleads": "#c53030"}
 
 
-def plot_trust(report: Trust, axes: "Sequence[Axes] | Axes | None" = None) -> "Sequence[Axes]":
+def plot_trust(report: Trust, axes: "Sequence[Axes] | None" = None) -> "Sequence[Axes]":
     """Draw the error along the first direction of each leaf, and what the gradient predicts.
 
     The last picture is how a small change of the weights grows in training. `axes` are one for each
@@ -33,7 +33,6 @@ def plot_trust(report: Trust, axes: "Sequence[Axes] | Axes | None" = None) -> "S
         for spare in grid.flat[count:]:
             figure.delaxes(spare)
         axes = list(grid.flat[:count])
-    axes = np.atleast_1d(axes)
     if len(axes) != count:
         raise ValueError(
             f"the plot needs {count} axes: one for each of {leaves}, and one for the sensitivity "

@@ -61,10 +61,10 @@ def trust(
     problem: Problem | Draw,
     hparams: PyTree,
     *,
-    engine: object = None,
-    scale: object = 0.1,
-    constraints: object = None,
-    directions: object = 2,
+    engine: AbstractEngine | None = None,
+    scale: float = 0.1,
+    constraints: PyTree = None,
+    directions: int = 2,
     key: Array | None = None,
     advice: bool = True,
     chunk: int | None = None,
@@ -106,8 +106,8 @@ def trust(
     hparams = check_hparams(hparams)
     check_outside_programs("trust", problem if isinstance(problem, Problem) else None, hparams)
     check_engine(engine)
-    asked = engine if isinstance(engine, AbstractEngine) else Reverse()
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+    engine = engine or Reverse()
+    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
         raise ValueError(f"trust(scale={scale!r:.60}): give a number above 0, 0.1 say.")
     check_count(directions, f"trust(directions={directions!r:.60})")
     if chunk is not None:
@@ -116,14 +116,14 @@ def trust(
         check_key(key, "the key of trust")
     one, others = _draws(problem, key)
     key = jax.random.key(0) if key is None else key
-    validated(one, hparams, smooth=asked.differentiates)
+    validated(one, hparams, smooth=engine.differentiates)
     constraints = check_constraints(constraints, hparams)
     hparams = feasible(constraints, hparams)
     probes = random_probes(one, hparams, directions, jax.random.fold_in(key, 2))
     points_of(constraints, hparams, probes, [SCALES[0] * scale])  # raises where one cannot move
     study = _Study(one, hparams, constraints, float(scale), probes, key, Trainings(chunk))
     with _shown_progress(study, len(others), advice) if verbose else contextlib.nullcontext():
-        report = _report(study, asked.within(constraints), others, advice)
+        report = _report(study, engine.within(constraints), others, advice)
     if verbose:
         print(report)
     return report

@@ -86,7 +86,7 @@ class Trust(NamedTuple):
 
     __repr__ = __str__
 
-    def plot(self, axes: "Sequence[Axes] | Axes | None" = None) -> "Sequence[Axes]":
+    def plot(self, axes: "Sequence[Axes] | None" = None) -> "Sequence[Axes]":
         """Draw the error along each direction beside what the gradient predicts; return the axes."""
         from .plot import plot_trust
 
