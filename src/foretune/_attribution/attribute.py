@@ -11,8 +11,14 @@ from .._engines.auto import parse_bytes
 from .._engines.base import Hypergradient
 from .._engines.nonfinite import NonFiniteError, explain, when_checked
 from .._engines.reverse import Reverse
-from .._outer.run import Run, check_callbacks, check_outside_programs, digest_of, started
-from .._problem.checks import check_count, check_flag, check_mesh, describe
+from .._outer.run import Run, check_callbacks, digest_of, started
+from .._problem.checks import (
+    check_count,
+    check_flag,
+    check_mesh,
+    check_outside_programs,
+    describe,
+)
 from .._problem.mean import Mean
 from .._problem.problem import Problem, validated
 from .attribution import Attribution

@@ -35,7 +35,7 @@ class Held(NamedTuple):
 
     hparams: PyTree
     grad: PyTree
-    direction: PyTree  # d_a, in the search variable
+    direction: PyTree  # d_a, in the unconstrained variable
     values: Float[Array, " 5"]  # the last errors that were held, the newest first; -inf before them
     first: Float[Array, ""]
     lowest: Float[Array, ""]

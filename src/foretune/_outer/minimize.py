@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Key, PyTree
 
-from .._constraints.base import check_constraints
+from .._constraints.base import check_constraints, feasible
 from .._diagnostics.slopes import TRUST
 from .._diagnostics.trust import trust as report_trust
 from .._diagnostics.verdicts import Trust
@@ -31,6 +31,7 @@ from .._problem.checks import (
     check_hparams,
     check_key,
     check_leading_axis,
+    check_outside_programs,
     describe,
 )
 from .._problem.equality import reused
@@ -49,9 +50,7 @@ from .run import (
     check_function,
     check_functions,
     check_optimizer,
-    check_outside_programs,
     digest_of,
-    feasible,
     metrics_of,
     nowhere,
     plain,
@@ -194,7 +193,7 @@ def minimize(
     constraints = check_constraints(constraints, single)
     engine = engine.within(constraints)
     quiet = engine
-    hparams = feasible(hparams, constraints, batched)
+    hparams = feasible(constraints, hparams, batched)
     outer = Outer(optimizer, constraints, in_units=optimizer is DEFAULT_OPTIMIZER)
     inner = problem.start(hparams) if warm_start else None
     best = nowhere(hparams, () if members is None else (members,))

@@ -19,11 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, PyTree
 
-from .._constraints.base import apply_constraints, check_starts, sizes
+from .._constraints.base import (
+    from_unconstrained,
+    project,
+    scales,
+    scales_with,
+    to_unconstrained,
+)
 from .._problem.arguments import filtered
 from .._problem.checks import check_signature, describe, named_leaves
 from .callbacks import Callback
@@ -187,25 +192,19 @@ def nowhere(hparams: PyTree, shape: tuple[int, ...] = ()) -> Best:
 
 
 class Outer(eqx.Module):
-    """The outer step: gradient in the search variable, Optax update, projection."""
+    """The outer step: gradient in the unconstrained variable, Optax update, projection."""
 
     optimizer: optax.GradientTransformation
     constraints: PyTree
-    in_units: bool = (
-        False  # whether the optimizer sees u / c, with c the natural sizes at the start
-    )
+    in_units: bool = False  # whether the optimizer sees u / c, with c the scales at the start
 
     def init(self, hparams: PyTree) -> PyTree:
-        """Return the optimizer's state, which holds for the search variable."""
-        u = self.search(hparams)
+        """Return the optimizer's state, which holds for the unconstrained variable."""
+        u = to_unconstrained(self.constraints, hparams)
         if not self.in_units:
             return self.optimizer.init(u)
-        c = sizes(self.constraints, u)
+        c = scales(self.constraints, u)
         return c, self.optimizer.init(jax.tree.map(jnp.divide, u, c))
-
-    def search(self, hparams: PyTree) -> PyTree:
-        """Return the search variable u."""
-        return apply_constraints(self.constraints, "to_search", hparams)
 
     def update(self, hparams: PyTree, opt_state: PyTree, value: PyTree, grad: PyTree) -> tuple:
         """Return the next hyperparameters and optimizer state."""
@@ -213,10 +212,10 @@ class Outer(eqx.Module):
         return self.moved(hparams, updates), opt_state
 
     def direction(self, hparams: PyTree, opt_state: PyTree, value: PyTree, grad: PyTree) -> tuple:
-        """Return the optimizer's update of the search variable, and its state."""
-        from_search = functools.partial(apply_constraints, self.constraints, "from_search")
-        u = self.search(hparams)
-        _, pull = jax.vjp(from_search, u)  # du = grad f(lambda) dlambda/du
+        """Return the optimizer's update of the unconstrained variable, and its state."""
+        u = to_unconstrained(self.constraints, hparams)
+        inverse = functools.partial(from_unconstrained, self.constraints)
+        _, pull = jax.vjp(inverse, u)  # du = grad f(lambda) dlambda/du
         (direction,) = pull(grad)
         optimizer = optax.with_extra_args_support(self.optimizer)
         c = None
@@ -231,40 +230,17 @@ class Outer(eqx.Module):
                 u,
                 value=sum(jax.tree.leaves(value)),
                 grad=direction,
-                reach=functools.partial(apply_constraints, self.constraints, "reach"),
+                scale=functools.partial(scales_with, self.constraints),
             )
         if c is None:
             return updates, opt_state
         return jax.tree.map(jnp.multiply, updates, c), (c, opt_state)
 
     def moved(self, hparams: PyTree, updates: PyTree) -> PyTree:
-        """Return the hyperparameters after an update of their search variable."""
-        u = self.search(hparams)
-        there = apply_constraints(self.constraints, "from_search", optax.apply_updates(u, updates))
-        return apply_constraints(self.constraints, "project", there)
-
-
-@filtered
-def _project(constraints: PyTree, hparams: PyTree, batched: bool) -> PyTree:
-    project = functools.partial(apply_constraints, constraints, "project")
-    return (jax.vmap(project) if batched else project)(hparams)
-
-
-def feasible(hparams: PyTree, constraints: PyTree, batched: bool = False) -> PyTree:
-    """Return the projection of a start onto its constraints, with a warning where it moves."""
-    check_starts(constraints, hparams)
-    inside = _project(constraints, hparams, batched)
-    for (path, given), moved in zip(
-        named_leaves(hparams, "hparams").items(), jax.tree.leaves(inside), strict=True
-    ):
-        distance = float(jnp.linalg.norm(jnp.ravel(given - moved)))
-        if distance > 1e-5 * max(1.0, float(jnp.linalg.norm(jnp.ravel(given)))):
-            warnings.warn(
-                f"{path} starts outside its constraint, at a distance of {distance:.3g}; it is "
-                "projected onto it.",
-                stacklevel=4,
-            )
-    return inside
+        """Return the hyperparameters after an update of their unconstrained variable."""
+        u = to_unconstrained(self.constraints, hparams)
+        there = from_unconstrained(self.constraints, optax.apply_updates(u, updates))
+        return project(self.constraints, there)
 
 
 def metrics_of(evaluate, state, hparams, batched: bool = False) -> dict:
@@ -330,18 +306,6 @@ def check_optimizer(optimizer: Any) -> None:
     if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             f"optimizer must be an Optax optimizer, `optax.adam(0.01)` say; got {optimizer!r:.100}."
-        )
-
-
-def check_outside_programs(name: str, *given: PyTree) -> None:
-    """Raise where a driver is called inside `jax.jit` and the like."""
-    # Inside `jit` every array is traced, a new one too; inside `vmap` and `grad` those given are.
-    leaves = [jnp.zeros(()), *jax.tree.leaves(given)]
-    if any(isinstance(leaf, Tracer) for leaf in leaves):
-        raise TypeError(
-            f"{name} is a loop in Python and cannot be traced: call it outside of jax.jit, jax.vmap "
-            "and jax.grad. Inside a program use an engine, `foretune.Reverse()(problem, hparams)`, or "
-            "`RealTime.update`."
         )
 
 

@@ -14,10 +14,11 @@ import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
+from .._constraints.base import to_unconstrained
 from .._engines.base import Hypergradient
 from .._engines.nonfinite import NonFiniteError, check_finite, explain, is_finite
 from .._problem.arguments import filtered
-from .._problem.checks import named_leaves
+from .._problem.checks import shown
 from .._problem.problem import Problem
 from .guard import RESTART, Held, chosen, is_held, next_held, nothing_held
 from .run import Outer, Run
@@ -61,7 +62,9 @@ def evaluated(
 @filtered
 def outer_init(outer: Outer, hparams: PyTree, batched: bool) -> tuple[PyTree, Held]:
     def init(hparams):
-        return outer.init(hparams), nothing_held(hparams, outer.search(hparams))
+        return outer.init(hparams), nothing_held(
+            hparams, to_unconstrained(outer.constraints, hparams)
+        )
 
     return (jax.vmap(init) if batched else init)(hparams)
 
@@ -112,15 +115,6 @@ def outer_update(
 @filtered
 def chosen_rows(holds: Any, yes: PyTree, no: PyTree, batched: bool) -> PyTree:
     return (jax.vmap(chosen) if batched else chosen)(holds, yes, no)
-
-
-def shown(hparams: PyTree, most: int = 6) -> str:
-    """Return the hyperparameters' values, or their range, the first few of them."""
-    parts = []
-    for path, leaf in named_leaves(jax.device_get(hparams), "hparams").items():
-        low, high = float(np.min(leaf)), float(np.max(leaf))
-        parts.append(f"{path} = {low:.4g}" + ("" if leaf.size == 1 else f" to {high:.4g}"))
-    return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
 
 
 def _of_members(engine: Any, problem: Problem, run: Run) -> Hypergradient:

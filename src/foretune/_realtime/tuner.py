@@ -30,10 +30,10 @@ from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 
-from .._constraints.base import check_constraints
+from .._constraints.base import check_constraints, feasible
 from .._engines.nonfinite import NonFiniteError, explain_window
 from .._engines.products import pushforward
-from .._outer.run import Outer, Result, check_optimizer, feasible, on_host
+from .._outer.run import Outer, Result, check_optimizer, on_host
 from .._problem.arguments import Compiled, Structure, copied, flatten, unflatten
 from .._problem.batches import FullBatch
 from .._problem.checks import (
@@ -234,7 +234,7 @@ class RealTime:
         constraints = check_constraints(settings.constraints, hparams)
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(hparams)):
             _check_start((), hparams)
-            hparams = feasible(hparams, constraints)
+            hparams = feasible(constraints, hparams)
         problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
         with noting("init(params, hparams) of the dynamics", hparams=hparams):
             system = make_system(problem, hparams, whole=True)
