@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 
 from .._problem.batches import FullBatch, Minibatches, Stacked
 from .._problem.dynamics import Wrapper
-from .._problem.folds import CrossValidated
+from .._problem.mean import Mean
 from .._problem.problem import Problem
 from .._problem.training import TrainState
 from .sensitivity import Growth
@@ -50,9 +50,9 @@ class Damped(Wrapper):
     factor: float = eqx.field(static=True)
     warm_up: int = eqx.field(static=True)
 
-    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
+    def step(self, state: Any, hparams: Any, batch: Any) -> Any:
         """Return s_t with its weights part of the way."""
-        new, loss = super().advance(state, hparams, batch)
+        new = super().step(state, hparams, batch)
         part = self.factor * jnp.minimum(1.0, (state.step + 1) / self.warm_up)
 
         def between(old, new):
@@ -60,7 +60,7 @@ class Damped(Wrapper):
                 return new
             return old + part.astype(new.dtype) * (new - old)
 
-        return new._replace(params=jax.tree.map(between, state.params, new.params)), loss
+        return new._replace(params=jax.tree.map(between, state.params, new.params))
 
 
 class Floored(Wrapper):
@@ -68,19 +68,19 @@ class Floored(Wrapper):
 
     eps_root: float = eqx.field(static=True)
 
-    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
+    def step(self, state: Any, hparams: Any, batch: Any) -> Any:
         """Return s_t, the second moments raised while it is computed.
 
         v_t = b2 v_{t-1} + (1 - b2) g^2 and v_hat_t = v_t / (1 - b2^t): with v_{t-1} larger by
         r = e (1 - b2^t) / b2 the root is of v_hat_t + e. The moments that are kept are the plain ones.
         """
-        plain, loss = super().advance(state, hparams, batch)
-        one, _ = super().advance(_raised(state, 1.0), hparams, batch)
+        plain = super().step(state, hparams, batch)
+        one = super().step(_raised(state, 1.0), hparams, batch)
         b2, count = _difference(one, plain), _adam(state)[0].count + 1
         r = jax.lax.stop_gradient(self.eps_root * (1 - b2**count) / b2)
-        new, _ = super().advance(_raised(state, r), hparams, batch)
+        new = super().step(_raised(state, r), hparams, batch)
         nus = [adam.nu for adam in _adam(plain)]
-        return _with_nu(new, nus), loss
+        return _with_nu(new, nus)
 
 
 def _is_adam(node: Any) -> bool:
@@ -125,12 +125,12 @@ def remedies(
         low: the type below single precision that steps compute in, if any.
     """
     dynamics, T = problem.dynamics, problem.steps
-    if isinstance(problem, CrossValidated):
+    if isinstance(problem, Mean):
         return
     state = eqx.filter_eval_shape(problem.start, hparams)
     grows = growth is None or growth.factor > GROWS
-    if low and dynamics.offers("in_precision"):
-        full = problem.replace(dynamics=dynamics.in_precision(jnp.float32))
+    if low and (precise := dynamics.in_precision(jnp.float32)) is not None:
+        full = problem.replace(dynamics=precise)
         yield Remedy("full precision", f"the loss in float32, not {low}", full, _highest)
     elif jax.default_backend() != "cpu":
         yield Remedy("full precision", 'jax.default_matmul_precision("highest")', problem, _highest)

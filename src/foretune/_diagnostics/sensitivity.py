@@ -22,7 +22,7 @@ from .._engines.products import has_no_mode, pushforward
 from .._problem.arguments import filtered
 from .._problem.batches import Minibatches, Stacked
 from .._problem.checks import named_leaves
-from .._problem.folds import CrossValidated
+from .._problem.mean import Mean
 from .._problem.problem import Problem
 from .._problem.system import System, make_system
 from .._problem.training import Training, TrainState
@@ -123,7 +123,7 @@ def variants_of(problem: Problem, count: int, key: Any) -> Iterator[tuple[str, l
     """Yield the problem with changes that should not matter: what changes, and some problems."""
     batches, dynamics = problem.batches, problem.dynamics
     keys = jax.random.split(key, 2 * count)
-    if isinstance(problem, CrossValidated):
+    if isinstance(problem, Mean):
         return
     if isinstance(batches, Minibatches | Stacked) and problem.steps > 1:
         orders = [np.asarray(jax.random.permutation(k, problem.steps)) for k in keys[:count]]
@@ -184,11 +184,11 @@ def rounding_of(
 ) -> Rounding | None:
     """Return what a low precision does, by one more gradient; None where there is none to undo."""
     low = low_precision(problem, hparams)
-    if low is None or isinstance(problem, CrossValidated):
+    if low is None or isinstance(problem, Mean):
         return None
-    if not problem.dynamics.offers("in_precision"):
+    if (precise := problem.dynamics.in_precision(jnp.float32)) is None:
         return None
-    full = problem.replace(dynamics=problem.dynamics.in_precision(jnp.float32))
+    full = problem.replace(dynamics=precise)
     if low_precision(full, hparams):  # of the loss's own making: it cannot be undone from here
         return None
     try:

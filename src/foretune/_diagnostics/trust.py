@@ -19,15 +19,21 @@ from jaxtyping import PyTree
 from .._constraints.base import check_constraints
 from .._engines.auto import Auto
 from .._engines.base import AbstractEngine, Hypergradient, check_engine
-from .._engines.nonfinite import NonFiniteError, is_finite
+from .._engines.nonfinite import NonFiniteError, check_finite, is_finite
 from .._engines.reverse import Reverse
 from .._engines.robust import INNER, RobustMean
 from .._engines.smoothing import Evolution, Smoothed
 from .._engines.truncated import Truncated
-from .._outer.run import check_outside_programs, feasible
-from .._outer.steps import shown
-from .._problem.checks import check_count, check_hparams, check_key, describe
-from .._problem.folds import CrossValidated
+from .._outer.update import feasible
+from .._problem.checks import (
+    check_count,
+    check_hparams,
+    check_key,
+    check_outside_programs,
+    describe,
+    shown,
+)
+from .._problem.mean import Mean
 from .._problem.problem import Problem, validated
 from .remedies import remedies
 from .sensitivity import ORDER, growth_of, low_precision, rounding_of, variants_of
@@ -124,7 +130,7 @@ def trust(
         raise TypeError(f"trust(fresh={describe(fresh)}): give a function fresh(key) -> Problem.")
     validated(problem, hparams, smooth=engine.differentiates)
     constraints = check_constraints(constraints, hparams)
-    hparams = feasible(hparams, constraints, False)
+    hparams = feasible(constraints, hparams)
     engine = engine.within(constraints)
     others = _others(problem, fresh, jax.random.fold_in(key, 1))
     probes = random_probes(problem, hparams, directions, jax.random.fold_in(key, 2))
@@ -230,7 +236,8 @@ def _hypergradient(
     try:
         return engine(problem, hparams), ""
     except NonFiniteError as error:
-        found = engine.unchecked()(problem, hparams)
+        with check_finite(False):
+            found = engine(problem, hparams)
         if not is_finite(found.value):
             raise
         return found, str(error)
@@ -319,7 +326,7 @@ def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterato
     The others are over a neighbourhood in which changes can be told from noise, or a larger one.
     """
     problem = study.problem
-    if isinstance(problem, CrossValidated) and problem.folds >= FOLDS and isinstance(engine, INNER):
+    if isinstance(problem, Mean) and problem.count >= FOLDS and isinstance(engine, INNER):
         yield RobustMean(engine)
     scales = sorted({s.scale for s in report.slopes if s.scale >= study.scale})
     seen = {

@@ -28,7 +28,8 @@ from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 from jaxtyping import PyTree
 
-from .._problem.arguments import Structure, unflatten
+from .._problem.arguments import Structure
+from .._problem.problem import opened
 from .._problem.system import System, make_system
 from .products import directional, has_no_mode, unstack
 from .reverse import Reverse
@@ -91,7 +92,7 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
     sizes = {}
 
     def count(arrays):
-        problem, hparams = unflatten(structure, arrays)
+        problem, hparams = opened(structure, arrays)
         system = make_system(problem, hparams)
         s = system.initial(hparams)
         sizes["T"], sizes["m"] = system.steps, ravel_pytree(hparams)[0].size
@@ -107,8 +108,9 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
         """Return seconds per step and bytes of each; all are compiled, then run in turn."""
 
         def program(solve, arrays):
-            problem, hparams = unflatten(structure, arrays)
-            return solve(_shortened(make_system(problem, hparams), steps, sizes["K"]), hparams)
+            problem, hparams = opened(structure, arrays)
+            short = _shortened(make_system(problem, hparams), steps, sizes["K"])
+            return solve(problem, short, hparams)
 
         found, lowered = dict.fromkeys(solves, (math.inf, 0.0)), {}
         for name, solve in solves.items():
@@ -126,14 +128,14 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
         return found
 
     def tangents(c):
-        def solve(system, hparams):
+        def solve(problem, system, hparams):
             flat, unravel = ravel_pytree(hparams)
             directions = jax.nn.one_hot(jnp.arange(c) % m, m, dtype=flat.dtype)
             return directional(system, hparams, unstack(jax.vmap(unravel)(directions)))[1:]
 
         return solve
 
-    plain = {"plain": lambda system, hparams: system.run(hparams)}
+    plain = {"plain": lambda problem, system, hparams: system.run(hparams)}
     most = max(1, min(T, int(limit / (4 * max(state, 1)))))
     n = min(most, _SHORT)
     step, _ = timed(plain, n)["plain"]

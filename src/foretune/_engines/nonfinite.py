@@ -6,7 +6,9 @@ tell, because the fault lies in the adjoint or reverse mode may be the remedy, t
 backwards, with about 2 sqrt(T) states stored.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -61,6 +63,45 @@ class NonFiniteError(FloatingPointError):
     """The run until then, where a driver raised it."""
     state: Any = None
     """The state before the window, where real-time tuning raised it."""
+
+
+_WHEN: ContextVar[bool | None] = ContextVar("foretune.check_finite", default=None)
+
+
+@contextlib.contextmanager
+def check_finite(when: bool | None) -> Iterator[None]:
+    """Say when a value or a hypergradient that is not finite is an error, in all engines.
+
+    Args:
+        when: None (default): a call of an engine outside `jax.jit` raises `NonFiniteError`, which
+            names the hyperparameter, the step and state leaf where it began, and the remedy; a call
+            inside `jit` checks nothing and costs nothing. True: inside `jit` too, by a runtime check
+            that names the hyperparameter (it belongs to a program that is traced meanwhile). False:
+            never.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> problem = ft.Problem(
+    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, x: jnp.sqrt(state.params - x),  # at 0, where it has no derivative
+    ...     init=jnp.array(1.0), batches=ft.FullBatch(jnp.array(1.0), steps=1),
+    ...     validation=jnp.array(1.0))
+    >>> with ft.check_finite(False):
+    ...     grad = ft.Reverse()(problem, {"lr": jnp.array(0.25)}).grad
+    >>> bool(jnp.isfinite(grad["lr"]))
+    False
+    """
+    if when not in (None, True, False) or isinstance(when, int) != isinstance(when, bool):
+        raise TypeError(f"check_finite({when!r:.60}): give None, True or False.")
+    token = _WHEN.set(when)
+    try:
+        yield
+    finally:
+        _WHEN.reset(token)
+
+
+def when_checked() -> bool | None:
+    """Return what `check_finite` was given."""
+    return _WHEN.get()
 
 
 def is_finite(tree: PyTree) -> Bool[Array, ""]:

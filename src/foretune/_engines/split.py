@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
+from .._problem.jaxprs import equations, subjaxprs
 from .._problem.system import System
 from .._problem.training import GRADIENT
 
@@ -103,8 +104,8 @@ def _needed(equations: list[Any], outputs: list[Any]) -> list[Any]:
 
 
 def _is_costly(equation: Any) -> bool:
-    inner = [e for jaxpr in jaxprs_in_params(equation.params) for e in jaxpr.eqns]
-    return equation.primitive.name in COSTLY or any(map(_is_costly, inner))
+    inner = [e for jaxpr in subjaxprs(equation.params) for e in equations(jaxpr)]
+    return any(e.primitive.name in COSTLY for e in (equation, *inner))
 
 
 def _work(equation: Any) -> int:
@@ -118,5 +119,5 @@ def _work(equation: Any) -> int:
         else:
             each = factor.size // factor.shape[parameters["dimension_numbers"].rhs_spec[0]]
         return 2 * equation.outvars[0].aval.size * each
-    inner = [e for jaxpr in jaxprs_in_params(parameters) for e in jaxpr.eqns]
+    inner = [e for jaxpr in subjaxprs(parameters) for e in jaxpr.eqns]
     return parameters.get("length", 1) * sum(map(_work, inner)) if inner else 0

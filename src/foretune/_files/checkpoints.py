@@ -1,9 +1,9 @@
 """The checkpoints of a run in a folder, on Orbax.
 
-A checkpoint holds the arrays that decide how the run continues, the number of its records, a description
-of what it belongs to, and digests of all of it. One that cannot be read, or whose digests are wrong,
-is set aside with a warning for the one before it; one that belongs to another run is refused. A disk
-that fails is neither: its error passes on, and everything stays where it is.
+A checkpoint holds the arrays that decide how the run continues, the number of its records, a
+description of what it belongs to, and digests of all of it. One that cannot be read, or whose digests
+are wrong, is set aside with a warning for the one before it; one that belongs to another run is
+refused. A disk that fails is neither: its error passes on, and everything stays where it is.
 
 The folder `foretune_12` is the checkpoint of step 12, the file `foretune.records` has the records. What
 has another name is not foretune's: it is neither read nor removed.

@@ -9,8 +9,8 @@ rejected: the next one begins where it began, in the same direction, a quarter a
 
     u_{k+1} = u_a + q d_a,    q <- q / 4  when rejected,  q <- min(2 q, 1)  when accepted,
 
-with u_a the last variable that was accepted, d_a the optimizer's update there. While q < 1 only the last
-of the five counts. A second time in a row, the optimizer begins anew at u_a: what it remembers
+with u_a the last variable that was accepted, d_a the optimizer's update there. While q < 1 only the
+last of the five counts. A second time in a row, the optimizer begins anew at u_a: what it remembers
 (momentum) may lead uphill, however short the step.
 Reference: Grippo, Lampariello and Lucidi, A Nonmonotone Line Search Technique, 1986.
 """
@@ -45,12 +45,12 @@ class Accepted(NamedTuple):
 
 def none_accepted(hparams: PyTree, unconstrained: PyTree) -> Accepted:
     """Return the state before the first evaluation."""
-    none = jnp.array(jnp.inf)
+    none = jnp.array(jnp.inf, float)
     return Accepted(
         jax.tree.map(jnp.copy, hparams),
         jax.tree.map(jnp.zeros_like, hparams),
         jax.tree.map(jnp.zeros_like, unconstrained),
-        jnp.full(REMEMBERED, -jnp.inf),
+        jnp.full(REMEMBERED, -jnp.inf, float),
         none,
         none,
         jnp.ones(()),

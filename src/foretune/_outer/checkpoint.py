@@ -28,8 +28,8 @@ class Checkpoint(Callback):
     rule that ended it, it continues. (`TimeLimit` counts the seconds of each call, and ends none for
     good.) The directory of a run with other shapes, another start, other data, other constraints, other
     constants of the tuner or another kind of optimizer is refused with a `ValueError`. What cannot be
-    compared is yours to keep as it was: the functions (loss, objective, `evaluate`, a draw), the data of
-    a stream, the engine and the outer optimizer's constants.
+    compared is yours to keep as it was: the functions (loss, objective, `evaluate`, a draw), the data
+    of a stream, the engine and the outer optimizer's constants.
     Arrays are saved whole, so a run may continue with another number of devices or processes (then to
     rounding, not to the bit).
 

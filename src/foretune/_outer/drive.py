@@ -5,16 +5,17 @@ stands after the step; callbacks; stopping rules; and the callbacks that can res
 save whether it is over.
 """
 
+import abc
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
 from .._engines.nonfinite import NonFiniteError
 from .._files.digests import on_host
@@ -43,24 +44,24 @@ class Evaluation(NamedTuple):
     counts: bool | Bool[Array, ""] = True  # whether it may be the best
 
 
-class Stepper(Protocol):
+class Stepper(abc.ABC):
     """What makes the steps of a run."""
 
     first: int  # the step of the first evaluation
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Run) -> None:  # noqa: B027
         """Do what is to be done before the first step of this process, when the run is resumed."""
 
+    @abc.abstractmethod
     def advance(self, run: Run, step: int) -> Evaluation | str:
         """Make a step from the run's carry; or return why there are no more."""
-        ...
 
-    def noted(self, run: Run) -> None:
+    def noted(self, run: Run) -> None:  # noqa: B027
         """Do what is to be done when a step has been noted, before the callbacks."""
 
+    @abc.abstractmethod
     def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
         """Return the hyperparameters, the value and the state that the run ends with."""
-        ...
 
 
 def drive(
@@ -144,7 +145,7 @@ def _metrics(evaluate: Metrics, state: PyTree, hparams: PyTree) -> dict[str, Arr
 
 
 @jax.jit
-def _better(best: Best, hparams: PyTree, score: Float[Array, ""], step: int) -> Best:
+def _better(best: Best, hparams: PyTree, score: Float[Array, ""], step: ArrayLike) -> Best:
     new = Best(hparams, score, jnp.asarray(step, best.step.dtype))
     return jax.tree.map(lambda new, old: jnp.where(score < best.score, new, old), new, best)
 

@@ -2,9 +2,9 @@
 
     u_{k+1} = u_k + optimizer(grad f(lambda_k)),    lambda_{k+1} = P(u_{k+1})
 
-`Descent.advance` is one step of it: the hypergradient at lambda_k, then one small program, `_next`, that
-accepts or rejects lambda_k (`acceptance.py` has the rule) and moves on (`update.py`). `drive` makes the
-steps, with all that happens beside them.
+`Descent.advance` is one step of it: the hypergradient at lambda_k, then one small program, `_next`,
+that accepts or rejects lambda_k (`acceptance.py` has the rule) and moves on (`update.py`). `drive`
+makes the steps, with all that happens beside them.
 """
 
 import warnings
@@ -16,28 +16,29 @@ import jax
 import optax
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
-from .._constraints.base import check_constraints, feasible
+from .._constraints.base import check_constraints
 from .._engines.base import AbstractEngine, Hypergradient, check_engine
-from .._engines.nonfinite import NonFiniteError, explain, is_finite
+from .._engines.nonfinite import NonFiniteError, check_finite, explain, is_finite
 from .._engines.reverse import Reverse
 from .._files.digests import digest
-from .._problem.arguments import filtered
+from .._problem.arguments import Structure, filtered
 from .._problem.checks import check_count, check_hparams, check_outside_programs, shown
+from .._problem.draws import Draw, Drawn, as_problem
 from .._problem.equality import reused
-from .._problem.problem import Problem, validated
+from .._problem.problem import Problem, opened, validated
 from .acceptance import RESTART, Accepted, chosen, is_accepted, next_accepted, none_accepted
 from .callbacks import Callback
 from .checks import check_callbacks, check_evaluate, check_functions, check_optimizer
-from .drive import Evaluation, Metrics, Score, drive
+from .drive import Evaluation, Metrics, Score, Stepper, drive
 from .run import Result, Run
-from .update import Outer
+from .update import Outer, feasible
 
 DEFAULT_OPTIMIZER = optax.adam(0.1)  # steps of a tenth, in units of the start
 RECORD = ("step", "value", "gradient_norm", "rejected")  # what a record has besides metrics
 
 
 def minimize(
-    problem: Problem,
+    problem: Problem | Draw,
     hparams: PyTree,
     *,
     steps: int,
@@ -106,14 +107,14 @@ def minimize(
     rules = check_functions(stop, evaluate, score)
     engine = Reverse() if engine is None else engine
     optimizer = DEFAULT_OPTIMIZER if optimizer is None else reused(optimizer)
-    validated(problem, hparams, smooth=engine.differentiates)
+    source = as_problem(problem, key)
+    arrays, structure = validated(source, hparams, smooth=engine.differentiates)
     if evaluate is not None:
-        state = eqx.filter_eval_shape(problem.start, hparams)
-        check_evaluate(evaluate, state, hparams, RECORD)
+        check_evaluate(evaluate, _start_of(structure, arrays), hparams, RECORD)
     constraints = check_constraints(constraints, hparams)
     hparams = feasible(constraints, hparams)
     outer = Outer(optimizer, constraints, in_units=optimizer is DEFAULT_OPTIMIZER)
-    descent = Descent(problem, engine.within(constraints), outer)
+    descent = Descent(source, engine.within(constraints), outer)
     run = Run(steps, _first(outer, hparams), hparams, lambda: descent.fingerprint(hparams))
     return drive(run, descent, callbacks=callbacks, rules=rules, evaluate=evaluate, score=score)
 
@@ -126,27 +127,21 @@ class Carry(NamedTuple):
     accepted: Accepted
 
 
-class Descent:
-    """The steps of `minimize`."""
+class Descent(Stepper):
+    """The steps of `minimize`, on a problem or on one that is drawn anew at each of them."""
 
     first = 0
 
-    def __init__(self, problem: Problem, engine: AbstractEngine, outer: Outer):
-        self.problem, self.engine, self.outer = problem, engine, outer
-        self._quiet = engine.unchecked()  # whether a result is finite is for `_next` to say
+    def __init__(self, source: Problem | Drawn, engine: AbstractEngine, outer: Outer):
+        self.source, self.engine, self.outer = source, engine, outer
         self._warned = False
-
-    def begin(self, run: Run) -> None:
-        """Do nothing: a step needs nothing but the carry."""
-
-    def noted(self, run: Run) -> None:
-        """Do nothing."""
 
     def advance(self, run: Run, step: int) -> Evaluation:
         """Evaluate lambda_k, accept or reject it, and find lambda_{k+1}."""
         hparams = run.carry.hparams
         hyper = self._evaluated(step, hparams)
-        carry, found = _next(self.outer, run.carry, hyper.value, hyper.grad, False)
+        noisy = isinstance(self.source, Drawn)
+        carry, found = _next(self.outer, run.carry, hyper.value, hyper.grad, noisy)
         if not found.finite:
             self._report(run, step, hyper)
         record = {
@@ -164,17 +159,23 @@ class Descent:
         hyper = self._evaluated(run.step, hparams)
         return hparams, hyper.value, hyper.state
 
-    def _problem_at(self, step: int) -> Problem:
-        return self.problem
+    def _problem_at(self, step: int) -> Problem | Drawn:
+        if isinstance(self.source, Drawn):
+            return self.source.at(jax.random.fold_in(self.source.key, step))
+        return self.source
 
     def _evaluated(self, step: int, hparams: PyTree) -> Hypergradient:
-        return self._quiet(self._problem_at(step), hparams)
+        with check_finite(False):  # `_next` looks, and rejects
+            return self.engine(self._problem_at(step), hparams)
 
     def _report(self, run: Run, step: int, hyper: Hypergradient) -> None:
         """Raise where the start is not finite; warn, once, of a step that is rejected for it."""
         hparams, problem = run.carry.hparams, self._problem_at(step)
+        if isinstance(problem, Drawn):
+            problem = problem.problem()
+        why = explain(problem, hparams, hyper, self.engine.other_mode)
         if run.begins:  # there is nothing to go back to
-            error = NonFiniteError(explain(problem, hparams, hyper, self.engine.other_mode))
+            error = NonFiniteError(why)
             error.add_note(
                 f"foretune: this was step {step} of minimize, with {shown(hparams)}. Where training "
                 "diverges there, start from other hyperparameters."
@@ -186,24 +187,38 @@ class Descent:
             warnings.warn(
                 f"the error or the hypergradient at step {step} of minimize is not finite, with "
                 f"{shown(hparams)}. The step is rejected and shortened, here and later in the run. "
-                + explain(problem, hparams, hyper, self.engine.other_mode),
+                + why,
                 RuntimeWarning,
                 stacklevel=5,
             )
 
     def fingerprint(self, hparams: PyTree) -> dict[str, str]:
         """Return what tells this run from others; functions cannot be compared."""
-        problem = self.problem
-        return {
+        source = self.source
+        ours = {
             "constraints": repr(self.outer.constraints),
-            "inner steps": str(problem.steps),
-            "trajectory": str(problem.trajectory),
             "initial hyperparameters": digest(hparams),
-            "initial parameters": digest(problem.init),  # of none, where it is a function
-            "training data": digest(problem.batches),
-            "validation data": digest(problem.validation),
-            "arrays of the dynamics": digest(problem.dynamics),
         }
+        if isinstance(source, Drawn):
+            return ours | {"key": digest(source.key), "data of the draw": digest(source.constants)}
+        return ours | {
+            "inner steps": str(source.steps),
+            "trajectory": str(source.trajectory),
+            "initial parameters": digest(source.init),  # of none, where it is a function
+            "training data": digest(source.batches),
+            "validation data": digest(source.validation),
+            "arrays of the dynamics": digest(source.dynamics),
+        }
+
+
+def _start_of(structure: Structure, arrays: list[Array]) -> PyTree:
+    """Return the shapes of s_0."""
+
+    def start(arrays):
+        problem, hparams = opened(structure, arrays)
+        return problem.start(hparams)
+
+    return eqx.filter_eval_shape(start, arrays)
 
 
 @filtered

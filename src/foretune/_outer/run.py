@@ -92,6 +92,10 @@ class Run:
         """Go to a step of which there is nothing but a record."""
         self.move(step, self.carry, self.best, self._hparams, record)
 
+    def begin_at(self, step: int) -> None:
+        """Begin at a later step than the first."""
+        self._place = self._place._replace(step=step)
+
     def put_back(self, carry: PyTree) -> None:
         """Replace the carry of this step, whose memory has been taken, by one that is whole."""
         self._place = self._place._replace(carry=carry)
@@ -152,4 +156,4 @@ class Run:
 def _nowhere(hparams: PyTree) -> Best:
     """Return the best of nothing yet."""
     hparams = jax.tree.map(jnp.copy, hparams)  # theirs may be donated
-    return Best(hparams, jnp.array(jnp.inf), jnp.zeros((), jnp.int32))
+    return Best(hparams, jnp.array(jnp.inf, float), jnp.zeros((), jnp.int32))

@@ -6,6 +6,7 @@ with P the projection onto the constraints (or, for `Log` and `Logit`, with u th
 """
 
 import functools
+import warnings
 
 import equinox as eqx
 import jax
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from .._constraints.base import apply_constraints, sizes
+from .._constraints.base import apply_constraints, check_starts, sizes
+from .._problem.arguments import filtered
+from .._problem.checks import named_leaves
 
 
 class Outer(eqx.Module):
@@ -74,3 +77,25 @@ class Outer(eqx.Module):
         u = optax.apply_updates(self.unconstrained(hparams), updates)
         there = apply_constraints(self.constraints, "from_search", u)
         return apply_constraints(self.constraints, "project", there)
+
+
+@filtered
+def _project(constraints: PyTree, hparams: PyTree) -> PyTree:
+    return apply_constraints(constraints, "project", hparams)
+
+
+def feasible(constraints: PyTree, hparams: PyTree) -> PyTree:
+    """Return the projection of a start onto its constraints, with a warning where it moves."""
+    check_starts(constraints, hparams)
+    inside = _project(constraints, hparams)
+    for (path, given), moved in zip(
+        named_leaves(hparams, "hparams").items(), jax.tree.leaves(inside), strict=True
+    ):
+        distance = float(jnp.linalg.norm(jnp.ravel(given - moved)))
+        if distance > 1e-5 * max(1.0, float(jnp.linalg.norm(jnp.ravel(given)))):
+            warnings.warn(
+                f"{path} starts outside its constraint, at a distance of {distance:.3g}; it is "
+                "projected onto it.",
+                stacklevel=4,
+            )
+    return inside

@@ -31,8 +31,11 @@ ROWS = 20  # steps of a row each, from which on they are suspected to be a whole
 class Batches(eqx.Module):
     """What the steps train on: `xs`, which the loop scans over, and `batch(x)`, an entry's batch."""
 
+    steps: eqx.AbstractVar[int]
+    xs: eqx.AbstractVar[PyTree]
+
     @abc.abstractmethod
-    def batch(self, x: Any) -> PyTree:
+    def batch(self, x: PyTree) -> PyTree:
         """Return the batch of one entry of `xs`."""
 
     def whole(self) -> PyTree:
@@ -105,7 +108,8 @@ class Minibatches(Batches):
                 f"Minibatches' batches are empty: the indices have shape {self.indices.shape}."
             )
         if not isinstance(self.indices, Tracer):
-            low, high = int(raw.min()), int(raw.max())
+            with jax.ensure_compile_time_eval():
+                low, high = int(raw.min()), int(raw.max())
             dtype = self.indices.dtype
             if low < jnp.iinfo(dtype).min or high > jnp.iinfo(dtype).max:
                 raise ValueError(

@@ -20,7 +20,8 @@ def as_arrays(tree: PyTree, name: str = "the data") -> PyTree:
         if isinstance(leaf, np.ndarray | np.generic):
             if _holds_no_numbers(leaf):
                 check_numbers(tree, name)
-            return jnp.asarray(leaf)
+            with jax.ensure_compile_time_eval():  # known inside a trace too
+                return jnp.asarray(leaf)
         if getattr(leaf, "weak_type", False):
             return jax.lax.convert_element_type(leaf, leaf.dtype)
         return leaf

@@ -1,7 +1,7 @@
 """Problems: f(lambda) = E(s_T(lambda)), a dynamics with its data, its start and its error."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -16,9 +16,9 @@ from .checks import (
     check_hparams,
     check_objective,
     check_signature,
-    describe,
 )
-from .dynamics import Continued, as_dynamics
+from .draws import Drawn
+from .dynamics import Dynamics, check_dynamics
 from .system import make_system
 from .validation import check_shapes, warn_of_choices
 
@@ -27,9 +27,8 @@ class Problem(eqx.Module):
     """The response f(lambda) = E(s_T(lambda), lambda) of a training procedure.
 
     Args:
-        dynamics: `Training`, or any object with `init(params, hparams)` and
-            `step(state, hparams, batch)`. It must be pure, and not change once it is in use:
-            a compiled program does not see the change.
+        dynamics: `Training`, or an instance of your own subclass of `Dynamics`, with
+            `init(params, hparams)` and `step(state, hparams, batch)`.
         objective: the error `E(state, hparams, validation) -> scalar`, or a dict from top-level
             hyperparameter names to such functions, so that each hyperparameter follows its own
             error. The direct dependence of E on the hyperparameters counts.
@@ -52,7 +51,7 @@ class Problem(eqx.Module):
     Array([0.8, 2.4], dtype=float32)
     """
 
-    dynamics: Any  # `Dynamics`
+    dynamics: Dynamics
     objective: Callable[..., Any] | dict[str, Callable[..., Any]]
     init: PyTree
     batches: Any  # `Batches`
@@ -70,7 +69,8 @@ class Problem(eqx.Module):
         trajectory: Any = False,
     ):
         check_objective(objective)
-        self.dynamics = as_dynamics(dynamics)
+        check_dynamics(dynamics)
+        self.dynamics = dynamics
         if not isinstance(trajectory, bool):
             raise TypeError(f"Problem(trajectory={trajectory!r:.60}): give True or False.")
         self.objective = dict(objective) if isinstance(objective, Mapping) else objective
@@ -111,10 +111,6 @@ class Problem(eqx.Module):
         given = {name: getattr(self, name) for name in Problem.__dataclass_fields__}
         return Problem(**(given | changes))
 
-    def continued(self, state: PyTree) -> "Problem":
-        """Return the problem that starts from a state of the dynamics instead of from `init`."""
-        return self.replace(dynamics=Continued(self.dynamics), init=state)
-
     def start(self, hparams: PyTree) -> PyTree:
         """Return the user's s_0."""
         params = self.init(hparams) if self._starts_from_function() else self.init
@@ -128,11 +124,11 @@ class Problem(eqx.Module):
 
 
 def validated(
-    problem: Any, hparams: PyTree, *, smooth: bool = True
+    problem: Problem | Drawn, hparams: PyTree, *, smooth: bool = True
 ) -> tuple[list[Array], Structure]:
     """Return `(problem, hparams)`, flattened, after every check that needs no arithmetic.
 
-    `smooth` says that the response is to be differentiated.
+    `smooth` says that the response is to be differentiated. `opened` is the way back.
     """
     arrays, structure, chosen = _checked(problem, hparams, smooth)
     if chosen:
@@ -140,22 +136,40 @@ def validated(
     return arrays, structure
 
 
+def opened(structure: Structure, arrays: Sequence[Array]) -> tuple[Problem, PyTree]:
+    """Return `(problem, hparams)` from what `validated` returned; where it is drawn, inside a trace."""
+    problem, hparams = unflatten(structure, arrays)
+    return problem.problem() if isinstance(problem, Drawn) else problem, hparams
+
+
 def _checked(
-    problem: Any, hparams: PyTree, smooth: bool = True
+    problem: Problem | Drawn, hparams: PyTree, smooth: bool = True
 ) -> tuple[list[Array], Structure, tuple[str, ...]]:
-    if not isinstance(problem, Problem):
-        raise TypeError(
-            f"the first argument must be a `foretune.Problem`, got {describe(problem)}. Call an engine "
-            "as `engine(problem, hparams)`."
-        )
     arrays, structure = flatten((problem, check_hparams(hparams)))
     shapes = tuple((array.shape, array.dtype) for array in arrays)
-    return arrays, structure, check_shapes(structure, shapes, smooth)
+    opened_structure, opened_shapes = structure, shapes
+    if isinstance(problem, Drawn):
+        opened_structure, opened_shapes = _drawn_shapes(structure, shapes)
+    return arrays, structure, check_shapes(opened_structure, opened_shapes, smooth)
+
+
+@functools.lru_cache(maxsize=256)
+def _drawn_shapes(structure: Structure, shapes: tuple) -> tuple[Structure, tuple]:
+    """Return the structure and the shapes of a drawn problem."""
+    found = []
+
+    def arrays_of(arrays):
+        arrays, inner = flatten(opened(structure, arrays))
+        found[:] = [inner]
+        return arrays
+
+    arrays = jax.eval_shape(arrays_of, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    return found[0], tuple((array.shape, array.dtype) for array in arrays)
 
 
 @functools.partial(Compiled, static=1)
 def _response(structure: Structure, arrays: list[Array]) -> tuple[PyTree, Output]:
-    problem, hparams = unflatten(structure, arrays)
+    problem, hparams = opened(structure, arrays)
     system = make_system(problem, hparams)
     s_T = system.run(hparams)
     return system.value(system.errors(s_T, hparams)), Output(system.restore(s_T))

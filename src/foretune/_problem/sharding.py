@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 
 from .batches import Batches, FullBatch, Minibatches, Stacked
 from .checks import as_arrays, check_count, check_mesh, describe, describe_tree
-from .folds import CrossValidated, PerFold
+from .mean import Mean, PerFold
 from .problem import Problem
 
 DATA, TANGENTS = "data", "tangents"
@@ -65,7 +65,7 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
 
     Examples are split over the axis `data`, where the mesh has it: the rows of `FullBatch` and of
     `validation`, the second axis of stacked batches (T, examples, ...), and the indices of
-    `Minibatches`, whose data every device has. Of `CrossValidated`, the folds are split instead. All
+    `Minibatches`, whose data every device has. Of `Mean`, the folds are split instead. All
     else every device has. An array that lies on this mesh already stays as you placed it. Where
     results lie is the compiler's choice; what they are changes by rounding only.
 
@@ -95,7 +95,7 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
         if isinstance(what, Batches):
             return _batches(placement, what)
         return placement.examples(as_arrays(what), 0, "the batch")
-    if isinstance(what, CrossValidated):
+    if isinstance(what, Mean):
         validation = placement.whole(what.validation)
     else:
         validation = placement.examples(what.validation, 0, "validation")

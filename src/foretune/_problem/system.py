@@ -34,7 +34,6 @@ class System(NamedTuple):
 
     initial: Callable[[PyTree], PyTree]  # lambda -> s_0
     step: Callable[[PyTree, PyTree, PyTree], PyTree]  # Phi: s_{t-1}, lambda, x_t -> s_t
-    step_and_loss: Callable[..., tuple[PyTree, Any]]  # the same, and the training loss or None
     errors: Callable[[PyTree, PyTree], tuple[Float[Array, ""], ...]]  # s_T, lambda -> K errors
     xs: PyTree[Array]  # x_1 .. x_T
     steps: int  # T
@@ -94,24 +93,18 @@ def make_system(problem: Any, hparams: PyTree, *, whole: bool = False) -> System
     def initial(hparams):
         return eqx.filter(problem.start(hparams), moving)
 
-    def advance(dynamics, s, hparams, x):
-        state, loss = dynamics.advance(restore(s), hparams, problem.batches.batch(x))
-        return eqx.filter(state, moving), loss
+    def step_of(dynamics):
+        def step(s, hparams, x):
+            return eqx.filter(dynamics.step(restore(s), hparams, problem.batches.batch(x)), moving)
 
-    def step_and_loss(s, hparams, x):
-        return advance(problem.dynamics, s, hparams, x)
-
-    def step(s, hparams, x):
-        return step_and_loss(s, hparams, x)[0]
-
-    def transposable(s, hparams, x):
-        return advance(problem.dynamics.transposable(), s, hparams, x)[0]
+        return step
 
     def errors(s, hparams):
         return tuple(f(restore(s), hparams, problem.validation) for f in functions.values())
 
     xs, steps, rows = problem.batches.xs, problem.steps, rows_of(problem)
-    plain = System(initial, step, step_and_loss, errors, xs, steps, restore, rows, transposable)
+    step, transposable = step_of(problem.dynamics), step_of(problem.dynamics.transposable())
+    plain = System(initial, step, errors, xs, steps, restore, rows, transposable)
     return _averaged(plain, hparams) if problem.trajectory else plain
 
 
@@ -200,7 +193,7 @@ def _unchanged(structure: Structure, shapes: tuple[tuple[Any, ...], ...]) -> dic
     def step(arrays, s):
         problem, hparams = unflatten(structure, arrays)
         batch = problem.batches.batch(jax.tree.map(lambda leaf: leaf[0], problem.batches.xs))
-        state, _ = problem.dynamics.advance(eqx.combine(s, static), hparams, batch)
+        state = problem.dynamics.step(eqx.combine(s, static), hparams, batch)
         return eqx.filter(state, eqx.is_array)
 
     first, then = jax.make_jaxpr(start)(arrays).jaxpr, jax.make_jaxpr(step)(arrays, s).jaxpr

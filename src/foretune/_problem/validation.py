@@ -114,7 +114,7 @@ def _first_batch(problem: Any) -> PyTree:
 
 
 def _first_step(problem: Any, hparams: PyTree) -> PyTree:
-    return problem.dynamics.advance(problem.start(hparams), hparams, _first_batch(problem))[0]
+    return problem.dynamics.step(problem.start(hparams), hparams, _first_batch(problem))
 
 
 def _check_names(problem: Any, hparams: PyTree) -> None:
