@@ -61,6 +61,15 @@ def describe_tree(tree: PyTree, name: str, most: int = 6) -> str:
     return "\n".join(leaves[:most] + rest) or f"  {name}: {describe(tree)}, no leaf"
 
 
+def shown(hparams: PyTree, most: int = 6) -> str:
+    """Return the hyperparameters' values, or their range, the first few of them."""
+    parts = []
+    for path, leaf in named_leaves(jax.device_get(hparams), "hparams").items():
+        low, high = float(np.min(leaf)), float(np.max(leaf))
+        parts.append(f"{path} = {low:.4g}" + ("" if leaf.size == 1 else f" to {high:.4g}"))
+    return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
+
+
 def named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
     """Return the leaves by path, `hparams['lr']` and the like."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
