@@ -6,15 +6,12 @@ from ._attribution.validation import Validation as Validation
 from ._constraints.base import AbstractConstraint as AbstractConstraint
 from ._constraints.sets import Box as Box
 from ._constraints.sets import CappedSimplex as CappedSimplex
-from ._constraints.sets import Intersection as Intersection
-from ._constraints.sets import L1Ball as L1Ball
-from ._constraints.sets import L2Ball as L2Ball
 from ._constraints.sets import NonNegative as NonNegative
 from ._constraints.sets import Simplex as Simplex
-from ._constraints.sets import Symmetric as Symmetric
 from ._constraints.sets import SymmetricNonNegative as SymmetricNonNegative
 from ._constraints.variables import Log as Log
 from ._constraints.variables import Logit as Logit
+from ._diagnostics.bias import hypergradient_bias as hypergradient_bias
 from ._diagnostics.check import HypergradientCheck as HypergradientCheck
 from ._diagnostics.check import HypergradientMismatch as HypergradientMismatch
 from ._diagnostics.check import check_hypergradient as check_hypergradient
@@ -33,18 +30,17 @@ from ._engines.robust import RobustMean as RobustMean
 from ._engines.smoothing import Evolution as Evolution
 from ._engines.smoothing import Smoothed as Smoothed
 from ._engines.truncated import Truncated as Truncated
-from ._files.checkpoint import Checkpoint as Checkpoint
 from ._outer.callbacks import Callback as Callback
 from ._outer.callbacks import History as History
 from ._outer.callbacks import Progress as Progress
 from ._outer.callbacks import TensorBoard as TensorBoard
+from ._outer.checkpoint import Checkpoint as Checkpoint
 from ._outer.minimize import minimize as minimize
 from ._outer.run import Result as Result
 from ._outer.run import Run as Run
 from ._outer.stopping import NoImprovement as NoImprovement
 from ._outer.stopping import SmallGradient as SmallGradient
 from ._outer.stopping import TimeLimit as TimeLimit
-from ._outer.stopping import Vanished as Vanished
 from ._problem.attention import attention as attention
 from ._problem.batches import FullBatch as FullBatch
 from ._problem.batches import Minibatches as Minibatches
@@ -57,11 +53,11 @@ from ._problem.sharding import shard as shard
 from ._problem.training import Training as Training
 from ._problem.training import TrainState as TrainState
 from ._realtime.bias import Bias as Bias
-from ._realtime.bias import hypergradient_bias as hypergradient_bias
 from ._realtime.relative_adam import relative_adam as relative_adam
 from ._realtime.stream import windows as windows
 from ._realtime.tuned import tuned as tuned
 from ._realtime.tuner import RealTime as RealTime
+from ._realtime.vanished import Vanished as Vanished
 from ._realtime.window import RealTimeState as RealTimeState
 
 __version__ = "0.1.0"

@@ -32,7 +32,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from .._constraints.base import apply_constraints, check_constraints, sizes
+from .._constraints.base import check_constraints, moved
 from .._problem.arguments import flatten, unflatten
 from .._problem.checks import check_count, check_key, describe
 from .._problem.problem import Problem, ProblemLike
@@ -64,17 +64,6 @@ class Space:
 
     def __repr__(self) -> str:
         return repr(self.constraints)
-
-
-def moved(constraints: PyTree, hparams: PyTree, change: PyTree) -> PyTree:
-    """Return the hyperparameters after a change in units of their natural sizes, inside constraints."""
-    u = apply_constraints(constraints, "to_search", hparams)
-    there = jax.tree.map(
-        lambda u, c, d: u + (c * d).astype(u.dtype), u, sizes(constraints, u), change
-    )
-    return apply_constraints(
-        constraints, "project", apply_constraints(constraints, "from_search", there)
-    )
 
 
 def balanced_signs(key: Key[Array, ""], n: int, m: int) -> Int[Array, "n m"]:

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float, PyTree
 
@@ -60,10 +61,28 @@ def describe_tree(tree: PyTree, name: str, most: int = 6) -> str:
     return "\n".join(leaves[:most] + rest) or f"  {name}: {describe(tree)}, no leaf"
 
 
+def shown(hparams: PyTree, most: int = 6) -> str:
+    """Return the hyperparameters' values, or their range, the first few of them."""
+    parts = []
+    for path, leaf in named_leaves(jax.device_get(hparams), "hparams").items():
+        low, high = float(np.min(leaf)), float(np.max(leaf))
+        parts.append(f"{path} = {low:.4g}" + ("" if leaf.size == 1 else f" to {high:.4g}"))
+    return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
+
+
 def named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
     """Return the leaves by path, `hparams['lr']` and the like."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {name + jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def shown(hparams: PyTree, most: int = 6) -> str:
+    """Return the hyperparameters' values, or their range, the first few of them."""
+    parts = []
+    for path, leaf in named_leaves(jax.device_get(hparams), "hparams").items():
+        low, high = float(np.min(leaf)), float(np.max(leaf))
+        parts.append(f"{path} = {low:.4g}" + ("" if leaf.size == 1 else f" to {high:.4g}"))
+    return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
 
 
 def check_signature(
@@ -178,6 +197,18 @@ def check_key(key: object, given: str) -> None:
         raise TypeError(
             f"{given} must be one random key, `jax.random.key(0)` say; got {describe(key)}."
         ) from error
+
+
+def check_outside_programs(name: str, *given: PyTree) -> None:
+    """Raise where a driver is called inside `jax.jit` and the like."""
+    # Inside `jit` every array is traced, a new one too; inside `vmap` and `grad` those given are.
+    leaves = [jnp.zeros(()), *jax.tree.leaves(given)]
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        raise TypeError(
+            f"{name} is a loop in Python and cannot be traced: call it outside of jax.jit, jax.vmap "
+            "and jax.grad. Inside a program use an engine, `foretune.Reverse()(problem, hparams)`, or "
+            "`RealTime.update`."
+        )
 
 
 def check_mesh(mesh: object, given: str, axis: str | None = None) -> None:

@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._constraints.base import check_constraints
-from .._outer.run import Outer
+from .._outer.update import Outer
 from .._problem.checks import describe, describe_tree, named_leaves
 from .._problem.training import Training, TrainState
 from .window import RealTimeState, TunerSettings

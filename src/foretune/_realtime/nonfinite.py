@@ -1,15 +1,21 @@
 """What is said where a real-time run meets what is not finite: in its start, its data, its training."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
-from .._engines.nonfinite import NonFiniteError, explain_window
-from .._outer.run import on_host
+from .._engines.nonfinite import NonFiniteError, first_nonfinite, origin_of
+from .._files.digests import on_host
 from .._problem.checks import describe, named_leaves
 from .._problem.problem import Problem
 from .._problem.training import TrainState
+
+GROWN = (
+    "From this state with Z = 0 the window is finite: the derivative Z had grown over the windows "
+    "before. Give `RealTime` a smaller `discount`."
+)
 
 
 def not_finite(
@@ -40,7 +46,29 @@ def explain_fault(problem: Problem, train: PyTree, hparams: PyTree, window: int)
     """Return the message for a window that failed, from the training state before it."""
     if begun := _first(train, hparams, "state.train"):
         return f"not finite: what window {window} (counted from 0) begins with. {begun}"
-    return explain_window(problem, hparams, window)
+    return _explain_window(problem, hparams, window)
+
+
+def _explain_window(problem: Problem, hparams: PyTree, window: int) -> str:
+    kept = "The state before the window is kept, in the attribute `state` of this error."
+    for i in range(problem.steps):
+        x = jax.tree.map(lambda leaf, i=i: leaf[i], problem.batches.xs)
+        if found := first_nonfinite(jax.device_get(problem.batches.batch(x)), "batch"):
+            path, leaf, where = found
+            return (
+                f"not finite: the data. In window {window}, minibatch {i} of {problem.steps} (both "
+                f"counted from 0), {path} ({describe(leaf)}) is not finite in {where.sum()} of "
+                f"{where.size} entries. {kept}"
+            )
+    if found := first_nonfinite(jax.device_get(problem.validation), "validation"):
+        path, leaf, where = found
+        return (
+            f"not finite: the validation data of window {window} (counted from 0): {path} "
+            f"({describe(leaf)}) in {where.sum()} of {where.size} entries. {kept}"
+        )
+    everywhere = jax.tree.map(jnp.ones_like, hparams)
+    origin = origin_of(problem, hparams, everywhere, otherwise=GROWN)
+    return f"not finite: window {window} (counted from 0). {origin} {kept}"
 
 
 def _first(train: PyTree, hparams: PyTree, name: str) -> str | None:

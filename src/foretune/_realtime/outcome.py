@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from .._constraints.base import check_constraints
 from .._engines.nonfinite import is_finite
 from .._engines.products import error_gradients, inner_products, stack_columns
-from .._outer.run import Outer
+from .._outer.update import Outer
 from .._problem.problem import Problem
 from .._problem.system import System
 from .nonfinite import not_finite
@@ -202,9 +202,9 @@ def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
     Steps that would end below the smallest normal number, at 0 before long, are not taken.
     """
 
-    def update(direction, state, u, *, reach, **_):
-        scale = reach(u, jax.tree.map(jnp.zeros_like, u))
-        return jax.tree.map(lambda r, d: -BACK_OFF * r * jnp.sign(d), scale, direction), state
+    def update(direction, state, u, *, scale, **_):
+        scales = scale(u, jax.tree.map(jnp.zeros_like, u))
+        return jax.tree.map(lambda r, d: -BACK_OFF * r * jnp.sign(d), scales, direction), state
 
     retreat = optax.GradientTransformationExtraArgs(lambda _: (), update)  # pyright: ignore
     finite = jax.tree.map(lambda d: jnp.where(jnp.isfinite(d), d, 0), direction)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from .warn import Dropped, tell
+from .dropped import Dropped, tell
 
 NONE, WARN = -1, -2  # what a call has for the host instead of the number of a window
 RUNS = 8  # of one optimizer at the same time, whose calls are remembered

@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,33 +12,20 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._engines.nonfinite import NonFiniteError
+from .._files.digests import digest, on_host
 from .._outer.callbacks import Callback
-from .._outer.interrupt import Interrupt
-from .._outer.run import (
-    Best,
-    Result,
-    Run,
-    check_callbacks,
-    check_evaluate,
-    check_functions,
-    check_outside_programs,
-    digest_of,
-    metrics_of,
-    nowhere,
-    on_host,
-    plain,
-    started,
-)
+from .._outer.checks import check_callbacks, check_evaluate, check_functions
+from .._outer.drive import Evaluation, Metrics, Score, Stepper, drive
+from .._outer.run import Result, Run
 from .._problem.batches import Minibatches
-from .._problem.checks import check_count
-from .._problem.validation import noting
+from .._problem.checks import check_count, check_outside_programs
+from .dropped import warn_of_dropped
 from .stream import END, check_stream, following, repeated, windows
-from .warn import warn_of_dropped, warn_of_vanished
+from .vanished import warn_of_vanished
 from .window import RealTimeState, TunerSettings
 
 IN_A_ROW = 10  # windows that are rolled back, after which a run warns
-_NOTED = ("loss", "hparams", "z_norm", "rolled_back", "skipped", "dropped")  # of a window's log
-_RECORD = {"step", "value", "gradient_norm", *_NOTED}
+NOTED = ("loss", "hparams", "z_norm", "rolled_back", "skipped", "dropped")  # of a window's log
 
 
 @runtime_checkable
@@ -62,18 +49,6 @@ class Tuner(Protocol):
         ...
 
 
-class RealTimeCarry(NamedTuple):
-    """All that decides how a real-time run continues: what a checkpoint saves."""
-
-    state: RealTimeState
-    best: Best
-
-    @property
-    def hparams(self) -> PyTree:
-        """The current hyperparameters."""
-        return self.state.hparams
-
-
 class RealTimeRun(Run):
     """A real-time run in progress: `step` counts finished windows.
 
@@ -84,18 +59,12 @@ class RealTimeRun(Run):
     tuner: Tuner
     window: PyTree = None
     validation: PyTree = None
-    log: dict[str, PyTree] | None = None
+    log: dict[str, PyTree]
 
     @property
     def hparams(self) -> PyTree:
         """The current hyperparameters."""
         return (self.state or self.carry).hparams
-
-    @property
-    def whole(self) -> bool:
-        """Whether the carry can be resumed from: not where a window has taken its memory."""
-        gone = (x.is_deleted() for x in jax.tree.leaves(self.carry) if isinstance(x, jax.Array))
-        return self.step > 0 and not any(gone)
 
 
 def run_stream(
@@ -109,8 +78,8 @@ def run_stream(
     window: int,
     callbacks: Sequence[Callback],
     stop: object,
-    evaluate: Callable[[PyTree, PyTree], dict[str, Array]] | None,
-    score: Callable[[dict[str, PyTree]], float] | None,
+    evaluate: Metrics | None,
+    score: Score | None,
 ) -> Result:
     """Do what `RealTime.run` documents."""
     if steps is not None:
@@ -123,8 +92,8 @@ def run_stream(
     pieces = windows(train_stream, window)
     state = tuner.init(params, hparams)
     if evaluate is not None:
-        with noting("evaluate(state, hparams)", state=state.train, hparams=state.hparams):
-            check_evaluate(evaluate, state.train, state.hparams, _RECORD)
+        names = {"step", "value", "gradient_norm", *NOTED}
+        check_evaluate(evaluate, state.train, state.hparams, names)
 
     def fingerprint():  # asked for before the first window, while `state` is the initial one
         static = [f.name for f in dataclasses.fields(tuner.settings) if f.metadata.get("static")]
@@ -132,72 +101,90 @@ def run_stream(
         return {name: str(getattr(tuner.settings, name)) for name in constants} | {
             "constraints": repr(tuner.settings.constraints),
             "window": str(window),
-            "initial hyperparameters": digest_of(state.hparams),
-            "initial parameters": digest_of(state.train),
+            "initial hyperparameters": digest(state.hparams),
+            "initial parameters": digest(state.train),
         }
 
-    run = RealTimeRun(steps, RealTimeCarry(state, nowhere(state.hparams)), fingerprint)
+    run = RealTimeRun(steps, state, state.hparams, fingerprint)
     run.tuner = tuner
-    with Interrupt() as interrupt, started(callbacks, run):
-        validations = itertools.islice(repeated(validation_stream), run.step, None)
-        pieces = itertools.islice(pieces, run.step, None)
-        upcoming, stopped, failure = following(pieces), None, None
-        if steps is not None and run.step >= steps:
-            stopped = f"{steps} steps done"
-        while stopped is None:
-            run.window, run.validation = upcoming, following(validations)
-            if run.window is END or run.validation is END:
-                which = "training" if run.window is END else "validation"
-                stopped = f"the {which} stream ended"
-                if run.step == 0:
-                    raise ValueError(f"the {which} stream is empty: it gave no batch.")
-                break
-            state, log, fault = tuner.dispatch(run.carry.state, run.window, run.validation)
-            run.state = state
-            # The next window is read and sent to the device while this one runs.
-            more = steps is None or run.step + 1 < steps
-            try:
-                upcoming = following(pieces) if more and not interrupt.asked else END
-            except BaseException as error:  # raised when this window has been noted
-                failure = error
-            if fault:
-                _fail(tuner, run, state)
-            record = _record(run, state, log, evaluate)
-            best = run.best if record["rolled_back"] else run.ranked(score, record, log["hparams"])
-            # The window is done: from here on the run stands after it, in every respect.
-            run.value, run.grad, run.log = log["value"], log["hypergradient"], log
-            run.note(record)
-            run.move(run.step + 1, RealTimeCarry(state, best))
-            _warn_where_all_is_rolled_back(run)
-            warn_of_dropped(state, log, stacklevel=3)
-            warn_of_vanished(
-                run.history[0]["hparams"], record["hparams"], state.hparams, stacklevel=3
-            )
-            for callback in callbacks:
-                callback.step(run)
-            if failure is not None:
-                raise failure
-            stopped = next(iter(run.reasons(rules, interrupt)), None)
-    if run.value is None and run.history:  # resumed at its end
-        run.value = jax.tree.map(lambda x: jnp.asarray(x, float), run.history[-1]["value"])
-    return Result(run.hparams, run.value, run.carry.state, run.history, run.best, stopped)
+    stepper = Windows(pieces, repeated(validation_stream))
+    return drive(run, stepper, callbacks=callbacks, rules=rules, evaluate=evaluate, score=score)
 
 
-def _record(
-    run: RealTimeRun,
-    state: RealTimeState,
-    log: dict[str, PyTree],
-    evaluate: Callable[[PyTree, PyTree], dict[str, Array]] | None,
-) -> dict[str, PyTree]:
-    """Return the record of the window that follows the run's step, which is waited for."""
+class Windows(Stepper):
+    """The steps of a real-time run, a window each."""
+
+    first = 1
+
+    def __init__(self, pieces: Iterator[PyTree], validations: Iterator[PyTree]):
+        self.pieces, self.validations = pieces, validations
+        self.upcoming: PyTree = END
+        self.failure: BaseException | None = None
+
+    def begin(self, run: RealTimeRun) -> None:
+        """Skip what was seen, and read the first window."""
+        self.validations = itertools.islice(self.validations, run.step, None)
+        self.pieces = itertools.islice(self.pieces, run.step, None)
+        self.upcoming = following(self.pieces)
+
+    def advance(self, run: RealTimeRun, step: int) -> Evaluation | str:
+        """Train over a window, and read the next one meanwhile."""
+        if self.failure is not None:
+            raise self.failure
+        run.window, run.validation = self.upcoming, following(self.validations)
+        if run.window is END or run.validation is END:
+            which = "training" if run.window is END else "validation"
+            if run.begins:
+                raise ValueError(f"the {which} stream is empty: it gave no batch.")
+            return f"the {which} stream ended"
+        state, log, fault = run.tuner.dispatch(run.carry, run.window, run.validation)
+        self._read(run, step)
+        if fault:
+            if not run.whole:  # the state before the window comes back without its Z
+                run.put_back(state)
+            raise run.tuner.fault(state, run.window, run.validation)
+        run.log = log
+        return Evaluation(
+            carry=state,
+            hparams=log["hparams"],
+            value=log["value"],
+            grad=log["hypergradient"],
+            state=state,
+            record=_record(log),
+            arguments=(state.train, state.hparams),
+            counts=~log["rolled_back"],
+        )
+
+    def _read(self, run: RealTimeRun, step: int) -> None:
+        """Read the next window and send it to the device, while the current one runs."""
+        more = run.steps is None or step < run.steps
+        try:
+            self.upcoming = following(self.pieces) if more and not run.interrupted else END
+        except BaseException as error:  # raised when the current window has been noted
+            self.failure = error
+
+    def noted(self, run: RealTimeRun) -> None:
+        """Warn of what has happened."""
+        _warn_where_all_is_rolled_back(run)
+        warn_of_dropped(run.carry, run.log, stacklevel=3)
+        first, ran = run.history[0]["hparams"], run.record["hparams"]
+        warn_of_vanished(first, ran, run.carry.hparams, stacklevel=3)
+
+    def result(self, run: RealTimeRun) -> tuple[PyTree, PyTree, PyTree]:
+        """Return the last hyperparameters, the last value and the tuner's state."""
+        value = run.value
+        if value is None and run.history:  # resumed at its end
+            value = jax.tree.map(lambda x: jnp.asarray(x, float), run.history[-1]["value"])
+        return run.carry.hparams, value, run.carry
+
+
+def _record(log: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Return the record of a window, which is waited for."""
     numbers = on_host(log)
     wide = jax.tree.map(lambda g: np.asarray(g, np.float64), numbers["hypergradient"])
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(wide)))
-    record = {"step": run.step + 1, "value": numbers["value"], "gradient_norm": norm}
-    record |= {name: numbers[name] for name in _NOTED}
-    if evaluate is not None:
-        record |= metrics_of(evaluate, state.train, state.hparams)
-    return plain(record)
+    record = {"value": numbers["value"], "gradient_norm": norm}
+    return record | {name: numbers[name] for name in NOTED}
 
 
 def _warn_where_all_is_rolled_back(run: RealTimeRun) -> None:
@@ -215,15 +202,3 @@ def _warn_where_all_is_rolled_back(run: RealTimeRun) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
-
-
-def _fail(tuner: Tuner, run: RealTimeRun, state: RealTimeState) -> NoReturn:
-    error = tuner.fault(state, run.window, run.validation)
-    if not run.whole:  # the state before the window comes back without its Z
-        run.move(run.step, run.carry._replace(state=state))
-    error.run = run
-    error.add_note(
-        "foretune: what there is until then (history, best, hparams) is in the attribute `run` of "
-        "this error."
-    )
-    raise error

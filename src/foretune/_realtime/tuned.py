@@ -21,6 +21,7 @@ from .._problem.problem import validated
 from .._problem.system import make_system
 from .._problem.training import Training, TrainState
 from .constants import check_loss_and_error, constraints_of, start_of
+from .dropped import Dropped, tell
 from .fitting import Shapes, check_not_donated, check_state
 from .frozen import Beside, Trainable, check_trainable, divide, parted, unite
 from .outcome import finish
@@ -28,7 +29,6 @@ from .padding import remember
 from .pending import NONE, WARN, Call, Pending
 from .stream import readable
 from .tuner import RealTime
-from .warn import Dropped, tell
 from .window import RealTimeState, Step, WindowState, begin
 
 

@@ -34,7 +34,9 @@ from .._constraints.base import check_constraints
 from .._engines.nonfinite import NonFiniteError
 from .._engines.products import pushforward
 from .._outer.callbacks import Callback
-from .._outer.run import Outer, Result, Run, check_optimizer, feasible
+from .._outer.checks import check_optimizer
+from .._outer.run import Result, Run
+from .._outer.update import Outer, feasible
 from .._problem.arguments import Compiled, Structure, copied, flatten, unflatten
 from .._problem.batches import FullBatch, Minibatches
 from .._problem.checks import (
@@ -48,16 +50,15 @@ from .._problem.checks import (
 )
 from .._problem.equality import reused
 from .._problem.problem import Problem, validated
-from .._problem.sharding import place_state
 from .._problem.system import make_system
 from .._problem.validation import noting
+from .dropped import warn_of_dropped
 from .fitting import Shapes, check_not_donated, check_state
 from .nonfinite import check_start, explain_fault
 from .outcome import finish
 from .padding import padded, remember
 from .relative_adam import relative_adam
 from .run import run_stream
-from .warn import warn_of_dropped
 from .window import (
     Objective,
     RealTimeState,
@@ -66,6 +67,7 @@ from .window import (
     begin,
     column_norms,
     directions_of,
+    place_state,
 )
 
 DEFAULT_OPTIMIZER = relative_adam()
@@ -179,7 +181,7 @@ class RealTime:
         constraints = check_constraints(settings.constraints, hparams)
         if not _is_traced(hparams):
             check_start((), hparams)
-            hparams = feasible(hparams, constraints)
+            hparams = feasible(constraints, hparams)
         problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
         with noting("init(params, hparams) of the dynamics", hparams=hparams):
             system = make_system(problem, hparams, whole=True)

@@ -18,13 +18,14 @@ import numpy as np
 import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._engines.nonfinite import is_finite
 from .._engines.products import Unstacked, pushforward, stack_columns, unstack
 from .._problem.dynamics import Continued, Dynamics
 from .._problem.problem import Problem
+from .._problem.sharding import TANGENTS
 from .._problem.system import System
 
 SPIKE = 1.25  # a loss this many times what it was has spiked
@@ -76,6 +77,28 @@ class TunerSettings(eqx.Module):
         """Return the training over a window as a problem of its own."""
         dynamics = Continued(self.dynamics, carried)
         return Problem(dynamics, self.objective, train, window, validation)
+
+
+def place_state(state: RealTimeState, mesh: Mesh) -> RealTimeState:
+    """Return the state on a mesh, with the columns of Z split over `tangents`, if it has that axis."""
+    m, size = sum(leaf.size for leaf in jax.tree.leaves(state.hparams)), mesh.shape.get(TANGENTS, 1)
+    if m % size:
+        raise ValueError(
+            f"RealTime(mesh=...): the {m} columns of Z, one for each hyperparameter, cannot be split "
+            f"evenly over the {size} devices of the mesh's axis 'tangents'. Give it a size that "
+            f"divides {m}."
+        )
+
+    def put(leaf):
+        placed = getattr(leaf, "sharding", None)
+        on_mesh = isinstance(placed, NamedSharding) and placed.mesh == mesh  # as its user placed it
+        if on_mesh or not eqx.is_array(leaf):
+            return leaf
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+
+    others = jax.tree.map(put, state._replace(Z=None))
+    columns = PartitionSpec(TANGENTS) if TANGENTS in mesh.shape else PartitionSpec()
+    return others._replace(Z=jax.device_put(state.Z, NamedSharding(mesh, columns)))
 
 
 class WindowState(NamedTuple):
@@ -168,7 +191,8 @@ class Step:
         """Return what follows from a loss that is suspect: it is the weights, or the minibatch."""
         hparams, loss = self.state.hparams, after.loss
         usual = loss_of(self.system.step(self.system.initial(hparams), hparams, x))
-        assert loss is not None and usual is not None
+        assert loss is not None
+        assert usual is not None
         usual = usual.astype(loss.dtype)
         # The first loss of all is the highest so far, unless the second minibatch says otherwise.
         alone = self._is_second(window) & (window.highest > _raised(usual, OUTLIER))

@@ -1,4 +1,4 @@
-"""What real-time tuning warns of: derivatives that are not finite, regularisers that go to 0."""
+"""The warning of a derivative that is not finite, and was dropped."""
 
 import functools
 import warnings
@@ -6,16 +6,12 @@ from typing import NamedTuple
 
 import equinox as eqx
 import jax
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, PyTree
 
 from .._problem.checks import named_leaves
-from .constants import REGULARISERS
 from .window import RealTimeState
-
-GONE = 1e-3  # a regulariser below this share of its start has gone
 
 
 class Dropped(NamedTuple):
@@ -67,27 +63,3 @@ def _warn(
         RuntimeWarning,
         stacklevel=stacklevel + 1,
     )
-
-
-def warn_of_vanished(first: PyTree, ran: PyTree, hparams: PyTree, *, stacklevel: int = 1) -> None:
-    """Warn where a regulariser has gone to 0 in a window.
-
-    Args:
-        first: the hyperparameters that the run began with, by name.
-        ran: those that the window ran with.
-        hparams: those after it.
-        stacklevel: of the warning.
-    """
-    if not all(isinstance(part, dict) for part in (first, ran, hparams)):
-        return
-    for name in REGULARISERS & set(hparams):
-        began, was, now = (float(np.max(np.abs(part[name]))) for part in (first, ran, hparams))
-        if now < GONE * began <= was:
-            warnings.warn(
-                f"hparams[{name!r}] has gone from {began:.3g} to {now:.3g}. Real-time tuning sees the "
-                "validation error of the next few windows, in which a regulariser costs and does not "
-                "pay yet: leave it at a sensible value, outside of the hyperparameters, or tune it "
-                "over whole trainings, with `minimize`.",
-                RuntimeWarning,
-                stacklevel=stacklevel + 1,
-            )
