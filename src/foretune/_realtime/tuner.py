@@ -30,13 +30,13 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, PyTree
 
-from .._constraints.base import check_constraints
+from .._constraints.base import check_constraints, feasible
 from .._engines.nonfinite import NonFiniteError
 from .._engines.products import pushforward
 from .._outer.callbacks import Callback
 from .._outer.checks import check_optimizer
 from .._outer.run import Result, Run
-from .._outer.update import Outer, feasible
+from .._outer.update import Outer
 from .._problem.arguments import Compiled, Structure, copied, flatten, unflatten
 from .._problem.batches import FullBatch, Minibatches
 from .._problem.checks import (
