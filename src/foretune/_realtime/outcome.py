@@ -21,19 +21,8 @@ from .._constraints.base import check_constraints
 from .._engines.nonfinite import is_finite
 from .._engines.products import error_gradients, inner_products, stack_columns
 from .._outer.update import Outer
-from .._problem.problem import Problem
-from .._problem.system import System
-from .nonfinite import not_finite
-from .window import (
-    RealTimeState,
-    TunerSettings,
-    WindowState,
-    column_norms,
-    directions_of,
-    entry,
-    select,
-    without_loss,
-)
+from .nonfinite import start_of
+from .window import RealTimeState, Window, WindowState, column_norms, directions_of, select
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that is rolled back
 FEW = 0.1  # where the error depends on less than this share of the weights that it did, they have died
@@ -58,10 +47,6 @@ class Outcome(enum.IntEnum):
     """Something is not finite that no hyperparameter is to blame for, the data say: an error."""
 
 
-def _rolled_back(outcome: Int[Array, ""]) -> Bool[Array, ""]:
-    return (outcome >= Outcome.WORSE) & (outcome <= Outcome.DEAD)
-
-
 class Evidence(NamedTuple):
     """What a window is judged by."""
 
@@ -71,33 +56,28 @@ class Evidence(NamedTuple):
     alive: Int[Array, ""]  # how many numbers of the state the error depends on at its end
     sound: Bool[Array, ""]  # whether data and start are finite: else they are at fault
     before: Float[Array, ""]  # the sum of the errors before it, where windows are rolled back
-    first: Float[Array, ""]  # the error before the first window
+    first: Float[Array, ""]  # that before the first window
     first_alive: Int[Array, ""]  # `alive` before the first window
 
 
 def finish(
-    tuner: TunerSettings,
-    state: RealTimeState,
-    problem: Problem,
-    system: System,
-    end: WindowState,
-    last: int | Int[Array, ""],
+    window: Window, end: WindowState, last: int | Int[Array, ""]
 ) -> tuple[RealTimeState, dict[str, PyTree], Bool[Array, ""]]:
-    """Return the state after a window that began at `state`, the log, and whether it is at fault.
+    """Return the state after a window, its log, and whether it ended in a fault.
 
     `last` is the place of its last minibatch in the problem.
     """
+    state, system = window.state, window.system
     end = end._replace(Z=stack_columns(end.Z))
-    seen = gather(tuner, state, problem, system, end, last)
-    outcome = judge(tuner, end, seen)
+    seen = gather(window, end, last)
+    outcome = judge(window.tuner.rollback, end, seen)
     stepped, fault = outcome == Outcome.STEPPED, outcome == Outcome.FAULT
+    rolled_back = (outcome >= Outcome.WORSE) & (outcome <= Outcome.DEAD)
+    dropped = (outcome == Outcome.DROPPED) | (stepped & jnp.any(end.nonfinite >= 0))
     value, direction = system.value(seen.errors), _direction(outcome, state.hparams, end, seen)
-    hparams, opt_state = _moved(tuner, state, outcome, value, direction)
-    incomplete = jnp.any(end.nonfinite >= 0)  # of Z, what is not finite counts as 0
-    dropped = (outcome == Outcome.DROPPED) | (stepped & incomplete)
-    lost = _rolled_back(outcome) | fault
+    hparams, opt_state = _moved(window, stepped, rolled_back, value, direction)
     new = RealTimeState(
-        train=system.restore(select(lost, system.initial(state.hparams), end.s)),
+        train=system.restore(select(rolled_back | fault, system.initial(state.hparams), end.s)),
         hparams=hparams,
         Z=select(stepped, end.Z, jax.tree.map(jnp.zeros_like, end.Z)),
         opt_state=opt_state,
@@ -108,57 +88,55 @@ def finish(
         dropped=state.dropped + dropped.astype(jnp.int32),
         alive=seen.first_alive,
     )
-    return new, _log(state.hparams, end, seen, outcome, value, direction, dropped), fault
+    flat, unravel = ravel_pytree(state.hparams)
+    counted = (end.steps - end.skipped).astype(end.highest.dtype)
+    log = {
+        "value": value,
+        "hypergradient": direction,
+        "hparams": state.hparams,
+        "z_norm": jax.tree.map(optax.tree.norm, unravel(seen.norms.astype(flat.dtype))),
+        "loss": None if end.total is None else end.total / counted,
+        "rolled_back": rolled_back,
+        "skipped": end.skipped,
+        "nonfinite": jnp.where(dropped, end.nonfinite, -1),
+        "dropped": dropped,
+    }
+    return new, log, fault
 
 
-def gather(
-    tuner: TunerSettings,
-    state: RealTimeState,
-    problem: Problem,
-    system: System,
-    end: WindowState,
-    last: int | Int[Array, ""],
-) -> Evidence:
-    """Return what there is to judge the window by: grad f = grad E(s) Z + dE/dlambda above all."""
+def gather(window: Window, end: WindowState, last: int | Int[Array, ""]) -> Evidence:
+    """Return what there is to judge a window by: grad f = grad E(s) Z + dE/dlambda above all."""
+    system, state = window.system, window.state
     hparams, before = state.hparams, system.initial(state.hparams)
     directions, unravel = directions_of(hparams)
     errors, alpha, explicit = error_gradients(system, end.s, hparams)
     rows = inner_products((alpha, explicit), (end.Z, directions))
     rows = rows.astype(ravel_pytree(hparams)[0].dtype)
-    holes = not_finite(state.train, hparams).values()
-    sound = is_finite(problem.batches.batch(entry(system, last)))
-    sound &= ~jnp.any(jnp.array([jnp.any(mask) for mask in holes]))
+    batch = window.problem.batches.batch(window.entry(last))
+    sound = is_finite((batch, start_of(state.train, hparams)))
     if end.loss is not None:  # where no loss has ever been finite, it is not the hyperparameters
         sound &= jnp.isfinite(end.highest)
     was, first, first_alive = state.first, state.first, state.alive
-    if tuner.rollback is not None:
+    if window.tuner.rollback is not None:
         was = _total(system.errors(before, hparams))
         first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
         start = lambda: _count_alive(error_gradients(system, before, hparams)[1])  # noqa: E731
         first_alive = lax.cond(state.window == 0, start, lambda: state.alive)
-    return Evidence(
-        errors=errors,
-        grad=system.gradient(jax.vmap(unravel)(rows)),
-        norms=column_norms(without_loss(end.Z)),
-        alive=_count_alive(alpha),
-        sound=sound,
-        before=was,
-        first=first,
-        first_alive=first_alive,
-    )
+    grad, norms = system.gradient(jax.vmap(unravel)(rows)), column_norms(end.Z)
+    return Evidence(errors, grad, norms, _count_alive(alpha), sound, was, first, first_alive)
 
 
-def judge(tuner: TunerSettings, end: WindowState, seen: Evidence) -> Int[Array, ""]:
+def judge(rollback: float | None, end: WindowState, seen: Evidence) -> Int[Array, ""]:
     """Return the window's `Outcome`."""
     trained = is_finite((seen.errors, end.s, end.total)) & ~end.spiked
     derived = is_finite((seen.grad, seen.norms))
     well = jnp.where(derived, Outcome.STEPPED, Outcome.DROPPED)
     otherwise = jnp.where(trained, well, Outcome.FAULT)
-    if tuner.rollback is None:
+    if rollback is None:
         return otherwise
     now = _total(seen.errors)
     first = seen.first.astype(now.dtype)
-    rise = (tuner.rollback - 1) * jnp.maximum(jnp.abs(seen.before), SMALL * first)
+    rise = (rollback - 1) * jnp.maximum(jnp.abs(seen.before), SMALL * first)
     worse = trained & (now > seen.before + rise)
     broken = jnp.isfinite(seen.before) & ~is_finite((seen.errors, end.s))
     diverged = ((broken | end.spiked) & seen.sound) | (worse & ~derived)
@@ -180,20 +158,17 @@ def _direction(
 
 
 def _moved(
-    tuner: TunerSettings,
-    state: RealTimeState,
-    outcome: Int[Array, ""],
+    window: Window,
+    stepped: Bool[Array, ""],
+    rolled_back: Bool[Array, ""],
     value: PyTree,
     direction: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """Return the hyperparameters and the outer optimizer's state after the window."""
-    outer = Outer(tuner.optimizer, check_constraints(tuner.constraints, state.hparams))
-    stepped = outer.update(state.hparams, state.opt_state, value, direction)
-    hparams, opt_state = select(
-        outcome == Outcome.STEPPED, stepped, (state.hparams, state.opt_state)
-    )
-    retreat = _back_off(outer, state.hparams, direction)
-    return select(_rolled_back(outcome), retreat, hparams), opt_state
+    tuner, before = window.tuner, (window.state.hparams, window.state.opt_state)
+    outer = Outer(tuner.optimizer, check_constraints(tuner.constraints, window.state.hparams))
+    hparams, opt_state = select(stepped, outer.update(*before, value, direction), before)
+    return select(rolled_back, _back_off(outer, before[0], direction), hparams), opt_state
 
 
 def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
@@ -211,32 +186,6 @@ def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
     moved = Outer(retreat, outer.constraints).update(hparams, (), 0.0, finite)[0]
     lost = lambda new, old: (jnp.abs(new) < jnp.finfo(new.dtype).tiny) & (old != 0)  # noqa: E731
     return jax.tree.map(lambda new, old: jnp.where(lost(new, old), old, new), moved, hparams)
-
-
-def _log(
-    hparams: PyTree,
-    end: WindowState,
-    seen: Evidence,
-    outcome: Int[Array, ""],
-    value: PyTree,
-    direction: PyTree,
-    dropped: Bool[Array, ""],
-) -> dict[str, PyTree]:
-    flat, unravel = ravel_pytree(hparams)
-    loss = end.total  # the mean of the steps that count
-    if loss is not None:
-        loss = loss / (end.steps - end.skipped).astype(loss.dtype)
-    return {
-        "value": value,
-        "hypergradient": direction,
-        "hparams": hparams,
-        "z_norm": jax.tree.map(optax.tree.norm, unravel(seen.norms.astype(flat.dtype))),
-        "loss": loss,
-        "rolled_back": _rolled_back(outcome),
-        "skipped": end.skipped,
-        "nonfinite": jnp.where(dropped, end.nonfinite, -1),
-        "dropped": dropped,
-    }
 
 
 def _total(errors: tuple[Float[Array, ""], ...]) -> Float[Array, ""]:

@@ -3,50 +3,25 @@
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
-from .._engines.nonfinite import NonFiniteError
 from .._files.digests import digest, on_host
-from .._outer.callbacks import Callback
-from .._outer.checks import check_callbacks, check_evaluate, check_functions
-from .._outer.drive import Evaluation, Metrics, Score, Stepper, drive
-from .._outer.run import Result, Run
-from .._problem.batches import Minibatches
-from .._problem.checks import check_count, check_outside_programs
+from .._outer.drive import Evaluation, Stepper
+from .._outer.run import Run
 from .dropped import warn_of_dropped
-from .stream import END, check_stream, following, repeated, windows
+from .stream import END, following
+from .updates import Updates
 from .vanished import warn_of_vanished
-from .window import RealTimeState, TunerSettings
+from .window import RealTimeState
 
 IN_A_ROW = 10  # windows that are rolled back, after which a run warns
 NOTED = ("loss", "hparams", "z_norm", "rolled_back", "skipped", "dropped")  # of a window's log
-
-
-@runtime_checkable
-class Tuner(Protocol):
-    """What a run needs of a `RealTime`."""
-
-    settings: TunerSettings
-
-    def init(self, params: PyTree, hparams: PyTree) -> RealTimeState:
-        """Return the state before the first window."""
-        ...
-
-    def dispatch(
-        self, state: RealTimeState, window: PyTree, validation: PyTree
-    ) -> tuple[RealTimeState, dict[str, PyTree], Array]:
-        """Begin an update without waiting for it."""
-        ...
-
-    def fault(self, state: RealTimeState, window: PyTree, validation: PyTree) -> NonFiniteError:
-        """Return the error for a window that failed."""
-        ...
+RECORD = {"step", "value", "gradient_norm", *NOTED}
 
 
 class RealTimeRun(Run):
@@ -56,59 +31,29 @@ class RealTimeRun(Run):
     `validation` are its data, `log` is what `update` returned, `tuner` the `RealTime`.
     """
 
-    tuner: Tuner
     window: PyTree = None
     validation: PyTree = None
     log: dict[str, PyTree]
+
+    def __init__(self, tuner: Updates, steps: int | None, state: RealTimeState, window: int):
+        def fingerprint():  # asked for before the first window, while `state` is whole
+            settings = tuner.settings
+            static = [f.name for f in dataclasses.fields(settings) if f.metadata.get("static")]
+            constants = [name for name in static if name not in ("chunk", "mesh")]
+            return {name: str(getattr(settings, name)) for name in constants} | {
+                "constraints": repr(settings.constraints),
+                "window": str(window),
+                "initial hyperparameters": digest(state.hparams),
+                "initial parameters": digest(state.train),
+            }
+
+        super().__init__(steps, state, state.hparams, fingerprint)
+        self.tuner = tuner
 
     @property
     def hparams(self) -> PyTree:
         """The current hyperparameters."""
         return (self.state or self.carry).hparams
-
-
-def run_stream(
-    tuner: Tuner,
-    train_stream: Iterable[PyTree] | Minibatches,
-    validation_stream: Iterable[PyTree],
-    *,
-    params: PyTree,
-    hparams: PyTree,
-    steps: int | None,
-    window: int,
-    callbacks: Sequence[Callback],
-    stop: object,
-    evaluate: Metrics | None,
-    score: Score | None,
-) -> Result:
-    """Do what `RealTime.run` documents."""
-    if steps is not None:
-        check_count(steps, f"run(steps={steps!r})")
-    check_count(window, f"run(window={window!r})")
-    check_callbacks(callbacks)
-    rules = check_functions(stop, evaluate, score)
-    check_outside_programs("RealTime.run", params, hparams)
-    check_stream(validation_stream, "the validation stream")
-    pieces = windows(train_stream, window)
-    state = tuner.init(params, hparams)
-    if evaluate is not None:
-        names = {"step", "value", "gradient_norm", *NOTED}
-        check_evaluate(evaluate, state.train, state.hparams, names)
-
-    def fingerprint():  # asked for before the first window, while `state` is the initial one
-        static = [f.name for f in dataclasses.fields(tuner.settings) if f.metadata.get("static")]
-        constants = [name for name in static if name not in ("chunk", "mesh")]
-        return {name: str(getattr(tuner.settings, name)) for name in constants} | {
-            "constraints": repr(tuner.settings.constraints),
-            "window": str(window),
-            "initial hyperparameters": digest(state.hparams),
-            "initial parameters": digest(state.train),
-        }
-
-    run = RealTimeRun(steps, state, state.hparams, fingerprint)
-    run.tuner = tuner
-    stepper = Windows(pieces, repeated(validation_stream))
-    return drive(run, stepper, callbacks=callbacks, rules=rules, evaluate=evaluate, score=score)
 
 
 class Windows(Stepper):
@@ -138,7 +83,11 @@ class Windows(Stepper):
                 raise ValueError(f"the {which} stream is empty: it gave no batch.")
             return f"the {which} stream ended"
         state, log, fault = run.tuner.dispatch(run.carry, run.window, run.validation)
-        self._read(run, step)
+        more = run.steps is None or step < run.steps
+        try:  # the next window is read and sent to the device while this one runs
+            self.upcoming = following(self.pieces) if more and not run.interrupted else END
+        except BaseException as error:  # raised when this window has been noted
+            self.failure = error
         if fault:
             if not run.whole:  # the state before the window comes back without its Z
                 run.put_back(state)
@@ -154,14 +103,6 @@ class Windows(Stepper):
             arguments=(state.train, state.hparams),
             counts=~log["rolled_back"],
         )
-
-    def _read(self, run: RealTimeRun, step: int) -> None:
-        """Read the next window and send it to the device, while the current one runs."""
-        more = run.steps is None or step < run.steps
-        try:
-            self.upcoming = following(self.pieces) if more and not run.interrupted else END
-        except BaseException as error:  # raised when the current window has been noted
-            self.failure = error
 
     def noted(self, run: RealTimeRun) -> None:
         """Warn of what has happened."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 
 from .._problem.batches import Minibatches
 from .._problem.checks import check_count, check_data, check_numbers, describe
-from .fitting import shapes_of
+from .updates import shapes_of
 
 END = object()  # of a stream
 
@@ -56,11 +56,6 @@ def _windows(stream: Iterable[PyTree] | Minibatches, n: int) -> Iterator[PyTree]
             batches = []
     if batches:
         yield jax.tree.map(_stack, *batches)
-
-
-def readable(leaf: object) -> Array | np.ndarray:
-    """Return an array of what NumPy can read."""
-    return leaf if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)
 
 
 def _copied(leaf: object) -> Array | np.ndarray:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
@@ -22,14 +23,12 @@ from .._problem.system import make_system
 from .._problem.training import Training, TrainState
 from .constants import check_loss_and_error, constraints_of, start_of
 from .dropped import Dropped, tell
-from .fitting import Shapes, check_not_donated, check_state
 from .frozen import Beside, Trainable, check_trainable, divide, parted, unite
 from .outcome import finish
-from .padding import remember
 from .pending import NONE, WARN, Call, Pending
-from .stream import readable
 from .tuner import RealTime
-from .window import RealTimeState, Step, WindowState, begin
+from .updates import check_not_donated, check_state
+from .window import RealTimeState, Window, WindowState, begin
 
 
 class TunedState(NamedTuple):
@@ -192,7 +191,8 @@ class Tuned:
     ):
         self._tuner, self._start, self._every = tuner, start, every
         self._has_state, self._trainable, self._donate = has_state, trainable, donate
-        self._shapes, self._checked, self._pending = Shapes(), {}, Pending(every)
+        self._pending = Pending(every)
+        self._checked: set[tuple] = set()  # the structures and shapes that have passed the checks
         # Not the window: its old arrays are needed until a minibatch has proved no outlier, so that to
         # write over them takes longer than to write beside them.
         self._program = jax.jit(self._step, donate_argnums=(0,) if donate else ())
@@ -210,7 +210,6 @@ class Tuned:
         weights, frozen = divide(params, self._trainable)
         begun = (weights, model_state) if self._has_state else weights
         state = self._tuner.init(begun, self._start)
-        self._shapes.note(state=state._replace(Z=None))
         nan = jnp.full((), jnp.nan, jnp.result_type(float))
         log = {
             "value": nan,
@@ -257,27 +256,27 @@ class Tuned:
     ) -> tuple[PyTree, PyTree]:
         """Return the data as arrays, after the checks that new shapes need."""
         data = {"batch": batch, "validation": validation}
-        batch, validation = jax.tree.map(readable, (batch, validation))
-        arrays, structure = flatten((batch, validation))
-        shape = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in arrays)
-        if shape not in self._checked:
+        arrays = {name: jax.tree.map(_readable, tree) for name, tree in data.items()}
+        leaves, structure = flatten(arrays)
+        key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in leaves)
+        if key not in self._checked:
             for name, tree in data.items():
                 check_data(tree, name)
-                check_numbers(jax.tree.map(readable, tree), name)
-            self._check(state, batch, validation)
-            remember(self._checked, shape, None)
-        return batch, validation
+                check_numbers(arrays[name], name)
+            self._check(state, **arrays)
+            self._checked.add(key)
+        return arrays["batch"], arrays["validation"]
 
     def _check(self, state: TunedState, batch: PyTree, validation: PyTree) -> None:
-        if set(state.hparams) != set(self._start):
-            raise ValueError(
-                f"this state is of another optimizer: it has the constants {sorted(state.hparams)}, "
-                f"this one tunes {sorted(self._start)}. Begin with `init` of this one."
+        names, frozen = sorted(state.hparams), state.frozen is not None
+        ours = sorted(self._start), self._trainable is not None
+        if (names, frozen) != ours:
+            given, mine = (
+                f"{n} with{'' if t else 'out'} `trainable`" for n, t in ((names, frozen), ours)
             )
-        if (state.frozen is None) != (self._trainable is None):
             raise ValueError(
-                "this state is of another optimizer: one of the two has `trainable`, the other has "
-                "not. Begin with `init` of this one."
+                f"this state is of another optimizer, which tunes {given}; this one tunes {mine}. Begin "
+                "with `init` of this one."
             )
         anchor, settings = state.begun(), self._tuner.settings
 
@@ -285,9 +284,8 @@ class Tuned:
             problem = settings.problem(anchor.train, *self._given(batch, validation, frozen))
             validated(problem, state.hparams)
 
-        with self._shapes.explaining(state=anchor, batch=batch, validation=validation):
-            check_state(settings, anchor)
-            jax.eval_shape(fit, state.frozen)  # which would be copied else
+        check_state(settings, anchor)
+        jax.eval_shape(fit, state.frozen)  # which would be copied else
 
     def _given(self, batch: PyTree, validation: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
         """Return the window of one minibatch, and the validation data, with what is not trained."""
@@ -308,10 +306,11 @@ class Tuned:
         anchor = state.begun()
         problem = settings.problem(anchor.train, *self._given(batch, validation, state.frozen))
         system = make_system(problem, anchor.hparams, whole=True)
-        window = Step(settings, problem, system, anchor)(state.window, 0)
+        window = Window(settings, problem, system, anchor)
+        now = window.step(state.window, 0)
 
         def tune():
-            new, log, fault = finish(settings, anchor, problem, system, window, 0)
+            new, log, fault = finish(window, now, 0)
             dropped = Dropped.of(new, log)
             log = log | {"dropped": fault | log["dropped"]}
             log = {
@@ -321,10 +320,15 @@ class Tuned:
             return log, *self._begun(new), fault, dropped
 
         def wait():
-            dropped = Dropped(jnp.array(False), anchor.window, window.nonfinite)
-            return state.log, state.anchor, window, jnp.array(False), dropped
+            dropped = Dropped(jnp.array(False), anchor.window, now.nonfinite)
+            return state.log, state.anchor, now, jnp.array(False), dropped
 
-        over = (window.steps == self._every) | window.spiked
+        over = (now.steps == self._every) | now.spiked
         log, new, following, fault, dropped = lax.cond(over, tune, wait)
         news = jnp.where(fault, anchor.window, jnp.where(dropped.first, WARN, NONE))
-        return TunedState(log, new, following, None, state.rest), window.loss, news, dropped
+        return TunedState(log, new, following, None, state.rest), now.loss, news, dropped
+
+
+def _readable(leaf: object) -> Array | np.ndarray:
+    """Return an array of what NumPy can read."""
+    return leaf if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)

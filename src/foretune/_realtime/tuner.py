@@ -20,60 +20,32 @@ Reference: Franceschi et al., ICML 2017, Section 3.3 and Algorithm 2.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import PyTree
 
-from .._constraints.base import check_constraints, feasible
-from .._engines.nonfinite import NonFiniteError
-from .._engines.products import pushforward
 from .._outer.callbacks import Callback
-from .._outer.checks import check_optimizer
+from .._outer.checks import check_callbacks, check_evaluate, check_functions, check_optimizer
+from .._outer.drive import Metrics, Score, drive
 from .._outer.run import Result, Run
-from .._outer.update import Outer
-from .._problem.arguments import Compiled, Structure, copied, flatten, unflatten
 from .._problem.batches import FullBatch, Minibatches
-from .._problem.checks import (
-    as_arrays,
-    check_count,
-    check_data,
-    check_hparams,
-    check_mesh,
-    describe,
-    named_leaves,
-)
+from .._problem.checks import check_count, check_mesh, check_outside_programs
 from .._problem.equality import reused
-from .._problem.problem import Problem, validated
-from .._problem.system import make_system
-from .._problem.validation import noting
+from .._problem.problem import Problem
 from .dropped import warn_of_dropped
-from .fitting import Shapes, check_not_donated, check_state
-from .nonfinite import check_start, explain_fault
-from .outcome import finish
-from .padding import padded, remember
 from .relative_adam import relative_adam
-from .run import run_stream
-from .window import (
-    Objective,
-    RealTimeState,
-    Step,
-    TunerSettings,
-    begin,
-    column_norms,
-    directions_of,
-    place_state,
-)
+from .run import RECORD, RealTimeRun, Windows
+from .stream import check_stream, repeated, windows
+from .updates import Updates
+from .window import Objective, RealTimeState, TunerSettings
 
 DEFAULT_OPTIMIZER = relative_adam()
+Rule = Callable[[Run], str | None]
 
 
-class RealTime:
+class RealTime(Updates):
     """Tunes hyperparameters while the model trains, one update per window of minibatches.
 
     Args:
@@ -137,7 +109,7 @@ class RealTime:
             check_count(chunk, f"RealTime(chunk={chunk!r})")
         if mesh is not None:
             check_mesh(mesh, "RealTime(mesh=...)")
-        self.settings = TunerSettings(
+        settings = TunerSettings(
             problem.dynamics,
             problem.objective,
             reused(DEFAULT_OPTIMIZER if optimizer is None else optimizer),
@@ -147,10 +119,7 @@ class RealTime:
             chunk,
             mesh,
         )
-        self._arrays, self._structure = flatten(self.settings)
-        self.donate = donate
-        self._checked: dict[tuple, None] = {}  # the structures and shapes that passed the checks
-        self._shapes = Shapes()
+        super().__init__(settings, donate)
 
     @classmethod
     def paper(
@@ -167,43 +136,6 @@ class RealTime:
         """
         adam = optax.adam(0.005)
         return cls(dynamics, objective, adam, constraints=constraints, discount=1.0, rollback=None)
-
-    def init(self, params: PyTree, hparams: PyTree) -> RealTimeState:
-        """Return the state before the first window.
-
-        `params` are the initial parameters, or a function of the hyperparameters that returns them.
-        They are copied: `update` does not touch yours.
-
-        Raises:
-            NonFiniteError: where a hyperparameter or a parameter is NaN or infinite.
-        """
-        settings, hparams = self.settings, check_hparams(hparams)
-        constraints = check_constraints(settings.constraints, hparams)
-        if not _is_traced(hparams):
-            check_start((), hparams)
-            hparams = feasible(constraints, hparams)
-        problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
-        with noting("init(params, hparams) of the dynamics", hparams=hparams):
-            system = make_system(problem, hparams, whole=True)
-            s_0, Z = pushforward(system.initial, (hparams,), (directions_of(hparams)[0],))
-        train, none, nothing = system.restore(s_0), jnp.zeros((), jnp.int32), jnp.full((), -jnp.inf)
-        if not _is_traced((train, hparams)):
-            check_start(train, hparams)
-        state = RealTimeState(
-            train=train,
-            hparams=hparams,
-            Z=Z,
-            opt_state=Outer(settings.optimizer, constraints).init(hparams),
-            window=none,
-            first=nothing,
-            highest=nothing,
-            skipped_last=jnp.array(False),
-            dropped=none,
-            alive=none,
-        )
-        state = copied(as_arrays(state))  # a weak type would compile a second time
-        self._shapes.note(state=state)
-        return state if settings.mesh is None else place_state(state, settings.mesh)
 
     def update(
         self, state: RealTimeState, window: PyTree, validation: PyTree
@@ -228,11 +160,11 @@ class RealTime:
             NonFiniteError: where something is not finite, with the window and the leaf. The state
                 before the window is its attribute `state`, to continue from (its Z begins at 0 again).
         """
-        dispatched = self.dispatch(state, window, validation, donate=self.donate)
-        if not isinstance(dispatched.fault, Tracer) and dispatched.fault:
-            raise self.fault(dispatched.state, window, validation)
-        warn_of_dropped(dispatched.state, dispatched.log, stacklevel=2)
-        return dispatched.state, dispatched.log
+        new, log, fault = self.dispatch(state, window, validation, donate=self.donate)
+        if not isinstance(fault, Tracer) and fault:
+            raise self.fault(new, window, validation)
+        warn_of_dropped(new, log, stacklevel=2)
+        return new, log
 
     def run(
         self,
@@ -244,9 +176,9 @@ class RealTime:
         steps: int | None = None,
         window: int = 10,
         callbacks: Sequence[Callback] = (),
-        stop: Callable[[Run], str | None] | Iterable[Callable[[Run], str | None]] | None = None,
-        evaluate: Callable[[PyTree, PyTree], dict[str, Array]] | None = None,
-        score: Callable[[dict[str, PyTree]], float] | None = None,
+        stop: Rule | Iterable[Rule] | None = None,
+        evaluate: Metrics | None = None,
+        score: Score | None = None,
     ) -> Result:
         """Tune over a stream of minibatches, until it ends.
 
@@ -287,120 +219,16 @@ class RealTime:
         >>> len(result.history), result.stopped
         (21, 'the training stream ended')
         """
-        return run_stream(
-            self,
-            train_stream,
-            validation_stream,
-            params=params,
-            hparams=hparams,
-            steps=steps,
-            window=window,
-            callbacks=callbacks,
-            stop=stop,
-            evaluate=evaluate,
-            score=score,
-        )
-
-    def dispatch(
-        self, state: RealTimeState, window: PyTree, validation: PyTree, *, donate: bool = True
-    ) -> "Dispatched":
-        """Begin an update without waiting for it; the state's memory is reused, with `donate`."""
-        if not isinstance(state, RealTimeState):
-            raise TypeError(
-                "`update` takes the state that `init` or the last `update` returned, got "
-                f"{describe(state)}."
-            )
-        window, validation = as_arrays(window, "window"), as_arrays(validation, "validation")
-        if _is_traced((state, window, validation)):
-            everything = tuple(named_leaves(state.hparams, "hparams"))
-            with self._shapes.explaining(state=state, window=window, validation=validation):
-                check_state(self.settings, state)
-                problem = self.settings.problem(state.train, window, validation, everything)
-                validated(problem, state.hparams)
-            return run_window(self.settings, state, problem, jnp.array(problem.steps))
-        arguments = self._flat(state, window, validation)
-        new, log, fault = (_donating if donate else _keeping)(*arguments)
-        return Dispatched(unflatten(arguments[2], new), log, fault)
-
-    def lower(self, state: RealTimeState, window: PyTree, validation: PyTree) -> jax.stages.Lowered:
-        """Return the program of an update, for its memory and cost analysis."""
-        return (_donating if self.donate else _keeping).lower(
-            *self._flat(state, *as_arrays((window, validation)))
-        )
-
-    def problem(self, state: RealTimeState, window: PyTree, validation: PyTree) -> Problem:
-        """Return the training over a window as a problem of its own, from this state on."""
-        names = list(named_leaves(state.hparams, "hparams"))
-        if state.window == 0:  # then Z says what the initial state depends on
-            flat, unravel = ravel_pytree(state.hparams)
-            norms = jax.tree.leaves(unravel(column_norms(state.Z).astype(flat.dtype)))
-            names = [name for name, norm in zip(names, norms, strict=True) if jnp.any(norm != 0)]
-        return self.settings.problem(state.train, window, validation, tuple(names))
-
-    def fault(self, state: RealTimeState, window: PyTree, validation: PyTree) -> NonFiniteError:
-        """Return the error for a window that failed, from the state before it."""
-        problem = self.settings.problem(state.train, window, validation)
-        error = NonFiniteError(
-            explain_fault(problem, state.train, state.hparams, int(state.window))
-        )
-        error.state = state
-        return error
-
-    def _flat(self, state: RealTimeState, window: PyTree, validation: PyTree) -> tuple:
-        """Return the arguments of the program, after the checks that new shapes need."""
-        check_not_donated(state)
-        donated, state_structure = flatten(state)
-        check_data(window, "window")
-        longer, steps = padded(self._structure, window)
-        others, structure = flatten((longer, validation))
-        shapes = tuple((array.shape, array.dtype) for array in (*donated, *others))
-        key = state_structure, structure, shapes
-        if key not in self._checked:
-            check_data(validation, "validation")
-            with self._shapes.explaining(state=state, window=window, validation=validation):
-                check_state(self.settings, state)
-                validated(self.problem(state, window, validation), state.hparams)
-            remember(self._checked, key, None)
-        return self._structure, structure, state_structure, donated, self._arrays, others, steps
-
-
-class Dispatched(NamedTuple):
-    """An update that may still run: the state after it, its log, and whether it failed."""
-
-    state: RealTimeState
-    log: dict[str, PyTree]
-    fault: Bool[Array, ""]
-
-
-def run_window(
-    tuner: TunerSettings, state: RealTimeState, problem: Problem, count: Int[Array, ""]
-) -> Dispatched:
-    """One window, then one step of the hyperparameters: a pure function, to be traced."""
-    system = make_system(problem, state.hparams, whole=True)
-    end = Step(tuner, problem, system, state).over(begin(tuner, state), count)
-    return Dispatched(*finish(tuner, state, problem, system, end, end.steps - 1))
-
-
-def _program(
-    settings_structure: Structure,
-    structure: Structure,
-    state_structure: Structure,
-    donated: list[Array],
-    settings_arrays: list[Array],
-    others: list[Array],
-    count: Int[Array, ""],
-) -> tuple[list[Array], dict[str, PyTree], Bool[Array, ""]]:
-    tuner = unflatten(settings_structure, settings_arrays)
-    state = unflatten(state_structure, donated)
-    window, validation = unflatten(structure, others)
-    problem = tuner.problem(state.train, window, validation)
-    new, log, fault = run_window(tuner, state, problem, count)
-    return flatten(new)[0], log, fault
-
-
-_donating = Compiled(_program, 3, donate_argnums=0)
-_keeping = Compiled(_program, 3)
-
-
-def _is_traced(tree: PyTree) -> bool:
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+        if steps is not None:
+            check_count(steps, f"run(steps={steps!r})")
+        check_count(window, f"run(window={window!r})")
+        check_callbacks(callbacks)
+        rules = check_functions(stop, evaluate, score)
+        check_outside_programs("RealTime.run", params, hparams)
+        check_stream(validation_stream, "the validation stream")
+        stepper = Windows(windows(train_stream, window), repeated(validation_stream))
+        state = self.init(params, hparams)
+        if evaluate is not None:
+            check_evaluate(evaluate, state.train, state.hparams, RECORD)
+        run = RealTimeRun(self, steps, state, window)
+        return drive(run, stepper, callbacks=callbacks, rules=rules, evaluate=evaluate, score=score)

@@ -2,9 +2,8 @@
 
     for each minibatch:  s <- Phi(s, lambda),  Z <- A Z + B
 
-All here are pure functions, to be traced; `RealTime` runs them over a window in one program, `tuned`
-spreads them over calls. `outcome.py` has what follows at the end of a window, `tuner.py` what they
-compute and why.
+Pure functions, to be traced: `RealTime` runs them over a window in one program, `tuned` spreads them
+over calls. `outcome.py` has what follows at the end of a window.
 """
 
 import dataclasses
@@ -18,14 +17,13 @@ import numpy as np
 import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._engines.nonfinite import is_finite
 from .._engines.products import Unstacked, pushforward, stack_columns, unstack
 from .._problem.dynamics import Continued, Dynamics
 from .._problem.problem import Problem
-from .._problem.sharding import TANGENTS
 from .._problem.system import System
 
 SPIKE = 1.25  # a loss this many times what it was has spiked
@@ -35,28 +33,31 @@ Objective = Callable[..., Array] | dict[str, Callable[..., Array]]
 
 
 class RealTimeState(NamedTuple):
-    """Where a real-time run is: all that decides how it continues."""
+    """Where a real-time run is: all that decides how it continues.
+
+    Attributes:
+        train: the state of the dynamics, a `TrainState` for `Training`.
+        hparams: the current hyperparameters.
+        Z: the derivative of the training state, its floating-point leaves with a leading axis of m.
+        opt_state: the outer optimizer's state.
+        window: the number of windows done, those that were rolled back included.
+        first: the error before the first window.
+        highest: the highest loss at the beginning of a window so far.
+        skipped_last: whether the last minibatch was skipped.
+        dropped: the number of windows in which a derivative was not finite, and was dropped.
+        alive: how many numbers of the training state the error depended on before the first window.
+    """
 
     train: PyTree
-    """The state of the dynamics, a `TrainState` for `Training`."""
     hparams: PyTree[Float[Array, "..."]]
-    """The current hyperparameters."""
     Z: PyTree
-    """The derivative of the training state, its floating-point leaves with a leading axis of m."""
     opt_state: PyTree
-    """The outer optimizer's state."""
     window: Int[Array, ""]
-    """The number of windows done, those that were rolled back included."""
     first: Float[Array, ""]
-    """The error before the first window."""
     highest: Float[Array, ""]
-    """The highest loss at the beginning of a window so far."""
     skipped_last: Bool[Array, ""]
-    """Whether the last minibatch was skipped."""
     dropped: Int[Array, ""]
-    """The number of windows in which a derivative was not finite, and was dropped."""
     alive: Int[Array, ""]
-    """How many numbers of the training state the error depended on before the first window."""
 
 
 class TunerSettings(eqx.Module):
@@ -79,42 +80,19 @@ class TunerSettings(eqx.Module):
         return Problem(dynamics, self.objective, train, window, validation)
 
 
-def place_state(state: RealTimeState, mesh: Mesh) -> RealTimeState:
-    """Return the state on a mesh, with the columns of Z split over `tangents`, if it has that axis."""
-    m, size = sum(leaf.size for leaf in jax.tree.leaves(state.hparams)), mesh.shape.get(TANGENTS, 1)
-    if m % size:
-        raise ValueError(
-            f"RealTime(mesh=...): the {m} columns of Z, one for each hyperparameter, cannot be split "
-            f"evenly over the {size} devices of the mesh's axis 'tangents'. Give it a size that "
-            f"divides {m}."
-        )
-
-    def put(leaf):
-        placed = getattr(leaf, "sharding", None)
-        on_mesh = isinstance(placed, NamedSharding) and placed.mesh == mesh  # as its user placed it
-        if on_mesh or not eqx.is_array(leaf):
-            return leaf
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
-
-    others = jax.tree.map(put, state._replace(Z=None))
-    columns = PartitionSpec(TANGENTS) if TANGENTS in mesh.shape else PartitionSpec()
-    return others._replace(Z=jax.device_put(state.Z, NamedSharding(mesh, columns)))
-
-
 class WindowState(NamedTuple):
     """A window under way."""
 
     steps: Int[Array, ""]
     s: PyTree  # the training state, arrays only
     Z: PyTree  # its columns stacked, or `Unstacked`
-    loss: Float[Array, ""] | None  # of the last step; None where the dynamics reports none
+    loss: Float[Array, ""] | None  # of the last step; None where the dynamics has none
     slope: PyTree  # its derivative in lambda, the last that is finite
     total: Float[Array, ""] | None  # the sum of the losses, without those of skipped minibatches
     highest: Float[Array, ""]
     spiked: Bool[Array, ""]  # whether the loss is not finite, or has spiked
     skipped_last: Bool[Array, ""]
-    # For each leaf of Z the first minibatch after which it was not finite, or -1.
-    nonfinite: Int[Array, " leaves"]
+    nonfinite: Int[Array, " leaves"]  # of Z: the first minibatch after which each was not, or -1
     skipped: Int[Array, ""]  # how many minibatches have been
 
 
@@ -122,7 +100,7 @@ def begin(tuner: TunerSettings, state: RealTimeState) -> WindowState:
     """Return the window before its first minibatch."""
     # What earlier windows did counts for less: they ran with other hyperparameters.
     Z = jax.tree.map(lambda z: tuner.discount * z, state.Z) if tuner.discount < 1 else state.Z
-    zero = jnp.zeros((), state.highest.dtype) if loss_of(state.train) is not None else None
+    zero = None if loss_of(state.train) is None else jnp.zeros((), state.highest.dtype)
     return WindowState(
         steps=jnp.zeros((), jnp.int32),
         s=eqx.filter(state.train, eqx.is_array),
@@ -139,25 +117,25 @@ def begin(tuner: TunerSettings, state: RealTimeState) -> WindowState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """Takes a window that began at `state` over one of its minibatches."""
+class Window:
+    """The steps of a window that began at `state`; the system is the problem's, with all arrays."""
 
     tuner: TunerSettings
     problem: Problem
     system: System
     state: RealTimeState
 
-    def over(self, window: WindowState, count: Int[Array, ""]) -> WindowState:
+    def run(self, window: WindowState, count: Int[Array, ""]) -> WindowState:
         """Return the window after `count` minibatches, or after that at which its loss spiked."""
         return lax.while_loop(
             lambda window: (window.steps < count) & ~window.spiked,
-            lambda window: self(window, window.steps),
+            lambda window: self.step(window, window.steps),
             window,
         )
 
-    def __call__(self, window: WindowState, i: int | Int[Array, ""]) -> WindowState:
+    def step(self, window: WindowState, i: int | Int[Array, ""]) -> WindowState:
         """Return the window after minibatch i of the problem."""
-        hparams, x = self.state.hparams, entry(self.system, i)
+        hparams, x = self.state.hparams, self.entry(i)
         directions, unravel = directions_of(hparams)
         if isinstance(window.Z, Unstacked):
             directions = unstack(directions)
@@ -171,9 +149,9 @@ class Step:
         if loss is None or d_loss is None or window.total is None:
             return after
         loss = loss.astype(window.highest.dtype)
+        d_loss = d_loss.astype(ravel_pytree(hparams)[0].dtype)
         finite = jnp.isfinite(loss)
         higher = (window.steps == 0) & (loss > window.highest) & finite
-        d_loss = d_loss.astype(ravel_pytree(hparams)[0].dtype)
         after = after._replace(
             loss=loss,
             slope=select(is_finite(d_loss), unravel(d_loss), window.slope),
@@ -185,13 +163,14 @@ class Step:
         if self.tuner.rollback is None:
             return after
         suspect = ~(loss <= _raised(window.highest)) | self._is_second(window)
-        return lax.cond(suspect, lambda: self._examined(window, after, x), lambda: after)
+        return lax.cond(suspect, lambda: self._examined(window, after, loss, x), lambda: after)
 
-    def _examined(self, window: WindowState, after: WindowState, x: PyTree) -> WindowState:
+    def _examined(
+        self, window: WindowState, after: WindowState, loss: Float[Array, ""], x: PyTree
+    ) -> WindowState:
         """Return what follows from a loss that is suspect: it is the weights, or the minibatch."""
-        hparams, loss = self.state.hparams, after.loss
+        hparams = self.state.hparams
         usual = loss_of(self.system.step(self.system.initial(hparams), hparams, x))
-        assert loss is not None
         assert usual is not None
         usual = usual.astype(loss.dtype)
         # The first loss of all is the highest so far, unless the second minibatch says otherwise.
@@ -215,16 +194,15 @@ class Step:
         """Return whether the next minibatch is the second of all."""
         return (self.state.window == 0) & (window.steps == 1) & jnp.isfinite(window.highest)
 
+    def entry(self, i: int | Int[Array, ""]) -> PyTree:
+        """Return entry i of what the system goes over."""
+        return jax.tree.map(lambda leaf: leaf[i], self.system.xs)
+
 
 def loss_of(state: PyTree) -> Float[Array, "..."] | None:
     """Return the field `loss` of a training state, or of the columns of Z; None where it has none."""
     loss = getattr(state, "loss", None)
     return loss if eqx.is_inexact_array(loss) else None
-
-
-def without_loss(state: PyTree) -> PyTree:
-    """Return the state without that field."""
-    return state if loss_of(state) is None else eqx.tree_at(lambda s: s.loss, state, None)
 
 
 def _raised(loss: Array, times: float = SPIKE) -> Array:
@@ -244,11 +222,6 @@ def _mended(Z: PyTree) -> tuple[PyTree, Bool[Array, " leaves"]]:
     return Z, jnp.any(jnp.array(wrong, bool), 0)
 
 
-def entry(system: System, i: int | Int[Array, ""]) -> PyTree:
-    """Return entry i of what the system goes over."""
-    return jax.tree.map(lambda leaf: leaf[i], system.xs)
-
-
 def directions_of(hparams: PyTree) -> tuple[PyTree, Callable[[Array], PyTree]]:
     """Return the unit directions in lambda, and the function from a vector to hyperparameters."""
     flat, unravel = ravel_pytree(hparams)
@@ -256,7 +229,9 @@ def directions_of(hparams: PyTree) -> tuple[PyTree, Callable[[Array], PyTree]]:
 
 
 def column_norms(Z: PyTree) -> Float[Array, " m"]:
-    """Return the norms of the columns of Z, in single precision at least."""
+    """Return the norms of the columns of Z without the loss, in single precision at least."""
+    if loss_of(Z) is not None:
+        Z = eqx.tree_at(lambda columns: columns.loss, Z, None)
 
     def norm(column):
         wide = jax.tree.map(lambda z: z.astype(np.promote_types(z.dtype, np.float32)), column)
