@@ -51,6 +51,7 @@ class Bias(Callback):
 
     def step(self, run: Run) -> None:
         """Keep the window; measure when it is time."""
+        assert isinstance(run, RealTimeRun)
         record = run.record
         if record["rolled_back"] or record["skipped"]:
             self._before = None  # what is compared would not be the training that counts

@@ -3,7 +3,6 @@
 from collections import deque
 from typing import NamedTuple
 
-import jax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from .dropped import Dropped, tell
@@ -19,6 +18,11 @@ class Call(NamedTuple):
     dropped: Dropped  # what is said where a derivative was
     batch: PyTree
     validation: PyTree
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has, so that to look at it is not to wait."""
+        return self.news.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Pending:
@@ -38,7 +42,7 @@ class Pending:
         _, calls = self.runs.pop(id(before), (None, deque()))
         calls.append(call)
         failed = None
-        while failed is None and calls and (len(calls) > self.most or _is_ready(calls[0])):
+        while failed is None and calls and (len(calls) > self.most or calls[0].ended):
             first = calls.popleft()
             failed = first if (news := int(first.news)) >= 0 else None
             if news == WARN:
@@ -47,7 +51,3 @@ class Pending:
             del self.runs[next(iter(self.runs))]
         self.runs[id(after)] = after, calls  # kept, so that no other array gets its id
         return failed
-
-
-def _is_ready(call: Call) -> bool:
-    return isinstance(call.news, jax.Array) and call.news.is_ready()

@@ -56,7 +56,7 @@ class RealTimeRun(Run):
         return (self.state or self.carry).hparams
 
 
-class Windows(Stepper):
+class Windows(Stepper[RealTimeRun]):
     """The steps of a real-time run, a window each."""
 
     first = 1

@@ -268,15 +268,15 @@ class Tuned:
         return arrays["batch"], arrays["validation"]
 
     def _check(self, state: TunedState, batch: PyTree, validation: PyTree) -> None:
-        names, frozen = sorted(state.hparams), state.frozen is not None
-        ours = sorted(self._start), self._trainable is not None
-        if (names, frozen) != ours:
-            given, mine = (
-                f"{n} with{'' if t else 'out'} `trainable`" for n, t in ((names, frozen), ours)
-            )
+        if set(state.hparams) != set(self._start):
             raise ValueError(
-                f"this state is of another optimizer, which tunes {given}; this one tunes {mine}. Begin "
-                "with `init` of this one."
+                f"this state is of another optimizer: it has the constants {sorted(state.hparams)}, "
+                f"this one tunes {sorted(self._start)}. Begin with `init` of this one."
+            )
+        if (state.frozen is None) != (self._trainable is None):
+            raise ValueError(
+                "this state is of another optimizer: one of the two has `trainable`, the other has "
+                "not. Begin with `init` of this one."
             )
         anchor, settings = state.begun(), self._tuner.settings
 
@@ -308,6 +308,7 @@ class Tuned:
         system = make_system(problem, anchor.hparams, whole=True)
         window = Window(settings, problem, system, anchor)
         now = window.step(state.window, 0)
+        assert now.loss is not None  # a training has one
 
         def tune():
             new, log, fault = finish(window, now, 0)
