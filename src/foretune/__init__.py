@@ -29,11 +29,11 @@ from ._engines.robust import RobustMean as RobustMean
 from ._engines.smoothing import Evolution as Evolution
 from ._engines.smoothing import Smoothed as Smoothed
 from ._engines.truncated import Truncated as Truncated
-from ._files.checkpoint import Checkpoint as Checkpoint
 from ._outer.callbacks import Callback as Callback
 from ._outer.callbacks import History as History
 from ._outer.callbacks import Progress as Progress
 from ._outer.callbacks import TensorBoard as TensorBoard
+from ._outer.checkpoint import Checkpoint as Checkpoint
 from ._outer.minimize import minimize as minimize
 from ._outer.run import Result as Result
 from ._outer.run import Run as Run

@@ -35,8 +35,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from .._constraints.base import check_constraints, moved
 from .._problem.arguments import flatten, unflatten
 from .._problem.checks import check_count, check_key, describe
-from .._problem.draws import Draw
-from .._problem.problem import Problem
+from .._problem.problem import Problem, ProblemLike
 from .._problem.system import System
 from .base import Hypergradient, Solution, TracedEngine
 from .nonfinite import NonFiniteError
@@ -114,7 +113,7 @@ class Neighbourhood(TracedEngine):
         return eqx.tree_at(lambda engine: engine.space, self, Space(constraints))
 
     def estimate(
-        self, problem: Problem | Draw, hparams: PyTree, *, key: Array | None = None
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> tuple[Hypergradient, PyTree[Float[Array, "..."]]]:
         """Return the hypergradient, and the standard error of each of its entries.
 
@@ -406,8 +405,8 @@ def _checked(
             f"{name}(radius={radius!r:.60}): give a positive number, 0.1 for a tenth of each "
             "hyperparameter."
         )
-    check_count(samples, f"{name}(samples={samples!r:.60})")
-    return float(radius), int(samples), seed_of(key, f"{name}(key=...)")
+    count = check_count(samples, f"{name}(samples={samples!r:.60})")
+    return float(radius), count, seed_of(key, f"{name}(key=...)")
 
 
 def seed_of(key: object, name: str) -> tuple[int, ...]:

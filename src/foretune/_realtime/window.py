@@ -31,7 +31,7 @@ from .._engines.products import (
     stack_columns,
     unstack,
 )
-from .._outer.run import Outer
+from .._outer.update import Outer
 from .._problem.checks import describe, named_leaves
 from .._problem.dynamics import Continued
 from .._problem.problem import Problem
