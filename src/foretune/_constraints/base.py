@@ -181,10 +181,10 @@ def moved(constraints: PyTree, hparams: PyTree, change: PyTree) -> PyTree:
     return project(constraints, from_unconstrained(constraints, there))
 
 
-def feasible(constraints: PyTree, hparams: PyTree, batched: bool = False) -> PyTree:
+def feasible(constraints: PyTree, hparams: PyTree) -> PyTree:
     """Return the projection of a start onto its constraints, with a warning where it moves."""
     check_starts(constraints, hparams)
-    inside = _project_start(constraints, hparams, batched)
+    inside = _project(constraints, hparams)
     for (path, given), after in zip(
         named_leaves(hparams, "hparams").items(), jax.tree.leaves(inside), strict=True
     ):
@@ -198,10 +198,7 @@ def feasible(constraints: PyTree, hparams: PyTree, batched: bool = False) -> PyT
     return inside
 
 
-@filtered
-def _project_start(constraints: PyTree, hparams: PyTree, batched: bool) -> PyTree:
-    onto = functools.partial(project, constraints)
-    return (jax.vmap(onto) if batched else onto)(hparams)
+_project = filtered(project)
 
 
 def check_starts(constraints: PyTree, x: PyTree) -> None:

@@ -76,15 +76,6 @@ def named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
     return {name + jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def shown(hparams: PyTree, most: int = 6) -> str:
-    """Return the hyperparameters' values, or their range, the first few of them."""
-    parts = []
-    for path, leaf in named_leaves(jax.device_get(hparams), "hparams").items():
-        low, high = float(np.min(leaf)), float(np.max(leaf))
-        parts.append(f"{path} = {low:.4g}" + ("" if leaf.size == 1 else f" to {high:.4g}"))
-    return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
-
-
 def check_signature(
     function: Callable[..., object], form: str, keywords: tuple[str, ...] = ()
 ) -> None:
