@@ -1,6 +1,7 @@
 """Exact data attribution: how each training example moved each error, through the whole training."""
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from .._engines.auto import parse_bytes
-from .._engines.base import Hypergradient
+from .._engines.base import AbstractEngine, Hypergradient
 from .._engines.nonfinite import NonFiniteError, explain, when_checked
 from .._engines.reverse import Reverse
 from .._files.digests import digest
@@ -18,9 +19,9 @@ from .._outer.checks import check_callbacks
 from .._outer.drive import started
 from .._outer.run import Run
 from .._problem.checks import check_count, check_mesh, check_outside_programs, describe
-from .._problem.draws import Draw, Drawn, as_problem
+from .._problem.draws import Drawn, as_problem
 from .._problem.mean import Mean
-from .._problem.problem import Problem, validated
+from .._problem.problem import Problem, ProblemLike, validated
 from .attribution import Attribution
 from .chunks import chunks_in
 from .doubts import warn_first, warn_of_size
@@ -30,7 +31,7 @@ from .weighted import weighted_problem
 
 
 def attribute(
-    problem: Problem | Draw,
+    problem: ProblemLike,
     hparams: PyTree,
     queries: PyTree,
     *,
@@ -40,7 +41,7 @@ def attribute(
     groups: object = None,
     share: float = 1.0,
     trust: bool = False,
-    engine: Reverse | None = None,
+    engine: AbstractEngine | None = None,
     chunk: int | None = None,
     memory: int | str | None = None,
     mesh: Mesh | None = None,
@@ -99,8 +100,7 @@ def attribute(
     >>> found.bottom(1)  # the most harmful
     array([[2]])
     """
-    engine = Reverse() if engine is None else engine
-    _check_options(engine, chunk, share, mesh, callbacks)
+    reverse = _checked_options(engine, chunk, share, mesh, callbacks)
     memory = None if memory is None else parse_bytes(memory, "attribute")
     one = one_training(problem, key, hparams)
     asked = as_queries(one, queries)
@@ -114,8 +114,8 @@ def attribute(
         run.begin_at(K - len(missing))
         with started(callbacks, run):
             if trust and len(missing):
-                warn_first(wanted, point, asked, engine)
-            swept = sweep(engine, program, asked, missing, chunk, memory, Spread(mesh))
+                warn_first(wanted, point, asked, reverse)
+            swept = sweep(reverse, program, asked, missing, chunk, memory, Spread(mesh))
             for rows, errors, scores in swept:
                 found.errors[rows], found.scores[rows] = errors, scores
                 if when_checked() is not False:
@@ -130,11 +130,11 @@ def attribute(
     return found
 
 
-def one_training(problem: Problem | Draw, key: Array | None, hparams: PyTree) -> Problem:
+def one_training(problem: ProblemLike, key: Array | None, hparams: PyTree) -> Problem:
     """Return the problem, or raise unless it is one training with an error at its end."""
     check_outside_programs("attribute", problem if isinstance(problem, Problem) else None, hparams)
     given = as_problem(problem, key)
-    one = given.problem() if isinstance(given, Drawn) else given
+    one = cast(Problem, given.problem() if isinstance(given, Drawn) else given)
     if isinstance(one, Mean):
         raise TypeError(
             "attribute explains one training; the problem is a `Mean`, of several. Give one of them."
@@ -147,13 +147,15 @@ def one_training(problem: Problem | Draw, key: Array | None, hparams: PyTree) ->
     return one
 
 
-def _check_options(
-    engine: Reverse,
+def _checked_options(
+    engine: AbstractEngine | None,
     chunk: int | None,
     share: float,
     mesh: Mesh | None,
     callbacks: Sequence[Callback],
-) -> None:
+) -> Reverse:
+    """Return the engine, or raise where an option is not as it should be."""
+    engine = Reverse() if engine is None else engine
     if not isinstance(engine, Reverse) or engine.store in ("everything", "gradients"):
         raise ValueError(
             f"attribute(engine={engine!r:.60}): the adjoints of many errors go back through one "
@@ -172,6 +174,7 @@ def _check_options(
             raise TypeError(
                 f"attribute saves its own chunks: give `folder=` instead of {describe(callback)}."
             )
+    return engine
 
 
 def _fingerprint(problem: Problem, weights: PyTree, queries: Queries) -> dict[str, object]:

@@ -95,7 +95,7 @@ def check_losses(problem: Problem, weighted: "Weighted", hparams: PyTree) -> tup
 
     `weighted` is the training on the mean of the losses alone.
     """
-    training, losses = weighted.dynamics, weighted.losses
+    training, losses = weighted.training, weighted.losses
     if losses is not None:
         form = "losses(params, hparams, batch{}{})".format(
             ", model_state" if training.has_state else "",
@@ -145,7 +145,7 @@ def _at(
         return value, gradient
 
     ones = jnp.ones(len(jax.tree.leaves(batch)[0]))
-    return at(weighted.dynamics), at(weighted.with_weights(ones))
+    return at(weighted.training), at(weighted.with_weights(ones))
 
 
 @filtered

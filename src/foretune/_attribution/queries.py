@@ -1,7 +1,7 @@
 """Queries: the errors that are attributed, validation examples or objectives."""
 
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -16,9 +16,9 @@ from .._problem.checks import (
     check_objective,
     describe_tree,
 )
+from .._problem.definition import Objective
 from .._problem.problem import Problem
 
-Objective: TypeAlias = Callable[[PyTree, PyTree, PyTree], Array]
 T = TypeVar("T")
 
 

@@ -32,7 +32,7 @@ from .._problem.arguments import Compiled, Structure, filtered
 from .._problem.problem import Problem, opened
 from .._problem.system import System, make_system
 from .queries import Queries
-from .weighted import Seen, Weighted
+from .weighted import Numbered, Seen, Weighted
 
 MOST = 64  # errors in work together, where memory allows
 TOO_LITTLE = (
@@ -45,9 +45,10 @@ TOO_LITTLE = (
 def weighted_system(problem: Problem, weights: dict[str, Array]) -> System:
     """Return the system, whose steps see the weights of their own examples alone."""
     system = make_system(problem, weights)
-    if not isinstance(problem.dynamics, Weighted):
+    dynamics, batches = problem.dynamics, problem.batches
+    if not isinstance(dynamics, Weighted) or not isinstance(batches, Numbered):
         return system
-    batches, name = problem.batches, problem.dynamics.name
+    name = dynamics.name
 
     def seen(weights, x):
         return {name: Seen(weights[name][batches.numbers(x)])}

@@ -29,11 +29,12 @@ from .._problem.checks import (
     describe_tree,
     named_leaves,
 )
+from .._problem.definition import Objective
 from .._problem.dynamics import Wrapper
 from .._problem.problem import Problem
 from .._problem.training import Training
 from .losses import WeightedLoss, check_losses
-from .queries import Objective, Queries
+from .queries import Queries
 
 
 class Seen(NamedTuple):
@@ -58,13 +59,13 @@ class Numbered(Batches):
         """T, the number of steps."""
         return self.batches.steps
 
-    def numbers(self, x: Array | None) -> Int[Array, " b"]:
+    def numbers(self, x: PyTree) -> Int[Array, " b"]:
         """Return the numbers of a minibatch's examples."""
         if x is None:  # the full batch
             x = jnp.arange(jax.tree.leaves(self.batches.data)[0].shape[0])
         return x if self.groups is None else self.groups[x]
 
-    def batch(self, x: Array | None) -> tuple[PyTree, Int[Array, " b"]]:
+    def batch(self, x: PyTree) -> tuple[PyTree, Int[Array, " b"]]:
         """Return the minibatch of one entry of `xs`, and its numbers."""
         return self.batches.batch(x), self.numbers(x)
 
@@ -76,7 +77,7 @@ class FixedHparams(eqx.Module):
     own: str | None = eqx.field(static=True)
     """The name of the weights among them; None where they are not."""
 
-    def __call__(self, weights: dict[str, Array]) -> PyTree:
+    def __call__(self, weights: PyTree) -> PyTree:
         return self.hparams if self.own is None else {**self.hparams, self.own: weights[self.own]}
 
 
@@ -110,11 +111,16 @@ class FixedDynamics(Wrapper):
 class Weighted(FixedDynamics):
     """Training with weights that are added to its loss."""
 
-    dynamics: Training
     losses: Callable[..., PyTree] | None  # None: the loss of batches of one
     more: bool = eqx.field(static=True)
     """Whether the loss is more than the mean of the losses."""
     name: str = eqx.field(static=True)
+
+    @property
+    def training(self) -> Training:
+        """The training without weights."""
+        assert isinstance(self.dynamics, Training)
+        return self.dynamics
 
     def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return s_t."""
@@ -125,7 +131,7 @@ class Weighted(FixedDynamics):
 
     def with_weights(self, weights: Float[Array, " b"]) -> Training:
         """Return the training on a minibatch with these weights."""
-        training = self.dynamics
+        training = self.training
         loss = WeightedLoss(training.loss, self.losses, training.has_state, self.more, weights)
         return eqx.tree_at(lambda training: training.loss, training, loss)
 
@@ -145,7 +151,7 @@ def weighted_problem(
     """
     own = isinstance(hparams, dict) and name in hparams
     hparams = check_hparams(hparams) if jax.tree.leaves(hparams) else hparams
-    begin = problem.init if problem._starts_from_function() else None
+    begin = problem.init if problem.starts_from_function else None
     batches = problem.batches
     if own:
         added = share != 1 or losses is not None or groups is not None
