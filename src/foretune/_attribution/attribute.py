@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from .._engines.auto import parse_bytes
 from .._engines.base import AbstractEngine, Hypergradient
+from .._engines.memory import parse_bytes
 from .._engines.nonfinite import NonFiniteError, explain, when_checked
 from .._engines.reverse import Reverse
 from .._files.digests import digest
