@@ -208,6 +208,10 @@ def _shortened(system: System, steps: int, K: int) -> System:
 def concrete(array: Any) -> Any:
     """Return the array, or one of its shape where it is being traced."""
     if isinstance(array, Tracer | jax.ShapeDtypeStruct):
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            data = jax.eval_shape(jax.random.key_data, array)
+            zeros = jnp.zeros(data.shape, data.dtype)
+            return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(array))
         return np.zeros(array.shape, array.dtype)
     return array
 

@@ -70,10 +70,11 @@ class Problem(eqx.Module):
     ):
         check_objective(objective)
         check_dynamics(dynamics)
-        self.dynamics = dynamics
+        self.dynamics = as_arrays(dynamics, "dynamics")
         if not isinstance(trajectory, bool):
             raise TypeError(f"Problem(trajectory={trajectory!r:.60}): give True or False.")
-        self.objective = dict(objective) if isinstance(objective, Mapping) else objective
+        objective = dict(objective) if isinstance(objective, Mapping) else objective
+        self.objective = as_arrays(objective, "objective")
         self.init = as_arrays(init, "init")
         if self._starts_from_function():
             check_signature(init, "init(hparams)")
