@@ -6,12 +6,8 @@ from ._attribution.validation import Validation as Validation
 from ._constraints.base import AbstractConstraint as AbstractConstraint
 from ._constraints.sets import Box as Box
 from ._constraints.sets import CappedSimplex as CappedSimplex
-from ._constraints.sets import Intersection as Intersection
-from ._constraints.sets import L1Ball as L1Ball
-from ._constraints.sets import L2Ball as L2Ball
 from ._constraints.sets import NonNegative as NonNegative
 from ._constraints.sets import Simplex as Simplex
-from ._constraints.sets import Symmetric as Symmetric
 from ._constraints.sets import SymmetricNonNegative as SymmetricNonNegative
 from ._constraints.variables import Log as Log
 from ._constraints.variables import Logit as Logit
@@ -33,11 +29,11 @@ from ._engines.robust import RobustMean as RobustMean
 from ._engines.smoothing import Evolution as Evolution
 from ._engines.smoothing import Smoothed as Smoothed
 from ._engines.truncated import Truncated as Truncated
-from ._files.checkpoint import Checkpoint as Checkpoint
 from ._outer.callbacks import Callback as Callback
 from ._outer.callbacks import History as History
 from ._outer.callbacks import Progress as Progress
 from ._outer.callbacks import TensorBoard as TensorBoard
+from ._outer.checkpoint import Checkpoint as Checkpoint
 from ._outer.minimize import minimize as minimize
 from ._outer.run import Result as Result
 from ._outer.run import Run as Run
