@@ -141,7 +141,7 @@ class Auto(AbstractEngine):
         self.memory = None if memory is None else parse_bytes(memory)
 
     def __call__(
-        self, problem: Problem | Draw, hparams: PyTree, *, key: Array | None = None
+        self, problem: Problem | Draw | Drawn, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
         problem = as_problem(problem, key)

@@ -51,7 +51,7 @@ class AbstractEngine(eqx.Module):
 
     @abc.abstractmethod
     def __call__(
-        self, problem: Problem | Draw, hparams: PyTree, *, key: Array | None = None
+        self, problem: Problem | Draw | Drawn, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state.
 
@@ -98,13 +98,13 @@ class TracedEngine(AbstractEngine):
         return grad
 
     def __call__(
-        self, problem: Problem | Draw, hparams: PyTree, *, key: Array | None = None
+        self, problem: Problem | Draw | Drawn, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
         return self.reported(problem, hparams, key)[0]
 
     def reported(
-        self, problem: Problem | Draw, hparams: PyTree, key: Array | None = None
+        self, problem: Problem | Draw | Drawn, hparams: PyTree, key: Array | None = None
     ) -> tuple[Hypergradient, Any]:
         """Return the same, and the engine's report."""
         arrays, structure = validated(as_problem(problem, key), hparams, smooth=self.differentiates)

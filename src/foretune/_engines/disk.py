@@ -121,7 +121,7 @@ class ReverseOnDisk(AbstractEngine):
         return _back.lower(self._within, structure, length, arrays, s, np.int32(0), end[1])
 
     def __call__(
-        self, problem: Problem | Draw, hparams: PyTree, *, key: Array | None = None
+        self, problem: Problem | Draw | Drawn, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
         arrays, structure = validated(as_problem(problem, key), hparams)

@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from .._constraints.base import apply_constraints, check_constraints, sizes
 from .._problem.arguments import flatten, unflatten
 from .._problem.checks import check_count, check_key, describe
-from .._problem.draws import Draw
+from .._problem.draws import Draw, Drawn
 from .._problem.problem import Problem
 from .._problem.system import System
 from .base import Hypergradient, Solution, TracedEngine
@@ -125,7 +125,7 @@ class Neighbourhood(TracedEngine):
         return eqx.tree_at(lambda engine: engine.space, self, Space(constraints))
 
     def estimate(
-        self, problem: Problem | Draw, hparams: PyTree, *, key: Array | None = None
+        self, problem: Problem | Draw | Drawn, hparams: PyTree, *, key: Array | None = None
     ) -> tuple[Hypergradient, PyTree[Float[Array, "..."]]]:
         """Return the hypergradient, and the standard error of each of its entries.
 
