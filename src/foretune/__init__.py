@@ -6,12 +6,8 @@ from ._attribution.validation import Validation as Validation
 from ._constraints.base import AbstractConstraint as AbstractConstraint
 from ._constraints.sets import Box as Box
 from ._constraints.sets import CappedSimplex as CappedSimplex
-from ._constraints.sets import Intersection as Intersection
-from ._constraints.sets import L1Ball as L1Ball
-from ._constraints.sets import L2Ball as L2Ball
 from ._constraints.sets import NonNegative as NonNegative
 from ._constraints.sets import Simplex as Simplex
-from ._constraints.sets import Symmetric as Symmetric
 from ._constraints.sets import SymmetricNonNegative as SymmetricNonNegative
 from ._constraints.variables import Log as Log
 from ._constraints.variables import Logit as Logit

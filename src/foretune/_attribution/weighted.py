@@ -124,7 +124,9 @@ class Weighted(Held):
 
     def with_weights(self, weights: Float[Array, " b"]) -> Training:
         """Return the training on a minibatch with these weights."""
-        loss = WeightedLoss(self.dynamics.loss, self.losses, self.dynamics.has_state, self.more, weights)
+        loss = WeightedLoss(
+            self.dynamics.loss, self.losses, self.dynamics.has_state, self.more, weights
+        )
         return eqx.tree_at(lambda training: training.loss, self.dynamics, loss)
 
 
@@ -137,7 +139,7 @@ def weighted_problem(
     """
     own = isinstance(hparams, dict) and name in hparams
     hparams = check_hparams(hparams) if jax.tree.leaves(hparams) else hparams
-    begin = problem.init if problem._starts_from_function() else None
+    begin = problem.init if problem.starts_from_function else None
     changes: dict[str, Any] = {"init": None if begin else problem.init}
     if own:
         weights = _own_weights(hparams, name, losses=losses, groups=groups, keep=keep)
@@ -155,9 +157,7 @@ def weighted_problem(
         weighted = Weighted(problem.dynamics, holding, begin, losses, False, name)
         more, dtype = check_losses(problem, weighted, hparams, losses)
         weights = jnp.full(count, keep, np.promote_types(dtype, np.float32))
-        changes["dynamics"] = Weighted(
-            problem.dynamics, holding, begin, losses, more, name
-        )
+        changes["dynamics"] = Weighted(problem.dynamics, holding, begin, losses, more, name)
         changes["batches"] = numbered
     if not isinstance(problem.objective, dict):
         changes["objective"] = HeldObjective(problem.objective, holding)

@@ -24,8 +24,8 @@ import jax
 from jaxtyping import Array, PyTree
 
 from .._problem.arguments import Structure
-from .._problem.draws import Draw, Drawn, as_problem
-from .._problem.problem import Problem, validated
+from .._problem.draws import Drawn, as_problem
+from .._problem.problem import Problem, ProblemLike, validated
 from .base import AbstractEngine, Hypergradient, TracedEngine, check_not_problem, compute
 from .costs import (
     Costs,
@@ -141,19 +141,17 @@ class Auto(AbstractEngine):
         self.memory = None if memory is None else parse_bytes(memory)
 
     def __call__(
-        self, problem: Problem | Draw | Drawn, hparams: PyTree, *, key: Array | None = None
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
-        problem = as_problem(problem, key)
-        return self.explain(problem, hparams).engine(problem, hparams)
+        given = as_problem(problem, key)
+        return self.explain(given, hparams).engine(given, hparams)
 
     def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         """Return the program that a call runs."""
         return self.explain(problem, hparams).engine.lower(problem, hparams)
 
-    def explain(
-        self, problem: Problem | Draw | Drawn, hparams: PyTree, *, key: Array | None = None
-    ) -> Choice:
+    def explain(self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None) -> Choice:
         """Return the choice, which prints as a table of the candidates."""
         arrays, structure = validated(as_problem(problem, key), hparams)
         shapes = tuple((a.shape, a.dtype, getattr(a, "weak_type", False)) for a in arrays)
@@ -247,7 +245,9 @@ def _halved(n: int) -> list[int]:
     return found
 
 
-def compiled(group: list[Candidate], structure: Structure, arrays: list[Any]) -> dict[str, Any]:
+def compiled(
+    group: list[Candidate], structure: Structure, arrays: list[Any]
+) -> dict[str, jax.stages.Compiled]:
     """Return the candidates' whole programs."""
     lowered = {c.name: compute.lower(c.engine, structure, True, arrays) for c in group}
     return {name: program.result() for name, program in compile_all(lowered).items()}

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .._problem.arguments import Compiled, Output, Structure
 from .._problem.checks import describe
-from .._problem.draws import Draw, Drawn, as_problem
-from .._problem.problem import Problem, opened, validated
+from .._problem.draws import Drawn, as_problem
+from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
 from .nonfinite import NonFiniteError, explain, guard_finite, is_finite, when_checked
 
@@ -51,7 +51,7 @@ class AbstractEngine(eqx.Module):
 
     @abc.abstractmethod
     def __call__(
-        self, problem: Problem | Draw | Drawn, hparams: PyTree, *, key: Array | None = None
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state.
 
@@ -98,13 +98,13 @@ class TracedEngine(AbstractEngine):
         return grad
 
     def __call__(
-        self, problem: Problem | Draw | Drawn, hparams: PyTree, *, key: Array | None = None
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
         return self.reported(problem, hparams, key)[0]
 
     def reported(
-        self, problem: Problem | Draw | Drawn, hparams: PyTree, key: Array | None = None
+        self, problem: ProblemLike, hparams: PyTree, key: Array | None = None
     ) -> tuple[Hypergradient, Any]:
         """Return the same, and the engine's report."""
         arrays, structure = validated(as_problem(problem, key), hparams, smooth=self.differentiates)

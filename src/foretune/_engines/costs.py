@@ -14,10 +14,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -26,16 +26,19 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .._problem.arguments import Structure
-from .._problem.problem import opened
+from .._problem.problem import Problem, opened
 from .._problem.system import System, make_system
 from .products import directional, has_no_mode, unstack
 from .reverse import Reverse
 from .schedules import binomial_steps
 from .segments import split_where_worth
 
+Name = str | int
+Key = TypeVar("Key")
+Solve = Callable[[Problem, System, PyTree], PyTree]
 _SHORT = 4
 _SECONDS = 0.02
 _CALLS = 100  # of a hypergradient, in which measuring costs must pay
@@ -84,7 +87,7 @@ class Costs(NamedTuple):
         return self.tangents[lower] + max(slope, 0.0) * (count - lower)
 
 
-def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -> Costs:
+def measure_costs(structure: Structure, arrays: list[Array], limit: float | int) -> Costs:
     """Return the costs, infinite where a mode cannot differentiate the step.
 
     Nothing is run that needs more than `limit` bytes.
@@ -104,7 +107,9 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
     state = sum(math.prod(a.shape) * a.dtype.itemsize for a in _leaves(count, arrays))
     T, m = sizes["T"], sizes["m"]
 
-    def timed(solves: dict[Any, Callable[..., Any]], steps: int) -> dict[Any, tuple[float, float]]:
+    def timed(
+        solves: Mapping[str, Solve] | Mapping[Name, Solve], steps: int
+    ) -> dict[Name, tuple[float, float]]:
         """Return seconds per step and bytes of each; all are compiled, then run in turn."""
 
         def program(solve, arrays):
@@ -205,18 +210,18 @@ def _shortened(system: System, steps: int, K: int) -> System:
     return system._replace(xs=xs, steps=steps, errors=errors)
 
 
-def concrete(array: Any) -> Any:
+def concrete(array: Array) -> Array:
     """Return the array, or one of its shape where it is being traced."""
     if isinstance(array, Tracer | jax.ShapeDtypeStruct):
-        return np.zeros(array.shape, array.dtype)
+        return jnp.zeros(array.shape, array.dtype)
     return array
 
 
-def _leaves(f: Callable[..., PyTree], arrays: list[Any]) -> list[Any]:
+def _leaves(f: Callable[..., PyTree], arrays: list[Array]) -> list[jax.ShapeDtypeStruct]:
     return jax.tree.leaves(jax.eval_shape(f, arrays))
 
 
-def compile_all(lowered: dict[Any, jax.stages.Lowered]) -> dict[Any, Future[Any]]:
+def compile_all(lowered: Mapping[Key, jax.stages.Lowered]) -> dict[Key, Future]:
     """Compile programs: at once on a CPU, elsewhere one by one.
 
     Compilers for other devices choose kernels by timing them, which programs at once would disturb.
@@ -228,7 +233,7 @@ def compile_all(lowered: dict[Any, jax.stages.Lowered]) -> dict[Any, Future[Any]
 
 
 def run_time(
-    compiled: Any, arrays: list[Any], limit: float | int = math.inf
+    compiled: jax.stages.Compiled, arrays: list[Array], limit: float | int = math.inf
 ) -> tuple[float, float]:
     """Return the seconds of a compiled program, and the bytes of its temporary arrays."""
     memory: Any = compiled.memory_analysis()

@@ -30,8 +30,8 @@ from jaxtyping import Array, PyTree
 
 from .._problem.arguments import Compiled, Output, Structure
 from .._problem.checks import check_count
-from .._problem.draws import Draw, Drawn, as_problem
-from .._problem.problem import Problem, opened, validated
+from .._problem.draws import Drawn, as_problem
+from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
 from .auto import parse_bytes
 from .base import AbstractEngine, Hypergradient
@@ -121,7 +121,7 @@ class ReverseOnDisk(AbstractEngine):
         return _back.lower(self._within, structure, length, arrays, s, np.int32(0), end[1])
 
     def __call__(
-        self, problem: Problem | Draw | Drawn, hparams: PyTree, *, key: Array | None = None
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
         arrays, structure = validated(as_problem(problem, key), hparams)

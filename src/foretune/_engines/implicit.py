@@ -59,7 +59,7 @@ class Report(NamedTuple):
     """Of the linear system, relative to its right-hand side."""
     curvature: Float[Array, ""]
     """v H v / |v|^2 of its solution v: negative where H is not positive. For "neumann": 0."""
-    sound: Any = True
+    sound: Bool[Array, ""] | bool = True
     """Whether the error's gradient, with which all begins, is finite."""
 
 
@@ -184,7 +184,7 @@ def _check_influence(
     system: System,
     hparams: PyTree,
     F: Callable[..., PyTree],
-    s: Callable[..., Any],
+    s: Callable[..., PyTree],
 ) -> None:
     """Raise for a hyperparameter that is neither in the equation of the minimum nor in its error.
 
@@ -217,7 +217,7 @@ def _check_influence(
         )
 
 
-def _shifted(tree: PyTree, shift: Any) -> PyTree:
+def _shifted(tree: PyTree, shift: Float[Array, ""]) -> PyTree:
     def moved(leaf):
         return leaf + jnp.asarray(shift, leaf.dtype) if eqx.is_inexact_array(leaf) else leaf
 
@@ -264,7 +264,7 @@ def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
 
 def _by_series(engine, problem, system, hparams, s, alpha):
     """Return alpha (I + A + A^2 + ...) B for each of K rows, and the report."""
-    on_all = eqx.tree_at(lambda p: p.batches, problem, Whole(problem.batches))
+    on_all = eqx.tree_at(lambda p: p.batches, problem, Whole(batches=problem.batches))
     whole = make_system(on_all, hparams)
     _check_influence(
         problem, system, hparams, lambda h: whole.step(s, h, None), lambda x: _shifted(s, x)

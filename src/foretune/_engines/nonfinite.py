@@ -44,6 +44,7 @@ IN_ONE_MODE = (
     "hypergradient is finite at these hyperparameters: use `{remedy}`."
 )
 HUGE = 1e12
+Fault = tuple[str, np.ndarray, np.ndarray]  # a leaf: its path, itself, and where it is not finite
 UNSTABLE = (
     "It had grown to {peak:.1e} the step before: the training is unstable at these hyperparameters "
     "(lower the learning rate, or take fewer steps)."
@@ -110,7 +111,12 @@ def is_finite(tree: PyTree) -> Bool[Array, ""]:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
 
 
-def explain(problem: Problem, hparams: PyTree, result: Any, other: str | None = None) -> str:
+def explain(
+    problem: Problem,
+    hparams: PyTree,
+    result: tuple[PyTree, PyTree, PyTree],
+    other: str | None = None,
+) -> str:
     """Return the message of `NonFiniteError`: which leaves are not finite, since when and why.
 
     `other` is the engine of the other mode, where that may be the remedy.
@@ -242,7 +248,7 @@ def _holes(problem: Problem) -> str:
     return found.strip()
 
 
-def _in_its_mode(march: Callable[..., Any], *arguments: Any) -> Any:
+def _in_its_mode(march: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """Return what the march does, or None where a step cannot be differentiated in its mode."""
     try:
         return march(*arguments)
@@ -252,7 +258,9 @@ def _in_its_mode(march: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-def _search(problem: Problem, hparams: PyTree) -> tuple[int, Any] | None:
+def _search(
+    problem: Problem, hparams: PyTree
+) -> "tuple[int, tuple[str, np.ndarray, np.ndarray] | None] | None":
     """Return the step and the leaf at which the adjoint stops being finite, going back, or `FINITE`.
 
     None where a step has no reverse mode.
@@ -265,7 +273,7 @@ def _search(problem: Problem, hparams: PyTree) -> tuple[int, Any] | None:
     return int(t), _first(alpha, "state") or _first(g, "hparams")
 
 
-def _first(tree: PyTree, name: str) -> tuple[str, np.ndarray, np.ndarray] | None:
+def _first(tree: PyTree, name: str) -> Fault | None:
     """Return the first leaf that is not finite: its path, itself, and where."""
     for path, leaf in named_leaves(tree, name).items():
         where = np.asarray(~np.isfinite(leaf)) if eqx.is_inexact_array_like(leaf) else np.array(0)
@@ -290,14 +298,14 @@ def _remedy(state: PyTree, where: np.ndarray, guess: str) -> str:
 class March(NamedTuple):
     """Where the training, and its derivative z_t = Z_t direction, stopped being finite, or the end."""
 
-    t: Any
+    t: Array | int
     state: PyTree  # s_t
-    peak: Any  # max |s_{t-1}|
-    finite_errors: Any  # E(s_t)
-    z_t: Any
+    peak: Array  # max |s_{t-1}|
+    finite_errors: Array  # E(s_t)
+    z_t: Array | int
     z_state: PyTree
     z: PyTree
-    z_peak: Any  # max |z| the step before
+    z_peak: Array  # max |z| the step before
 
 
 @filtered
@@ -342,7 +350,7 @@ def _peak(tree: PyTree) -> Array:
 
 
 @filtered
-def _march_back(problem: Problem, hparams: PyTree) -> tuple[Any, PyTree, PyTree]:
+def _march_back(problem: Problem, hparams: PyTree) -> tuple[Array, PyTree, PyTree]:
     """Return t, alpha_t and the gradient so far at the last t where they are not finite, else at 0.
 
     Of the states the first of each segment are stored, and those of the segment in work.

@@ -30,7 +30,7 @@ from .products import error_gradients, pull_rows
 from .schedules import Adjoint, Binomial, Everything, Gradients, Schedule, States
 from .segments import Segments
 
-STORES = ("everything", "gradients", "states", "segments", "host")
+STORES = ("everything", "gradients", "states", "segments")
 TRANSPOSES = ("forward", "reverse")
 
 
@@ -49,7 +49,6 @@ class Reverse(TracedEngine):
             "segments": about 2 sqrt(T) states, and gradients with half of them; each step computed
             once more. Where updates cost little beside gradients, these are kept in place of states.
             A number c: at most c states, and as few steps computed again as c allow.
-            "host": the T states in the host's memory, where the device has its own.
         transpose: how the adjoint passes through the gradient of `Training`'s loss. "forward", the
             default: by forward mode over the gradient, since the Hessian is symmetric; this keeps
             little inside a step. "reverse": by reverse mode, as through any other function, which is
@@ -92,14 +91,11 @@ class Reverse(TracedEngine):
         """What `store` stands for."""
         if not isinstance(self.store, str):
             return Binomial(self.store, self.unroll)
-        if self.store == "host":
-            _check_host()
         return {
             "everything": Everything(self.unroll),
             "gradients": Gradients(self.unroll),
             "states": States(self.unroll),
             "segments": Segments(self.unroll),
-            "host": States(self.unroll, on_host=True),
         }[self.store]
 
     @property
@@ -120,12 +116,3 @@ class Reverse(TracedEngine):
         alpha_0, g = schedule.backward(system, hparams, memory, Adjoint(alpha_T, g))
         (g_initial,) = pull_rows(pull_initial, alpha_0)
         return Solution(errors, jax.tree.map(lambda a, b: a + b, g, g_initial), s_T)
-
-
-def _check_host() -> None:
-    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
-    if not {"device", "pinned_host"} <= kinds:
-        raise ValueError(
-            f"Reverse(store='host'): {jax.devices()[0].device_kind} has no memory of its own beside "
-            "the host's, so there is nothing to gain. Give store='segments' or a number of states."
-        )

@@ -32,11 +32,10 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from .._constraints.base import apply_constraints, check_constraints, sizes
+from .._constraints.base import check_constraints, moved
 from .._problem.arguments import flatten, unflatten
 from .._problem.checks import check_count, check_key, describe
-from .._problem.draws import Draw, Drawn
-from .._problem.problem import Problem
+from .._problem.problem import Problem, ProblemLike
 from .._problem.system import System
 from .base import Hypergradient, Solution, TracedEngine
 from .nonfinite import NonFiniteError
@@ -65,17 +64,6 @@ class Space:
 
     def __repr__(self) -> str:
         return repr(self.constraints)
-
-
-def moved(constraints: PyTree, hparams: PyTree, change: PyTree) -> PyTree:
-    """Return the hyperparameters after a change in units of their natural sizes, inside constraints."""
-    u = apply_constraints(constraints, "to_search", hparams)
-    there = jax.tree.map(
-        lambda u, c, d: u + (c * d).astype(u.dtype), u, sizes(constraints, u), change
-    )
-    return apply_constraints(
-        constraints, "project", apply_constraints(constraints, "from_search", there)
-    )
 
 
 def balanced_signs(key: Key[Array, ""], n: int, m: int) -> Int[Array, "n m"]:
@@ -125,7 +113,7 @@ class Neighbourhood(TracedEngine):
         return eqx.tree_at(lambda engine: engine.space, self, Space(constraints))
 
     def estimate(
-        self, problem: Problem | Draw | Drawn, hparams: PyTree, *, key: Array | None = None
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> tuple[Hypergradient, PyTree[Float[Array, "..."]]]:
         """Return the hypergradient, and the standard error of each of its entries.
 
@@ -417,8 +405,8 @@ def _checked(
             f"{name}(radius={radius!r:.60}): give a positive number, 0.1 for a tenth of each "
             "hyperparameter."
         )
-    check_count(samples, f"{name}(samples={samples!r:.60})")
-    return float(radius), int(samples), seed_of(key, f"{name}(key=...)")
+    count = check_count(samples, f"{name}(samples={samples!r:.60})")
+    return float(radius), count, seed_of(key, f"{name}(key=...)")
 
 
 def seed_of(key: object, name: str) -> tuple[int, ...]:

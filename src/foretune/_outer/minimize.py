@@ -16,7 +16,7 @@ import jax
 import optax
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
-from .._constraints.base import check_constraints
+from .._constraints.base import check_constraints, feasible
 from .._engines.base import AbstractEngine, Hypergradient, check_engine
 from .._engines.nonfinite import NonFiniteError, check_finite, explain, is_finite
 from .._engines.reverse import Reverse
@@ -31,7 +31,7 @@ from .callbacks import Callback
 from .checks import check_callbacks, check_evaluate, check_functions, check_optimizer
 from .drive import Evaluation, Metrics, Score, Stepper, drive
 from .run import Result, Run
-from .update import Outer, feasible
+from .update import Outer
 
 DEFAULT_OPTIMIZER = optax.adam(0.1)  # steps of a tenth, in units of the start
 RECORD = ("step", "value", "gradient_norm", "rejected")  # what a record has besides metrics

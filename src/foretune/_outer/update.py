@@ -6,7 +6,6 @@ with P the projection onto the constraints (or, for `Log` and `Logit`, with u th
 """
 
 import functools
-import warnings
 
 import equinox as eqx
 import jax
@@ -14,9 +13,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from .._constraints.base import apply_constraints, check_starts, sizes
-from .._problem.arguments import filtered
-from .._problem.checks import named_leaves
+from .._constraints.base import (
+    from_unconstrained,
+    project,
+    scales,
+    scales_with,
+    to_unconstrained,
+)
 
 
 class Outer(eqx.Module):
@@ -31,12 +34,12 @@ class Outer(eqx.Module):
         u = self.unconstrained(hparams)
         if not self.in_units:
             return self.optimizer.init(u)
-        c = sizes(self.constraints, u)
+        c = scales(self.constraints, u)
         return c, self.optimizer.init(jax.tree.map(jnp.divide, u, c))
 
     def unconstrained(self, hparams: PyTree) -> PyTree:
         """Return the unconstrained variable u."""
-        return apply_constraints(self.constraints, "to_search", hparams)
+        return to_unconstrained(self.constraints, hparams)
 
     def update(
         self, hparams: PyTree, opt_state: PyTree, value: PyTree, grad: PyTree
@@ -50,7 +53,7 @@ class Outer(eqx.Module):
     ) -> tuple[PyTree, PyTree]:
         """Return the optimizer's update of the unconstrained variable, and its state."""
         u = self.unconstrained(hparams)
-        inverse = functools.partial(apply_constraints, self.constraints, "from_search")
+        inverse = functools.partial(from_unconstrained, self.constraints)
         _, pull = jax.vjp(inverse, u)  # du = grad f(lambda) dlambda/du
         (direction,) = pull(grad)
         optimizer = optax.with_extra_args_support(self.optimizer)
@@ -66,7 +69,7 @@ class Outer(eqx.Module):
                 u,
                 value=sum(jax.tree.leaves(value)),
                 grad=direction,
-                reach=functools.partial(apply_constraints, self.constraints, "reach"),
+                scale=functools.partial(scales_with, self.constraints),
             )
         if c is None:
             return updates, opt_state
@@ -75,27 +78,4 @@ class Outer(eqx.Module):
     def moved(self, hparams: PyTree, updates: PyTree) -> PyTree:
         """Return the hyperparameters after an update of their unconstrained variable."""
         u = optax.apply_updates(self.unconstrained(hparams), updates)
-        there = apply_constraints(self.constraints, "from_search", u)
-        return apply_constraints(self.constraints, "project", there)
-
-
-@filtered
-def _project(constraints: PyTree, hparams: PyTree) -> PyTree:
-    return apply_constraints(constraints, "project", hparams)
-
-
-def feasible(constraints: PyTree, hparams: PyTree) -> PyTree:
-    """Return the projection of a start onto its constraints, with a warning where it moves."""
-    check_starts(constraints, hparams)
-    inside = _project(constraints, hparams)
-    for (path, given), moved in zip(
-        named_leaves(hparams, "hparams").items(), jax.tree.leaves(inside), strict=True
-    ):
-        distance = float(jnp.linalg.norm(jnp.ravel(given - moved)))
-        if distance > 1e-5 * max(1.0, float(jnp.linalg.norm(jnp.ravel(given)))):
-            warnings.warn(
-                f"{path} starts outside its constraint, at a distance of {distance:.3g}; it is "
-                "projected onto it.",
-                stacklevel=4,
-            )
-    return inside
+        return project(self.constraints, from_unconstrained(self.constraints, u))

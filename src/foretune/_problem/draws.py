@@ -10,7 +10,6 @@ that the draw closes over are inputs of the program, on the device once.
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
 
 import equinox as eqx
 import jax
@@ -20,12 +19,10 @@ from jaxtyping import Array
 
 from .arguments import Structure, flatten, unflatten
 from .checks import check_key, check_signature, describe
-
-if TYPE_CHECKING:
-    from .problem import Problem
+from .definition import Definition
 
 REMEMBERED = 8  # draws, with the arrays that they close over
-Draw: TypeAlias = Callable[[Array], "Problem"]
+Draw = Callable[[Array], Definition]
 
 
 class Drawn(eqx.Module):
@@ -40,17 +37,15 @@ class Drawn(eqx.Module):
         """Return the same draw with another key."""
         return eqx.tree_at(lambda drawn: drawn.key, self, key)
 
-    def problem(self) -> "Problem":
+    def problem(self) -> Definition:
         """Return the problem; call it inside a trace."""
         arrays = jaxpr_as_fun(ClosedJaxpr(self.program, self.constants))(self.key)
         return unflatten(self.structure, arrays)
 
 
-def as_problem(problem: object, key: Array | None = None) -> "Problem | Drawn":
+def as_problem(problem: object, key: Array | None = None) -> Definition | Drawn:
     """Return a problem as it is, and a draw with its key, or raise."""
-    from .problem import Problem
-
-    if isinstance(problem, Problem | Drawn):
+    if isinstance(problem, Definition | Drawn):
         if key is not None:
             raise TypeError(
                 "key=... is for a draw, a function `draw(key)` that returns a problem; this is a "
@@ -83,13 +78,11 @@ def as_problem(problem: object, key: Array | None = None) -> "Problem | Drawn":
 @functools.lru_cache(maxsize=REMEMBERED)
 def _traced(draw: Draw, key: jax.ShapeDtypeStruct) -> tuple[ClosedJaxpr, Structure]:
     """Return a draw as a program from the key to the arrays of its problem, and all the rest of it."""
-    from .problem import Problem
-
     found: list[Structure] = []
 
     def arrays_of(key):
         problem = draw(key)
-        if not isinstance(problem, Problem):
+        if not isinstance(problem, Definition):
             raise TypeError(
                 f"draw(key) returned {describe(problem)}; a `foretune.Problem` is expected."
             )

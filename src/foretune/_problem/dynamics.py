@@ -111,8 +111,8 @@ class Continued(Wrapper):
         return self.carries
 
 
-def check_dynamics(dynamics: object) -> None:
-    """Raise unless it is an instance of a subclass of `Dynamics`, with methods as they are called."""
+def check_dynamics(dynamics: object) -> Dynamics:
+    """Return an instance of a subclass of `Dynamics`, with methods as they are called, or raise."""
     if isinstance(dynamics, type):
         raise TypeError(f"the dynamics is a class; give an instance, `{dynamics.__name__}(...)`.")
     if not isinstance(dynamics, Dynamics):
@@ -131,3 +131,4 @@ def check_dynamics(dynamics: object) -> None:
             f"a field of {type(dynamics).__name__} cannot be hashed ({error}), so no program can be "
             "compiled for it. Give arrays, numbers, text, functions, or tuples of these."
         ) from None
+    return dynamics

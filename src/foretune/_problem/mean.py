@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, PyTree
 
 from .batches import Batches, FullBatch, Minibatches, Whole
 from .checks import check_count, check_signature, describe, named_leaves
+from .definition import Definition
 from .draws import Draw
 from .dynamics import Dynamics, Wrapper
 from .equality import same
 from .problem import Problem
-from .system import objectives_of
 
 
 class Mean(Problem):
@@ -60,10 +60,10 @@ class Mean(Problem):
 
     count: int = eqx.field(static=True)
 
-    def __init__(self, problems: Sequence[Problem]):
+    def __init__(self, problems: object):
         problems = _checked(problems)
         self.count = len(problems)
-        objectives = [objectives_of(problem) for problem in problems]
+        objectives = [problem.objectives for problem in problems]
         for k, others in enumerate(objectives):
             if list(others) != list(objectives[0]):
                 raise ValueError(
@@ -107,7 +107,7 @@ class Mean(Problem):
         return values.get(None, values)
 
     def _means(self) -> "dict[str | None, MeanObjective]":
-        return objectives_of(self)  # pyright: ignore[reportReturnType]
+        return self.objectives  # pyright: ignore[reportReturnType]
 
     def replace(self, **changes: object) -> Problem:
         """Raise: the parts of the problems are changed before their mean is taken."""
@@ -151,7 +151,7 @@ class MeanDraw(eqx.Module):
 class PerFold(eqx.Module):
     """An array that differs between the problems, which are its leading axis."""
 
-    array: Array | None
+    array: Array
 
 
 class MeanDynamics(Wrapper):
@@ -215,7 +215,7 @@ class MeanBatches(Batches):
 
     source: Batches  # the batches without what the loop scans over
     xs: PyTree  # x_1 .. x_T, the steps as the leading axis, then the problems where they differ
-    steps: int = eqx.field(static=True)
+    length: int = eqx.field(static=True)
 
     def __init__(self, batches: Sequence[Batches]):
         kinds = {type(b).__name__ for b in batches}
@@ -228,9 +228,14 @@ class MeanBatches(Batches):
                 f"the folds' batches differ in kind or number of steps ({shown}). "
                 "Give every fold the same."
             )
-        self.steps = steps.pop()
+        self.length = steps.pop()
         self.xs = _combine([b.xs for b in batches], "batches.xs", axis=1)
         self.source = _combine([_source(b) for b in batches], "batches")
+
+    @property
+    def steps(self) -> int:
+        """T, the number of steps."""
+        return self.length
 
     def batch(self, x: PyTree) -> PyTree:
         """Return what `MeanDynamics.step` takes: the source and the entry, not yet brought together."""
@@ -238,7 +243,7 @@ class MeanBatches(Batches):
 
     def whole(self) -> PyTree:
         """Return the source and no entry, for the whole data of each problem."""
-        return Whole(self.source), None
+        return Whole(batches=self.source), None
 
 
 def _source(batches: Batches) -> Batches:
@@ -271,14 +276,14 @@ def _each(f: Callable[..., PyTree], count: int, *arguments: PyTree) -> PyTree:
     return eqx.filter_vmap(one, in_axes=axes, out_axes=axes, axis_size=count)(differ)
 
 
-def _checked(problems: object) -> list[Problem]:
+def _checked(problems: object) -> list[Definition]:
     if not isinstance(problems, Sequence) or not problems:
         raise TypeError(
             "Mean takes a list of problems, `Mean([problem_of(k) for k in range(5)])`, or "
             f"`Mean.of_draws(draw, n)` a function of a key; got {describe(problems)}."
         )
     for k, problem in enumerate(problems):
-        if not isinstance(problem, Problem) or isinstance(problem, Mean):
+        if not isinstance(problem, Definition) or isinstance(problem, Mean):
             more = " Give all their problems in one list." if isinstance(problem, Mean) else ""
             raise TypeError(f"Mean takes problems; fold {k} is {describe(problem)}.{more}")
         if problem.trajectory != problems[0].trajectory:

@@ -36,7 +36,8 @@ from .._engines.products import pushforward
 from .._files.digests import on_host
 from .._outer.checks import check_optimizer
 from .._outer.run import Result
-from .._outer.update import Outer, feasible
+from .._constraints.base import feasible
+from .._outer.update import Outer
 from .._problem.arguments import Compiled, Structure, copied, flatten, unflatten
 from .._problem.batches import FullBatch
 from .._problem.checks import (
