@@ -128,7 +128,7 @@ class Carry(NamedTuple):
     accepted: Accepted
 
 
-class Descent(Stepper):
+class Descent(Stepper[Run]):
     """The steps of `minimize`, on a problem or on one that is drawn anew at each of them."""
 
     first = 0
