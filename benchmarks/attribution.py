@@ -26,7 +26,7 @@ from sklearn.model_selection import cross_val_predict
 import foretune as ft
 from benchmarks import attribution_methods as methods
 from benchmarks import transformer
-from benchmarks.harness import record, time_in_turns
+from benchmarks.harness import Table, command_line, record, time_in_turns
 from experiments.complexity.programs import Point, losses, make_data, make_problem
 from experiments.datasets import load
 from experiments.language import model as language_model
@@ -66,10 +66,10 @@ def cost(arguments: argparse.Namespace) -> dict[str, Any]:
     for K in arguments.queries:
         programs[f"{K} queries"] = lambda K=K: ft.attribute(problem, hparams, queries(K)).scores
     seconds, ratio = time_in_turns(programs, rounds)
-    found = {}
+    found, shown = {}, Table("program", "seconds", "hypergradients")
     for name in programs:
         found[name] = {"seconds": seconds[name], "hypergradients": ratio(name, "hypergradient")}
-        print(f"{name:<14} {seconds[name]:8.3f} s {found[name]['hypergradients']:7.2f}", flush=True)
+        shown.add(name, *found[name].values())
     grad = ft.Reverse()(written, at).grad["weight"]
     scores = ft.attribute(problem, hparams, queries(1)).scores[0]
     off = float(np.linalg.norm(scores - grad) / np.linalg.norm(grad))
@@ -123,9 +123,8 @@ def problem_of(model: Any, params: Any, optimizer: Any, batches: Any, validation
 def mnist(seed: int, rows: int, queries: int) -> tuple[Any, Any]:
     """Return random training rows and queries: pixels between 0 and 1, and labels."""
     data = load("mnist")
-    order = np.random.default_rng(seed).permutation(len(data.y))
-    x = np.asarray(data.x[order[: rows + queries]], np.float32)
-    y = np.asarray(data.y[order[: rows + queries]], np.int32)
+    order = np.random.default_rng(seed).permutation(len(data.y))[: rows + queries]
+    x, y = np.asarray(data.x[order], np.float32), np.asarray(data.y[order], np.int32)
     return (x[:rows], y[:rows]), (x[rows:], y[rows:])
 
 
@@ -279,7 +278,7 @@ def table(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"{name}, seed {seed}", flush=True)
             runs.append(validated(make, seed, arguments.quick, not runs))
             results[name] = {"runs": runs, "summary": summary(runs)}
-            save(arguments, results)
+            record(arguments.out, results)
         for method, row in results[name]["summary"].items():
             print(f"{name}: {method}: {row}")
     return results
@@ -325,7 +324,7 @@ def labels(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"seed {seed}: {name}: {found}", flush=True)
         found = {name: float(np.mean([run["found"] for run in r])) for name, r in runs.items()}
         results |= {"runs": runs, "found": found}
-        save(arguments, results)
+        record(arguments.out, results)
     return results
 
 
@@ -360,14 +359,8 @@ def rankings(x: Any, given: Any, clean: Any, steps: int, seed: int) -> dict[str,
     }
 
 
-def save(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Write the results where they are asked for."""
-    if arguments.out:
-        record(arguments.out, results)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("part", choices=("cost", "table", "labels"))
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--steps", type=int, help="cost: of the training; by default 1000")
@@ -375,10 +368,9 @@ def main() -> None:
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 8, 64], help="cost: K")
     parser.add_argument("--seeds", type=int, default=5, help="table and labels")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="table: parts of problems' names")
-    parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
     parts = {"cost": cost, "table": table, "labels": labels}
-    save(arguments, parts[arguments.part](arguments))
+    record(arguments.out, parts[arguments.part](arguments))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ Schedules are tuned on validation data. The table is over `--fresh` starts and o
 seen, the same for each schedule: validation error, error and accuracy on test data, and how far the
 test error is above that of the cosine with the lowest validation error, run by run; each with the
 standard error of its mean. The cost is in trainings: hypergradients times what one costs, measured on
-one run. Settings of `minimize` were chosen on `--tasks digits`; the peaks, on validation data, so that
-three times higher and lower are worse. `text` needs FORETUNE_DATA/text.
+one run. The peaks were chosen on validation data, so that three times higher and lower are worse.
+`text` needs FORETUNE_DATA/text.
 """
 
-import argparse
 import functools
 import os
 from collections.abc import Callable
@@ -30,11 +29,12 @@ import optax
 import optax.contrib
 
 import foretune as ft
-from benchmarks.harness import record, time_in_turns
-from benchmarks.tasks import digits_arrays, mnist_arrays
+from benchmarks.harness import Table, command_line, record, time_in_turns
+from benchmarks.tasks import cross_entropy, layers, mlp, mnist_arrays
 
 T, BLOCKS, BATCH = 300, 15, 50
-TUNING, ORDERS, FRESH = (jax.random.key(seed) for seed in (1, 2, 3))
+TUNING, ORDERS = jax.random.key(1), jax.random.key(2)
+FRESH = jax.random.key(3), jax.random.key(4)  # starts, orders
 
 
 class Task(NamedTuple):
@@ -49,36 +49,15 @@ class Task(NamedTuple):
     test: Any
 
 
-def _layers(key, *sizes):
-    pairs = zip(jax.random.split(key, len(sizes) - 1), sizes[:-1], sizes[1:], strict=True)
-    return [(jax.random.normal(k, (a, b)) * (2 / a) ** 0.5, jnp.zeros(b)) for k, a, b in pairs]
-
-
-def _network(layers, x):
-    for w, b in layers[:-1]:
-        x = jax.nn.relu(x @ w + b)
-    return x @ layers[-1][0] + layers[-1][1]
-
-
-def _images(x, y, ends) -> Task:
-    x, y = (map(jnp.asarray, np.split(array, ends)) for array in (x, y))
-    parts = list(zip(x, y, strict=True))
-    inputs = parts[0][0].shape[1]
-    adamw = functools.partial(optax.adamw, eps_root=1e-12)
-    peaks = 3e-3, 1e-2, 3e-2
-    return Task(lambda key: _layers(key, inputs, 64, 64, 10), _network, adamw, peaks, *parts)
-
-
-def digits() -> Task:
-    """900, 400 and 497 digits of scikit-learn."""
-    return _images(*digits_arrays(0), (900, 1300))
-
-
 def mnist() -> Task:
     """5,000, 5,000 and 10,000 images of MNIST, the last ones its test set."""
     x, y, x_test, y_test = mnist_arrays()
     x, y = np.concatenate([x[:10_000], x_test]), np.concatenate([y[:10_000], y_test])
-    return _images(x.reshape(-1, 14, 2, 14, 2).mean((2, 4)).reshape(-1, 196), y, (5_000, 10_000))
+    x = x.reshape(-1, 14, 2, 14, 2).mean((2, 4)).reshape(-1, 196)
+    x, y = (map(jnp.asarray, np.split(array, (5_000, 10_000))) for array in (x, y))
+    adamw = functools.partial(optax.adamw, eps_root=1e-12)
+    init = lambda key: layers(key, 196, 64, 64, 10)  # noqa: E731
+    return Task(init, mlp, adamw, (3e-3, 1e-2, 3e-2), *zip(x, y, strict=True))
 
 
 def text(context: int = 8, width: int = 16) -> Task:
@@ -99,17 +78,17 @@ def text(context: int = 8, width: int = 16) -> Task:
     def init(key):
         keys = jax.random.split(key)
         embedding = jax.random.normal(keys[0], (256, width))
-        return embedding, _layers(keys[1], context * width, 64, 256)
+        return embedding, layers(keys[1], context * width, 64, 256)
 
     def logits(params, x):
-        return _network(params[1], params[0][x].reshape(len(x), -1))
+        return mlp(params[1], params[0][x].reshape(len(x), -1))
 
     momentum = functools.partial(optax.sgd, momentum=0.9)
     parts = map(windows, texts, (100_000, 4_000, 10_000))
     return Task(init, logits, momentum, (0.03, 0.1, 0.3), *parts)
 
 
-TASKS = {"digits": digits, "mnist": mnist, "text": text}
+TASKS = {"mnist": mnist, "text": text}
 
 
 def cosine(h, t):
@@ -136,38 +115,34 @@ def cosine_of(peak: float, final: float = 0.0) -> dict[str, Any]:
     return {"peak": jnp.array(peak), "warmup": jnp.array(0.1), "final": jnp.array(final)}
 
 
-def orders(task: Task, key: Any, runs: int) -> list[ft.Minibatches]:
-    """Return an order of the minibatches for each run."""
-    shuffled = functools.partial(ft.Minibatches.shuffled, batch_size=BATCH, steps=T)
-    return [shuffled(task.train, key=k) for k in jax.random.split(key, runs)]
-
-
-def trainings(task: Task, schedule: Any, key: Any, runs: int) -> ft.CrossValidated:
-    """Return the mean of several trainings, each with its own start and order."""
+def trainings(task: Task, schedule: Any, starts: Any, orders: Any, runs: int) -> ft.Mean:
+    """Return the mean of several trainings, each with its own start and order of minibatches."""
 
     def loss(params, hparams, batch):
-        logits = task.logits(params, batch[0])
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
+        return cross_entropy(task.logits(params, batch[0]), batch[1])
 
     def error(state, hparams, batch):
         return loss(state.params, hparams, batch)
 
     dynamics = ft.Training(loss, lambda h: task.optimizer(functools.partial(schedule, h)))
-    starts = [task.init(k) for k in jax.random.split(jax.random.fold_in(key, 0), runs)]
-    batches = orders(task, jax.random.fold_in(key, 1), runs)
-    return ft.CrossValidated(
-        lambda k: ft.Problem(dynamics, error, starts[k], batches[k], task.validation), folds=runs
+    shuffled = functools.partial(ft.Minibatches.shuffled, batch_size=BATCH, steps=T)
+    keys = zip(jax.random.split(starts, runs), jax.random.split(orders, runs), strict=True)
+    return ft.Mean(
+        [
+            ft.Problem(dynamics, error, task.init(a), shuffled(task.train, key=b), task.validation)
+            for a, b in keys
+        ]
     )
 
 
-def measured(task: Task, problem: ft.CrossValidated, hparams: Any) -> dict[str, np.ndarray]:
+def measured(task: Task, problem: ft.Mean, hparams: Any) -> dict[str, np.ndarray]:
     """Return the errors and the accuracy of each run."""
     _, state = problem.response(hparams)
-    test = problem.replace(validation=[task.test] * problem.folds)
+    test = problem.replace(validation=[task.test] * problem.count)
     guesses = jax.vmap(lambda p: jnp.argmax(task.logits(p, task.test[0]), -1))(state.params)
     return {
-        "validation": np.asarray(problem.fold_values(state, hparams)),
-        "test": np.asarray(test.fold_values(state, hparams)),
+        "validation": np.asarray(problem.values(state, hparams)),
+        "test": np.asarray(test.values(state, hparams)),
         "accuracy %": 100 * np.asarray(jnp.mean(guesses == task.test[1], -1)),
     }
 
@@ -183,29 +158,33 @@ def compared(task: Task, steps: int, fresh: int) -> dict[str, Any]:
         "cosine's constants, 1 run": (cosine, constants, 1, cocob),
         "15 rates, 1 run, adam(0.1)": (blocks, rates, 1, adam),
     }
-    unseen = {schedule: trainings(task, schedule, FRESH, fresh) for schedule in CONSTRAINTS}
+    unseen = {schedule: trainings(task, schedule, *FRESH, fresh) for schedule in CONSTRAINTS}
     tried = [measured(task, unseen[cosine], cosine_of(peak)) for peak in task.peaks]
     best = min(tried, key=lambda runs: np.mean(runs["validation"]))
     rows: dict[str, Any] = {}
+    table = Table("schedule", *best, "above the best", "trainings")
 
     def add(name, runs, cost, **more):
         runs = runs | {"above the best": runs["test"] - best["test"]}
         mean = {k: (float(v.mean()), float(v.std(ddof=1) / fresh**0.5)) for k, v in runs.items()}
         runs = {k: v.tolist() for k, v in runs.items()}
         rows[name] = {"mean, standard error": mean, "trainings": cost, **more, "runs": runs}
-        cells = (f"{m:>9.4f} ({e:.4f})" for m, e in mean.values())
-        print(f"{name:<28}", *cells, f"{cost:>6.0f}", flush=True)
+        table.add(name, *(f"{m:.4f} ({e:.4f})" for m, e in mean.values()), cost)
 
     for peak, runs in zip(task.peaks, tried, strict=True):
         add(f"hand-tried cosine {peak:g}", runs, 1)
-    one, engine = trainings(task, blocks, TUNING, 1), ft.Reverse()
+    one, engine = trainings(task, blocks, TUNING, ORDERS, 1), ft.Reverse()
     programs = {"gradient": lambda: engine(one, rates), "training": lambda: one.response(rates)}
     ratio = time_in_turns(programs, 3)[1]("gradient", "training")
     for name, (schedule, start, n, optimizer) in ways.items():
-        problem, limits = trainings(task, schedule, TUNING, n), CONSTRAINTS[schedule]
-        new = {"batches": lambda _, key, n=n: orders(task, key, n), "key": ORDERS} if n > 1 else {}
+        draw = lambda key, s=schedule, n=n: trainings(task, s, TUNING, key, n)  # noqa: E731
         result = ft.minimize(
-            problem, start, steps=steps, optimizer=optimizer, constraints=limits, **new
+            draw if n > 1 else draw(ORDERS),
+            start,
+            steps=steps,
+            optimizer=optimizer,
+            constraints=CONSTRAINTS[schedule],
+            key=ORDERS if n > 1 else None,
         )
         add(
             name,
@@ -213,28 +192,23 @@ def compared(task: Task, steps: int, fresh: int) -> dict[str, Any]:
             ratio * n * (steps + 1),
             hparams={name: np.asarray(leaf).tolist() for name, leaf in result.hparams.items()},
             history=[float(row["value"]) for row in result.history],
-            taken_back=sum(bool(row["taken_back"]) for row in result.history),
+            rejected=sum(bool(row["rejected"]) for row in result.history),
         )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["mnist", "text"])
+    parser = command_line(__doc__)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--steps", type=int, default=30, help="outer steps of each descent")
-    parser.add_argument(
-        "--fresh", type=int, default=10, help="fresh starts and orders of the table"
-    )
-    parser.add_argument("--out", help="write the results to this JSON file")
+    parser.add_argument("--fresh", type=int, default=10, help="starts and orders of the table")
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
-    heads = ("validation", "test", "accuracy %", "above the best")
     for name in arguments.tasks:
-        print(f"{name:<28}", *(f"{head:>18}" for head in heads), "  cost")
+        print(f"\n{name}\n")
         results[name] = compared(TASKS[name](), arguments.steps, arguments.fresh)
         jax.clear_caches()
-    if arguments.out:
-        record(arguments.out, results)
+    record(arguments.out, results)
 
 
 if __name__ == "__main__":

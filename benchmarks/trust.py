@@ -30,8 +30,8 @@ from benchmarks import transformer
 from benchmarks.harness import record, timed
 from benchmarks.responses import ALL, LARGE, Response
 from foretune._constraints.base import apply_constraints, check_constraints, sizes
-from foretune._engines.smoothing import moved
 from foretune._diagnostics.slopes import in_search
+from foretune._engines.smoothing import moved
 from foretune._problem.arguments import filtered
 from foretune._problem.checks import named_leaves
 from foretune._problem.problem import validated
