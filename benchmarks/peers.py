@@ -1,4 +1,4 @@
-"""Hypergradients beside other libraries: seconds, memory, the longest training in 4 GiB, and error.
+"""Hypergradients beside other libraries: seconds, memory and error.
 
     python -m benchmarks.peers [--problems cleaning rates decay large] [--libraries foretune higher ...]
                                [--rounds 3] [--device cpu|gpu] [--quick] [--out FILE.json]
@@ -14,10 +14,6 @@ first call   with compilation and whatever else happens once, in seconds.
 memory       what one hypergradient needs at most beyond the data: on a CPU the growth of the process's
              resident memory in a call after the first (exact to some MiB; for JAX at least what its
              compiler plans); on a GPU what PyTorch's allocator held, or the plan of JAX's compiler.
-T in 4 GiB   the longest training that fits, extrapolated: a line through the memory over T / 2 and T
-             steps; ">" where less than 1 MiB lies between the two, which is taken for 1 MiB. For
-             `foretune, Auto`, which keeps to the 4 GiB that it is given, a number that was tried: it
-             chose an engine for 100,000 steps, and the compiler says what that needs with its data.
 error        |g - g*| / |g*| against float64, the largest among the hyperparameters.
 
 Both frameworks multiply in full float32; `--tf32` lets both use TensorFloat-32 on a GPU.
@@ -44,16 +40,8 @@ from benchmarks.harness import Table, command_line, record
 from benchmarks.peer_programs import LIBRARIES, PACKAGES, problems
 
 HERE = Path(__file__).parent
-BUDGET = 4 * 2**30
-FLAT = 2**20
 OPTIONS = ("device", "quick", "tf32", "rounds", "limit")
 Row = dict[str, Any]
-
-
-def longest(half: int, full: int, steps: int) -> float:
-    """Return the steps at which a + b T reaches 4 GiB."""
-    b = max(full - half, FLAT) / (steps - steps // 2)
-    return (BUDGET - (full - b * steps)) / b
 
 
 def started(module: str, request: Row, limit: float | None = None) -> str:
@@ -86,37 +74,22 @@ def measure(problem: str, arguments: argparse.Namespace) -> tuple[int, dict[str,
                 row = {"failed": f"no answer in {error.timeout:g} s"}
             if times := row.pop("seconds", None):
                 row |= {"seconds": statistics.median(times), "rounds": len(times)}
-            if "bytes" in row:
-                row["longest"] = longest(row["bytes_half"], row["bytes"], steps)
             rows[library] = row
     return steps, rows
 
 
 def show(problem: str, steps: int, rows: dict[str, Row]) -> None:
     print(f"\n{problems.NAMES[problem]}, T = {steps}\n")
-    table = Table("library", "seconds", "first call", "memory", "T in 4 GiB", "error", "how")
+    table = Table("library", "seconds", "first call", "memory, MiB", "error", "how")
     for name, row in rows.items():
         failed = f"fails: {row['failed']}" if "failed" in row else ""
         if "seconds" not in row:
-            table.add(name, *[""] * 5, failed)
+            table.add(name, *[""] * 4, failed)
             continue
-        memory = show_bytes(row["bytes"]) if "bytes" in row else "?"
+        memory = round(row["bytes"] / 2**20) if "bytes" in row else "?"
         how = f"{row['note']}; then {failed}" if failed else row["note"]
-        cells = row["seconds"], row["first_call"], memory, show_longest(row), row["error"], how
+        cells = row["seconds"], row["first_call"], memory, row["error"], how
         table.add(name, *cells)
-
-
-def show_bytes(count: float) -> str:
-    return f"{count / 2**20:.0f} MiB"
-
-
-def show_longest(row: Row) -> str:
-    if "reach_steps" in row:
-        return f">={row['reach_steps']:,}" if row["reach_bytes"] <= BUDGET else "?"
-    if "bytes" not in row:
-        return "?"
-    flat = row["bytes"] - row["bytes_half"] < FLAT
-    return f"{'>' if flat else ''}{row['longest']:,.0f}"
 
 
 def installed(package: str) -> bool:

@@ -3,9 +3,8 @@
     python -m benchmarks.peer_programs.worker '{"library": "higher", "problem": "rates", ...}'
 
 What libraries print goes to standard error. The line has "first_call", "seconds" (a list), "value",
-"error", "note", "bytes_half" and "bytes" (peak memory over T / 2 and T steps), as far as it came, and
-"failed" with the reason where it ended early; a library that keeps to a given memory adds
-"reach_steps" and "reach_bytes", what it needs over a great many.
+"error", "note" and "bytes" (peak memory), as far as it came, and "failed" with the reason where it
+ended early.
 """
 
 import ctypes
@@ -22,8 +21,6 @@ from typing import Any
 import numpy as np
 
 from . import IN_JAX, LIBRARIES, problems
-
-FAR = 100_000
 
 
 def measure(found: dict[str, Any], request: dict[str, Any]) -> None:
@@ -42,10 +39,7 @@ def measure(found: dict[str, Any], request: dict[str, Any]) -> None:
         started = time.perf_counter()
         program.run()
         found["seconds"].append(time.perf_counter() - started)
-    half = module.make(spec.over(spec.steps // 2), library)
-    found |= {"bytes_half": peak(half, device), "bytes": peak(program, device)}
-    if program.reach:
-        found |= {"reach_steps": FAR, "reach_bytes": program.reach(FAR)}
+    found["bytes"] = peak(program, device)
 
 
 def peak(program: Any, device: str) -> int:
