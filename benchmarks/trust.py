@@ -31,9 +31,14 @@ import foretune as ft
 from benchmarks import transformer
 from benchmarks.harness import Table, command_line, record, timed
 from benchmarks.responses import ALL, LARGE, Response
-from foretune._constraints.base import apply_constraints, check_constraints, sizes
-from foretune._diagnostics.slopes import in_search
-from foretune._engines.smoothing import moved
+from foretune._constraints.base import (
+    check_constraints,
+    from_unconstrained,
+    moved,
+    scales,
+    to_unconstrained,
+)
+from foretune._diagnostics.slopes import unconstrained
 from foretune._problem.checks import named_leaves
 from foretune._problem.problem import validated
 
@@ -109,10 +114,10 @@ def measure(response: Response, grads: dict[str, Any]) -> Truth:
     """Train at both ends of every direction, and beside what engines' gradients predict."""
     hparams = response.hparams
     constraints = check_constraints(response.constraints, hparams)
-    u = apply_constraints(constraints, "to_search", hparams)
-    back = jax.vjp(lambda u: apply_constraints(constraints, "from_search", u), u)[1]
+    u = to_unconstrained(constraints, hparams)
+    back = jax.vjp(lambda u: from_unconstrained(constraints, u), u)[1]
     searched = {name: back(grad)[0] for name, grad in grads.items()}
-    slope = functools.partial(jax.tree.map, jnp.multiply, sizes(constraints, u))
+    slope = functools.partial(jax.tree.map, jnp.multiply, scales(constraints, u))
     directions = directions_of(hparams, {name: slope(g) for name, g in searched.items()})
     signed = [(sign * s, d.change) for s in SCALES for d in directions for sign in (1, -1)]
     changes = [jax.tree.map(lambda leaf, s=s: s * leaf, change) for s, change in signed]
@@ -125,7 +130,7 @@ def measure(response: Response, grads: dict[str, Any]) -> Truth:
     measured = (values[:n:2] - values[1:n:2]).reshape(len(SCALES), -1) / 2
     noise = np.std(values[n:].reshape(len(SCALES), NOISE), 1, ddof=1, keepdims=True) / 2**0.5
     noise = np.maximum.accumulate(noise)  # what a small perturbation does, a larger one does too
-    U = jax.vmap(lambda h: ravel_pytree(apply_constraints(constraints, "to_search", h))[0])(points)
+    U = jax.vmap(lambda h: ravel_pytree(to_unconstrained(constraints, h))[0])(points)
 
     def predicted(gradient):
         products = (U[:n:2] - U[1:n:2]) / 2 * ravel_pytree(gradient)[0]
@@ -213,7 +218,7 @@ def from_trust(response: Response, directions: int, radius: float | None) -> dic
         key=jax.random.key(1), directions=directions, advice="engine", chunk=response.chunk,
     )  # fmt: skip
     constraints = check_constraints(response.constraints, response.hparams)
-    advised = said.around.slopes(in_search(constraints, response.hparams, said.grad))
+    advised = said.around.slopes(unconstrained(constraints, response.hparams, said.grad))
     result: dict[str, Any] = {"engines": {}, "error": said.value, "report": str(said)}
     first = "Reverse" if engine is None else "Evolution"
     for name, slopes in {first: said.slopes, "advised": advised}.items():

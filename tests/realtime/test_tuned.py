@@ -50,9 +50,9 @@ class TestRelativeAdam:
     def test_a_box_is_approached_but_not_reached(self):
         box = ft.Box(0.0, 1.0)
         u = jnp.array(0.9)
-        reach = box.reach(u, jnp.array(0.5))
-        assert np.isclose(reach, 0.1)
-        assert box.reach(jnp.array(1.0), jnp.array(0.0)) > 0
+        scale = box.scale(u, jnp.array(0.5))
+        assert np.isclose(scale, 0.1)
+        assert box.scale(jnp.array(1.0), jnp.array(0.0)) > 0
 
     def test_in_minimize(self):
         problem = ft.Problem(

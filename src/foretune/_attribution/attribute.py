@@ -9,11 +9,14 @@ from jaxtyping import PyTree
 
 from .._engines.auto import parse_bytes
 from .._engines.base import Hypergradient
-from .._engines.nonfinite import NonFiniteError, explain
+from .._engines.nonfinite import NonFiniteError, explain, when_checked
 from .._engines.reverse import Reverse
-from .._outer.run import Run, check_callbacks, check_outside_programs, digest_of, started
-from .._problem.checks import check_count, check_flag, check_mesh, describe
-from .._problem.folds import CrossValidated
+from .._files.digests import digest
+from .._outer.checks import check_callbacks
+from .._outer.drive import started
+from .._outer.run import Run
+from .._problem.checks import check_count, check_flag, check_mesh, check_outside_programs, describe
+from .._problem.mean import Mean
 from .._problem.problem import Problem, validated
 from .attribution import Attribution
 from .doubts import warn_first, warn_of_size
@@ -100,10 +103,10 @@ def attribute(
     arrays, structure = validated(wanted, point)
     w = np.asarray(point[weights])
     scores, errors = np.zeros((K, len(w)), w.dtype), np.zeros(K, w.dtype)
-    run, spread = Run(K, None, dict), Spread(mesh)
+    run, spread = Run(K, None, None, dict), Spread(mesh)
     with Parts(folder, lambda: _fingerprint(wanted, point, queries, K)) as parts:
         missing = parts.read(scores, errors)
-        run.move(K - len(missing), None)
+        run.begin_at(K - len(missing))
         with started(callbacks, run):
             if len(missing):
                 if trust:
@@ -117,11 +120,11 @@ def attribute(
                     found = backward(engine, structure, arrays, stored, spread.place(adjoint))
                     errors[rows] = np.asarray(E)[: len(rows)]
                     scores[rows] = np.asarray(found)[: len(rows)]
-                    if engine.check_finite is not False:
+                    if when_checked() is not False:
                         _check_finite(wanted, point, queries, rows, Attribution(scores, errors))
                     parts.write(rows, scores[rows], errors[rows])
                     _report(run, callbacks, rows, errors)
-    if engine.check_finite is not False:
+    if when_checked() is not False:
         warn_of_size(scores, errors)
     return Attribution(scores, errors, float(keep))
 
@@ -132,7 +135,7 @@ def _check(problem: Any, hparams: Any, name: Any, engine: Any, chunk: Any, callb
             f"attribute's problem must be a `foretune.Problem`, got {describe(problem)}."
         )
     check_outside_programs("attribute", problem, hparams)
-    if isinstance(problem, CrossValidated):
+    if isinstance(problem, Mean):
         raise TypeError(
             "attribute explains one training; the problem is a `CrossValidated`, the mean of several. "
             "Give the problem of one fold."
@@ -179,12 +182,12 @@ def _fingerprint(problem: Problem, weights: PyTree, queries: Any, K: int) -> dic
     batches = problem.batches
     return {
         "the number of queries": K,
-        "the queries": digest_of(queries),
+        "the queries": digest(queries),
         "the number of weights": [leaf.size for leaf in jax.tree.leaves(weights)],
-        "the weights": digest_of(weights),
-        "the training data, minibatches and groups": digest_of(batches),
-        "the initial parameters": digest_of(problem.init),
-        "the hyperparameters, keys and other arrays of the dynamics": digest_of(problem.dynamics),
+        "the weights": digest(weights),
+        "the training data, minibatches and groups": digest(batches),
+        "the initial parameters": digest(problem.init),
+        "the hyperparameters, keys and other arrays of the dynamics": digest(problem.dynamics),
     }
 
 
@@ -206,8 +209,7 @@ def _check_finite(
 
 
 def _report(run: Run, callbacks: Any, rows: np.ndarray, errors: np.ndarray) -> None:
-    run.move(run.step + len(rows), None)
-    run.record = {"step": run.step, "error": float(errors[rows].mean())}
-    run.history.append(run.record)
+    step = run.step + len(rows)
+    run.count(step, {"step": step, "error": float(errors[rows].mean())})
     for callback in callbacks:
         callback.step(run)

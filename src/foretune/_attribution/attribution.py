@@ -7,7 +7,7 @@ from zipfile import BadZipFile
 import numpy as np
 from jaxtyping import Float, Int, PyTree
 
-from .._outer.callbacks import as_path
+from .._files.files import as_path
 from .._problem.checks import check_count
 from .._problem.problem import Problem
 from .parts import load, save

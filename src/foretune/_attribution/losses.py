@@ -100,7 +100,7 @@ def check_losses(problem: Problem, weighted: Any, hparams: PyTree, losses: Any) 
 
     `weighted` is the `Weighted` training, on the mean of the losses alone.
     """
-    training: Training = weighted.inner
+    training: Training = weighted.dynamics
     if losses is not None:
         form = "losses(params, hparams, batch{}{})".format(
             ", model_state" if training.has_state else "",
@@ -152,12 +152,12 @@ def _at(weighted: Any, state: Any, hparams: PyTree, batch: PyTree) -> tuple[Slop
     state = state._replace(params=_changed(state.params))
 
     def at(training):
-        weights, _, objective = training._objective(state, hparams, batch)
+        weights, _, objective = training.objective(state, hparams, batch)
         (value, _), gradient = jax.value_and_grad(objective, has_aux=True)(weights)
         return Slope(value, gradient)
 
     ones = jnp.ones(len(jax.tree.leaves(batch)[0]))
-    return at(weighted.inner), at(weighted.with_weights(ones))
+    return at(weighted.dynamics), at(weighted.with_weights(ones))
 
 
 @filtered

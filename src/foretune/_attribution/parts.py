@@ -5,6 +5,7 @@ Each is written whole or not at all. One that cannot be read is set aside with a
 queries are computed again.
 """
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable
@@ -14,8 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from .._files.files import FolderLock, RunError, set_aside, write_whole
-from .._outer.callbacks import as_path
+from .._files.files import RunError, as_path, locked, set_aside, write_whole
 
 NAME = "attribution.json"
 
@@ -26,23 +26,20 @@ class Parts:
     def __init__(self, folder: Any, fingerprint: Callable[[], dict[str, Any]]):
         self.folder = None if folder is None else as_path(folder, "attribute(folder=...)")
         self._fingerprint = fingerprint
-        self._lock: FolderLock | None = None
+        self._lock = contextlib.ExitStack()
 
     def __enter__(self) -> "Parts":
         if self.folder is None:
             return self
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FolderLock(self.folder).acquire()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(locked(self.folder))
             self._check_same()
-        except BaseException:
-            self._lock.release()
-            raise
+            self._lock = stack.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._lock is not None:
-            self._lock.release()
+        self._lock.close()
 
     def _check_same(self) -> None:
         assert self.folder is not None

@@ -17,9 +17,8 @@ from jaxtyping import Array, Float, PyTree
 
 from .._diagnostics.slopes import Trainings
 from .._engines.nonfinite import NonFiniteError
-from .._outer.run import check_outside_programs
 from .._problem.arguments import filtered
-from .._problem.checks import check_count, check_key
+from .._problem.checks import check_count, check_key, check_outside_programs
 from .._problem.problem import Problem
 from .._problem.system import make_system
 from .queries import as_batch, as_queries, is_functions, with_query

@@ -30,7 +30,7 @@ from .._problem.checks import (
     describe_tree,
     named_leaves,
 )
-from .._problem.dynamics import Wrapper, as_held
+from .._problem.dynamics import Wrapper
 from .._problem.problem import Problem
 from .._problem.training import Training
 from .losses import WeightedLoss, check_losses
@@ -100,11 +100,11 @@ class Held(Wrapper):
     def init(self, params: Any, hparams: Any) -> Any:
         """Return s_0."""
         hparams = self.hparams(hparams)
-        return self.inner.init(self.begin(hparams) if self.begin else params, hparams)
+        return self.dynamics.init(self.begin(hparams) if self.begin else params, hparams)
 
-    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
-        """Return s_t, and the loss or None."""
-        return super().advance(state, self.hparams(hparams), batch)
+    def step(self, state: Any, hparams: Any, batch: Any) -> Any:
+        """Return s_t."""
+        return super().step(state, self.hparams(hparams), batch)
 
 
 class Weighted(Held):
@@ -115,17 +115,19 @@ class Weighted(Held):
     """Whether the loss is more than the mean of the losses."""
     name: str = eqx.field(static=True)
 
-    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
-        """Return s_t, and the loss."""
+    def step(self, state: Any, hparams: Any, batch: Any) -> Any:
+        """Return s_t."""
         batch, numbers = batch
         weights = hparams[self.name]
         weights = weights.weights if isinstance(weights, Seen) else weights[numbers]
-        return self.with_weights(weights).advance(state, self.hparams(hparams), batch)
+        return self.with_weights(weights).step(state, self.hparams(hparams), batch)
 
     def with_weights(self, weights: Float[Array, " b"]) -> Training:
         """Return the training on a minibatch with these weights."""
-        loss = WeightedLoss(self.inner.loss, self.losses, self.inner.has_state, self.more, weights)
-        return eqx.tree_at(lambda training: training.loss, self.inner, loss)
+        loss = WeightedLoss(
+            self.dynamics.loss, self.losses, self.dynamics.has_state, self.more, weights
+        )
+        return eqx.tree_at(lambda training: training.loss, self.dynamics, loss)
 
 
 def weighted_problem(
@@ -137,13 +139,13 @@ def weighted_problem(
     """
     own = isinstance(hparams, dict) and name in hparams
     hparams = check_hparams(hparams) if jax.tree.leaves(hparams) else hparams
-    begin = problem.init if problem._starts_from_function() else None
+    begin = problem.init if problem.starts_from_function else None
     changes: dict[str, Any] = {"init": None if begin else problem.init}
     if own:
         weights = _own_weights(hparams, name, losses=losses, groups=groups, keep=keep)
         rest = {key: leaf for key, leaf in hparams.items() if key != name}
         holding = Holding(rest, name)
-        changes["dynamics"] = Held(as_held(problem.dynamics), holding, begin)
+        changes["dynamics"] = Held(problem.dynamics, holding, begin)
     else:
         _check_training(problem, name)
         n = examples_of(problem.batches)
@@ -152,12 +154,10 @@ def weighted_problem(
         count = n if groups is None else int(groups.max()) + 1
         holding = Holding(hparams, None)
         numbered = Numbered(problem.batches, groups)
-        weighted = Weighted(as_held(problem.dynamics), holding, begin, losses, False, name)
+        weighted = Weighted(problem.dynamics, holding, begin, losses, False, name)
         more, dtype = check_losses(problem, weighted, hparams, losses)
         weights = jnp.full(count, keep, np.promote_types(dtype, np.float32))
-        changes["dynamics"] = Weighted(
-            as_held(problem.dynamics), holding, begin, losses, more, name
-        )
+        changes["dynamics"] = Weighted(problem.dynamics, holding, begin, losses, more, name)
         changes["batches"] = numbered
     if not isinstance(problem.objective, dict):
         changes["objective"] = HeldObjective(problem.objective, holding)
@@ -166,7 +166,6 @@ def weighted_problem(
 
 def _check_training(problem: Problem, name: str) -> None:
     dynamics = problem.dynamics
-    dynamics = dynamics.inner if type(dynamics) is Wrapper else dynamics
     if not isinstance(dynamics, Training):
         raise TypeError(
             f"the dynamics is {describe(dynamics)}: weights of examples can be added to "

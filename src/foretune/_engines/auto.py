@@ -21,12 +21,12 @@ import sys
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .._problem.arguments import Structure
-from .._problem.problem import Problem, validated
-from .._problem.system import System
-from .base import AbstractEngine, Hypergradient, Solution, check_options
+from .._problem.draws import Drawn, as_problem
+from .._problem.problem import Problem, ProblemLike, validated
+from .base import AbstractEngine, Hypergradient, TracedEngine, check_not_problem, compute
 from .costs import (
     Costs,
     agreed,
@@ -56,7 +56,7 @@ _PASSES = 1.05  # several passes repeat what is around the steps too; they must 
 class Candidate(NamedTuple):
     """An engine with what it is predicted to take."""
 
-    engine: AbstractEngine
+    engine: TracedEngine
     seconds: float
     bytes: float
     """The states that it holds; the whole program holds some more."""
@@ -75,7 +75,7 @@ class Candidate(NamedTuple):
 class Choice(NamedTuple):
     """What `Auto` chose, and from what; prints as a table."""
 
-    engine: AbstractEngine
+    engine: TracedEngine
     bytes: int
     """What its program needs: data, results and temporary arrays."""
     limit: float
@@ -116,7 +116,6 @@ class Auto(AbstractEngine):
         memory: what the program may need at most, with its data and results: bytes, or a text like
             "4GiB" or "500MB". None (default): what is free on the device, which is also the most that
             any budget allows.
-        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
 
     The choice is made from the time that a few steps of the training take and the memory that the
     compiler plans, and for a brief training between engines that are predicted to be level from their
@@ -135,55 +134,49 @@ class Auto(AbstractEngine):
     (0.25, -2.0)
     """
 
-    memory: Any
-    check_finite: bool | None
+    memory: int | None
 
-    def __init__(self, memory: Any = None, *, check_finite: bool | None = None):
-        read = memory is not None and not isinstance(memory, Problem)
-        self.memory = parse_bytes(memory) if read else memory
-        self.check_finite = check_finite
-        check_options(self)
+    def __init__(self, memory: object = None):
+        check_not_problem("Auto", memory)
+        self.memory = None if memory is None else parse_bytes(memory)
 
-    def solve(self, system: System, hparams: PyTree) -> Solution:
-        """Never called: a call goes to the engine that is chosen."""
-        raise NotImplementedError
-
-    def __call__(self, problem: Problem, hparams: PyTree) -> Hypergradient:
+    def __call__(
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
+    ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
-        return self.explain(problem, hparams).engine(problem, hparams)
+        given = as_problem(problem, key)
+        return self.explain(given, hparams).engine(given, hparams)
 
-    def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:
+    def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         """Return the program that a call runs."""
         return self.explain(problem, hparams).engine.lower(problem, hparams)
 
-    def explain(self, problem: Problem, hparams: PyTree) -> Choice:
+    def explain(self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None) -> Choice:
         """Return the choice, which prints as a table of the candidates."""
-        arrays, structure = validated(problem, hparams)
+        arrays, structure = validated(as_problem(problem, key), hparams)
         shapes = tuple((a.shape, a.dtype, getattr(a, "weak_type", False)) for a in arrays)
-        key = (structure, shapes, self.memory, self.check_finite)
+        asked = (structure, shapes, self.memory)
         given = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
         with jax.ensure_compile_time_eval():  # inside `jit` too, programs are to run now
             free = agreed(free_bytes(), least=True) + given
             limit = min(free, float(self.memory or math.inf))
-            if key not in _CHOICES or _CHOICES[key].bytes > limit:
+            if asked not in _CHOICES or _CHOICES[asked].bytes > limit:
                 if len(_CHOICES) >= _REMEMBERED:
                     _CHOICES.clear()
-                _CHOICES[key] = choose(structure, arrays, limit, given, self.check_finite)
-        return _CHOICES[key]
+                _CHOICES[asked] = choose(structure, arrays, limit, given)
+        return _CHOICES[asked]
 
 
 _CHOICES: dict[Any, Choice] = {}
 
 
-def choose(
-    structure: Structure, arrays: list[Any], limit: float, given: int, check_finite: bool | None
-) -> Choice:
+def choose(structure: Structure, arrays: list[Array], limit: float, given: int) -> Choice:
     """Return the fastest exact engine that needs no more than `limit` bytes, `given` among them."""
     if sys.stderr.isatty():
         print("foretune.Auto: timing a few steps, to choose an engine", file=sys.stderr)
     arrays = [concrete(array) for array in arrays]
     costs = measure_costs(structure, arrays, limit)
-    found = sorted(candidates(costs, check_finite), key=lambda c: c.seconds)
+    found = sorted(candidates(costs), key=lambda c: c.seconds)
     left, sizes = [c for c in found if c.bytes + given <= limit], {}
     while left:
         rivals = _RIVALS if costs.measured and left[0].seconds <= _BRIEF else 1
@@ -210,23 +203,22 @@ def choose(
     raise MemoryError(
         f"no exact engine fits into {show_bytes(limit)}: of those compiled the smallest, {smallest}, "
         f"needs {show_bytes(sizes[smallest])}, with the data and parameters ({show_bytes(given)}). "
-        "Allow more, `Auto(memory=...)`, give a smaller batch, or approximate: `Truncated`, "
-        "`Implicit`, `Sampled`."
+        "Allow more, `Auto(memory=...)`, give a smaller batch, or take `ReverseOnDisk`."
     )
 
 
-def candidates(costs: Costs, check_finite: bool | None) -> list[Candidate]:
+def candidates(costs: Costs) -> list[Candidate]:
     """Return the exact engines, with what each is predicted to take."""
     T, m, state = costs.steps, costs.hyperparameters, costs.state
     found = []
     for chunk in _halved(m):
         passes = -(-m // chunk)
         seconds = passes * T * costs.with_tangents(chunk) * (1.0 if passes == 1 else _PASSES)
-        engine = Forward(chunk=None if chunk == m else chunk, check_finite=check_finite)
+        engine = Forward(None if chunk == m else chunk)
         found.append(Candidate(engine, seconds, (chunk + 1) * state))
 
     def reverse(store, seconds, held, transpose="forward"):
-        engine = Reverse(store=store, check_finite=check_finite, transpose=transpose)
+        engine = Reverse(store, transpose=transpose)
         found.append(Candidate(engine, seconds + held * byte_seconds(), held))
 
     back, kept = T * costs.adjoint, T * costs.kept_gradient
@@ -253,10 +245,10 @@ def _halved(n: int) -> list[int]:
     return found
 
 
-def compiled(group: list[Candidate], structure: Structure, arrays: list[Any]) -> dict[str, Any]:
+def compiled(
+    group: list[Candidate], structure: Structure, arrays: list[Any]
+) -> dict[str, jax.stages.Compiled]:
     """Return the candidates' whole programs."""
-    from .base import compute
-
     lowered = {c.name: compute.lower(c.engine, structure, True, arrays) for c in group}
     return {name: program.result() for name, program in compile_all(lowered).items()}
 
@@ -274,7 +266,7 @@ def program_bytes(program: Any) -> int:
     )
 
 
-def parse_bytes(memory: Any, where: str = "Auto") -> int:
+def parse_bytes(memory: object, where: str = "Auto") -> int:
     """Return the bytes of a number or of a text like "4GiB".
 
     >>> parse_bytes("4GiB"), parse_bytes("1.5 MB"), parse_bytes(100)

@@ -14,10 +14,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -26,15 +26,19 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
-from .._problem.arguments import Structure, unflatten
+from .._problem.arguments import Structure
+from .._problem.problem import Problem, opened
 from .._problem.system import System, make_system
 from .products import directional, has_no_mode, unstack
 from .reverse import Reverse
 from .schedules import binomial_steps
 from .segments import split_where_worth
 
+Name = str | int
+Key = TypeVar("Key")
+Solve = Callable[[Problem, System, PyTree], PyTree]
 _SHORT = 4
 _SECONDS = 0.02
 _CALLS = 100  # of a hypergradient, in which measuring costs must pay
@@ -83,7 +87,7 @@ class Costs(NamedTuple):
         return self.tangents[lower] + max(slope, 0.0) * (count - lower)
 
 
-def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -> Costs:
+def measure_costs(structure: Structure, arrays: list[Array], limit: float | int) -> Costs:
     """Return the costs, infinite where a mode cannot differentiate the step.
 
     Nothing is run that needs more than `limit` bytes.
@@ -91,7 +95,7 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
     sizes = {}
 
     def count(arrays):
-        problem, hparams = unflatten(structure, arrays)
+        problem, hparams = opened(structure, arrays)
         system = make_system(problem, hparams)
         s = system.initial(hparams)
         sizes["T"], sizes["m"] = system.steps, ravel_pytree(hparams)[0].size
@@ -103,12 +107,15 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
     state = sum(math.prod(a.shape) * a.dtype.itemsize for a in _leaves(count, arrays))
     T, m = sizes["T"], sizes["m"]
 
-    def timed(solves: dict[Any, Callable[..., Any]], steps: int) -> dict[Any, tuple[float, float]]:
+    def timed(
+        solves: Mapping[str, Solve] | Mapping[Name, Solve], steps: int
+    ) -> dict[Name, tuple[float, float]]:
         """Return seconds per step and bytes of each; all are compiled, then run in turn."""
 
         def program(solve, arrays):
-            problem, hparams = unflatten(structure, arrays)
-            return solve(_shortened(make_system(problem, hparams), steps, sizes["K"]), hparams)
+            problem, hparams = opened(structure, arrays)
+            short = _shortened(make_system(problem, hparams), steps, sizes["K"])
+            return solve(problem, short, hparams)
 
         found, lowered = dict.fromkeys(solves, (math.inf, 0.0)), {}
         for name, solve in solves.items():
@@ -126,14 +133,14 @@ def measure_costs(structure: Structure, arrays: list[Any], limit: float | int) -
         return found
 
     def tangents(c):
-        def solve(system, hparams):
+        def solve(problem, system, hparams):
             flat, unravel = ravel_pytree(hparams)
             directions = jax.nn.one_hot(jnp.arange(c) % m, m, dtype=flat.dtype)
             return directional(system, hparams, unstack(jax.vmap(unravel)(directions)))[1:]
 
         return solve
 
-    plain = {"plain": lambda system, hparams: system.run(hparams)}
+    plain = {"plain": lambda problem, system, hparams: system.run(hparams)}
     most = max(1, min(T, int(limit / (4 * max(state, 1)))))
     n = min(most, _SHORT)
     step, _ = timed(plain, n)["plain"]
@@ -203,18 +210,18 @@ def _shortened(system: System, steps: int, K: int) -> System:
     return system._replace(xs=xs, steps=steps, errors=errors)
 
 
-def concrete(array: Any) -> Any:
+def concrete(array: Array) -> Array:
     """Return the array, or one of its shape where it is being traced."""
     if isinstance(array, Tracer | jax.ShapeDtypeStruct):
-        return np.zeros(array.shape, array.dtype)
+        return jnp.zeros(array.shape, array.dtype)
     return array
 
 
-def _leaves(f: Callable[..., PyTree], arrays: list[Any]) -> list[Any]:
+def _leaves(f: Callable[..., PyTree], arrays: list[Array]) -> list[jax.ShapeDtypeStruct]:
     return jax.tree.leaves(jax.eval_shape(f, arrays))
 
 
-def compile_all(lowered: dict[Any, jax.stages.Lowered]) -> dict[Any, Future[Any]]:
+def compile_all(lowered: Mapping[Key, jax.stages.Lowered]) -> dict[Key, Future]:
     """Compile programs: at once on a CPU, elsewhere one by one.
 
     Compilers for other devices choose kernels by timing them, which programs at once would disturb.
@@ -226,7 +233,7 @@ def compile_all(lowered: dict[Any, jax.stages.Lowered]) -> dict[Any, Future[Any]
 
 
 def run_time(
-    compiled: Any, arrays: list[Any], limit: float | int = math.inf
+    compiled: jax.stages.Compiled, arrays: list[Array], limit: float | int = math.inf
 ) -> tuple[float, float]:
     """Return the seconds of a compiled program, and the bytes of its temporary arrays."""
     memory: Any = compiled.memory_analysis()

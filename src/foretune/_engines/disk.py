@@ -28,14 +28,15 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from .._problem.arguments import Compiled, Output, Structure, unflatten
+from .._problem.arguments import Compiled, Output, Structure
 from .._problem.checks import check_count
-from .._problem.problem import Problem, validated
+from .._problem.draws import Drawn, as_problem
+from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
 from .auto import parse_bytes
-from .base import AbstractEngine, Hypergradient, Solution
+from .base import AbstractEngine, Hypergradient
 from .costs import free_bytes
-from .nonfinite import FORWARD, NonFiniteError, explain, is_finite
+from .nonfinite import FORWARD, NonFiniteError, explain, is_finite, when_checked
 from .products import error_gradients, pull_rows
 from .reverse import Reverse
 from .schedules import Adjoint, take
@@ -62,7 +63,6 @@ class ReverseOnDisk(AbstractEngine):
             half of what is free.
         store: what is kept within a segment, as in `Reverse`.
         transpose: as in `Reverse`.
-        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax, tempfile
     >>> problem = ft.Problem(
@@ -81,7 +81,6 @@ class ReverseOnDisk(AbstractEngine):
     memory: int | None
     store: str | int
     transpose: str
-    check_finite: bool | None
 
     def __init__(
         self,
@@ -91,7 +90,6 @@ class ReverseOnDisk(AbstractEngine):
         memory: Any = None,
         store: str | int = "gradients",
         transpose: str = "forward",
-        check_finite: bool | None = None,
     ):
         if not isinstance(folder, str | os.PathLike):
             raise TypeError(
@@ -102,33 +100,31 @@ class ReverseOnDisk(AbstractEngine):
             check_count(segment, f"ReverseOnDisk(segment={segment})")
         self.folder, self.segment = os.fspath(folder), segment
         self.memory = None if memory is None else parse_bytes(memory, "ReverseOnDisk")
-        self.store, self.transpose, self.check_finite = store, transpose, check_finite
+        self.store, self.transpose = store, transpose
         _ = self._within.schedule  # its checks
 
     @property
     def _within(self) -> Reverse:
-        return Reverse(self.check_finite, store=self.store, transpose=self.transpose)
+        return Reverse(self.store, transpose=self.transpose)
 
     @property
     def other_mode(self) -> str:
         """`Forward`."""
         return FORWARD
 
-    def solve(self, system: System, hparams: PyTree) -> Solution:
-        """Never called: the loop over segments is outside of all programs."""
-        raise NotImplementedError
-
-    def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:
+    def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         """Return the largest of the programs: the way back through one segment."""
         arrays, structure = validated(problem, hparams)
         s = jax.eval_shape(lambda arrays: _start.function(structure, arrays), arrays)
-        length = self._length(problem.steps, s)
+        length = self._length(opened(structure, arrays)[0].steps, s)
         end = jax.eval_shape(lambda a, s: _end.function(structure, a, s), arrays, s)
         return _back.lower(self._within, structure, length, arrays, s, np.int32(0), end[1])
 
-    def __call__(self, problem: Problem, hparams: PyTree) -> Hypergradient:
+    def __call__(
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
+    ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
-        arrays, structure = validated(problem, hparams)
+        arrays, structure = validated(as_problem(problem, key), hparams)
         if any(isinstance(array, Tracer) for array in arrays):
             raise TypeError(
                 "ReverseOnDisk is a loop on the host with files, which cannot be inside `jax.jit`, "
@@ -141,14 +137,15 @@ class ReverseOnDisk(AbstractEngine):
                 '`foretune.Reverse(store="segments")`.'
             )
         s_0 = _start(structure, arrays)
-        length = self._length(problem.steps, s_0)
-        files = _Files(Path(self.folder), _fingerprint(arrays, problem.steps, length))
+        steps = opened(structure, arrays)[0].steps
+        length = self._length(steps, s_0)
+        files = _Files(Path(self.folder), _fingerprint(arrays, steps, length))
         with files:
-            s_T = self._forward(files, structure, arrays, s_0, problem.steps, length)
-            found = self._backward(files, structure, arrays, s_0, s_T, problem.steps, length)
+            s_T = self._forward(files, structure, arrays, s_0, steps, length)
+            found = self._backward(files, structure, arrays, s_0, s_T, steps, length)
         files.remove()
-        if self.check_finite is not False and not is_finite((found.value, found.grad)):
-            raise NonFiniteError(explain(problem, hparams, found, self.other_mode))
+        if when_checked() is not False and not is_finite((found.value, found.grad)):
+            raise NonFiniteError(explain(*opened(structure, arrays), found, self.other_mode))
         return found
 
     def _length(self, steps: int, s_0: PyTree) -> int:
@@ -220,7 +217,7 @@ class _Programs(Compiled):
 
 
 def _system(structure: Structure, arrays: list[Array]) -> tuple[System, PyTree]:
-    problem, hparams = unflatten(structure, arrays)
+    problem, hparams = opened(structure, arrays)
     return make_system(problem, hparams), hparams
 
 

@@ -1,10 +1,11 @@
 """Stopping rules: functions of a run that return a reason to stop, or None."""
 
-from typing import Any
-
 import numpy as np
+from jaxtyping import PyTree
 
+from .._files.records import Record
 from .._problem.checks import check_count
+from .run import Run
 
 
 class NoImprovement:
@@ -18,9 +19,9 @@ class NoImprovement:
         check_count(patience, f"NoImprovement(patience={patience!r})")
         self.patience = patience
 
-    def __call__(self, run: Any) -> str | None:
+    def __call__(self, run: Run) -> str | None:
         """Return the reason, or None."""
-        age = run.step - int(np.max(run.best.step))
+        age = run.step - int(run.best.step)
         return f"no improvement over {age} steps" if age >= self.patience else None
 
 
@@ -37,9 +38,9 @@ class SmallGradient:
     def __init__(self, norm: float | int):
         self.norm = _checked(norm, f"SmallGradient(norm={norm!r})")
 
-    def __call__(self, run: Any) -> str | None:
+    def __call__(self, run: Run) -> str | None:
         """Return the reason, or None."""
-        norm = float(np.nanmax(run.record["gradient_norm"]))  # NaN: a descent that has ended
+        norm = run.record["gradient_norm"]
         return f"hypergradient norm {norm:.2g} < {self.norm:g}" if norm < self.norm else None
 
 
@@ -50,10 +51,12 @@ class TimeLimit:
     >>> rule = ft.TimeLimit(600.0)
     """
 
+    pauses = True  # a run that it ended continues when it is called again
+
     def __init__(self, seconds: float | int):
         self.seconds = _checked(seconds, f"TimeLimit(seconds={seconds!r})")
 
-    def __call__(self, run: Any) -> str | None:
+    def __call__(self, run: Run) -> str | None:
         """Return the reason, or None."""
         return f"{self.seconds:g} seconds are over" if run.seconds >= self.seconds else None
 
@@ -79,11 +82,11 @@ class Vanished:
             raise ValueError(f"Vanished(name={name!r}): the name of a hyperparameter, a string.")
         self.name, self.patience = name, patience
         self.below = _checked(below, f"Vanished(below={below!r})")
-        self._history: list[Any] | None = None  # whose sizes these are; each run has its own
+        self._history: list[Record] | None = None  # whose sizes these are; each run has its own
         self._sizes: list[float] = []
         self._peak = 0.0
 
-    def __call__(self, run: Any) -> str | None:
+    def __call__(self, run: Run) -> str | None:
         """Return the reason, or None."""
         if self.name not in run.record.get("hparams", {}):
             raise ValueError(
@@ -101,7 +104,7 @@ class Vanished:
         return f"{self.name} has gone to 0" if gone and self._peak > 0 else None
 
 
-def _checked(number: Any, given: str) -> Any:
+def _checked(number: float | int, given: str) -> float | int:
     """Return the number, or raise unless it is one that a rule can compare with."""
     real = isinstance(number, int | float | np.integer | np.floating)
     if isinstance(number, bool) or not real or not number >= 0:
@@ -109,7 +112,7 @@ def _checked(number: Any, given: str) -> Any:
     return number
 
 
-def _leaves(tree: Any) -> list[Any]:
+def _leaves(tree: PyTree) -> list[np.ndarray]:
     if isinstance(tree, dict):
         return [leaf for part in tree.values() for leaf in _leaves(part)]
     return [np.asarray(tree)]

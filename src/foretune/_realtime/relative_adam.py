@@ -1,7 +1,7 @@
 """An outer optimizer whose steps are relative to the hyperparameters: nothing to tune.
 
 Hyperparameters differ in scale by orders of magnitude, and a good learning rate is not known in
-advance to one. So Adam runs on the scaled variable: with r_i the reach of entry i,
+advance to one. So Adam runs on the scaled variable: with r_i the scale of entry i,
 
     r_i = |lambda_i| + o_i   (at most the way to its upper bound),
     o_i = unit * |f| / |df/dlambda_i|   at the first gradient that is not 0,
@@ -75,20 +75,20 @@ def relative_adam(
         params: PyTree = None,
         *,
         value: Any = None,
-        reach: Callable[[PyTree, PyTree], PyTree] | None = None,
+        scale: Callable[[PyTree, PyTree], PyTree] | None = None,
         **extra: Any,
     ) -> tuple[PyTree, RelativeState]:
         if params is None or value is None:
             raise ValueError("relative_adam needs `params` and `value` in its update.")
 
-        def scale(o, g, h):
+        def first_unit(o, g, h):
             natural = unit * jnp.abs(value) / jnp.where(g == 0, 1, jnp.abs(g))
             most = jnp.where(h == 0, 1.0, FARTHEST * jnp.abs(h))  # where the slope is hardly any
             first = jnp.minimum(natural, most).astype(o.dtype)
             return jnp.where((o == 0) & (g != 0), first, o)
 
-        o = jax.tree.map(scale, state.unit, updates, params)
-        own = reach or (lambda u, o: jax.tree.map(lambda u, o: jnp.abs(u) + o, u, o))
+        o = jax.tree.map(first_unit, state.unit, updates, params)
+        own = scale or (lambda u, o: jax.tree.map(lambda u, o: jnp.abs(u) + o, u, o))
         r = own(params, o)
         with jax.numpy_dtype_promotion("standard"):  # Adam multiplies floats by a count
             direction, moments = adam.update(jax.tree.map(jnp.multiply, r, updates), state.adam)

@@ -11,42 +11,29 @@ import functools
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._outer.interrupt import Interrupt
-from .._outer.run import (
-    Best,
-    Result,
-    Run,
-    check_callbacks,
-    check_evaluate,
-    check_functions,
-    check_outside_programs,
-    digest_of,
-    metrics_of,
-    nowhere,
-    on_host,
-    plain,
-    started,
-)
+from .._files.digests import digest, on_host
+from .._outer.checks import check_callbacks, check_evaluate, check_functions
+from .._outer.drive import Evaluation, Stepper, drive
+from .._outer.run import Result, Run
 from .._problem.arguments import Structure, flatten
 from .._problem.batches import FullBatch, Minibatches
 from .._problem.checks import (
     check_count,
-    check_flag,
     check_leading_axis,
     check_numbers,
+    check_outside_programs,
     check_some_number,
     describe,
     describe_tree,
     named_leaves,
 )
-from .._problem.validation import noting
 from .warn import warn_of_dropped, warn_of_vanished
 
 REMEMBERED = 256  # entries of a memory, before it is begun again
@@ -246,18 +233,6 @@ def differences(now: dict[str, str], old: dict[str, str], was: str, most: int = 
     return "\n".join(lines[:most] + ["  ..."] * (len(lines) > most))
 
 
-class RealTimeCarry(NamedTuple):
-    """All that decides how a real-time run continues: what a checkpoint saves."""
-
-    state: Any
-    best: Best
-
-    @property
-    def hparams(self) -> PyTree:
-        """The current hyperparameters."""
-        return self.state.hparams
-
-
 class RealTimeRun(Run):
     """A real-time run in progress: `step` counts finished windows.
 
@@ -275,12 +250,6 @@ class RealTimeRun(Run):
         """The current hyperparameters."""
         return (self.state or self.carry).hparams
 
-    @property
-    def whole(self) -> bool:
-        """Whether the carry can be resumed from: not where a window has taken its memory."""
-        gone = (x.is_deleted() for x in jax.tree.leaves(self.carry) if isinstance(x, jax.Array))
-        return self.step > 0 and not any(gone)
-
 
 def run_stream(
     tuner: Any,
@@ -294,16 +263,12 @@ def run_stream(
     callbacks: Any,
     stop: Any,
     evaluate: Any,
-    evaluate_every: Any,
     score: Any,
-    skip: bool,
 ) -> Result:
     """Do what `RealTime.run` documents."""
     if steps is not None:
         check_count(steps, f"run(steps={steps!r})")
     check_count(window, f"run(window={window!r})")
-    check_count(evaluate_every, f"run(evaluate_every={evaluate_every!r})")
-    check_flag(skip, "run(skip=...)")
     check_callbacks(callbacks)
     rules = check_functions(stop, evaluate, score)
     check_outside_programs("RealTime.run", params, hparams)
@@ -311,8 +276,7 @@ def run_stream(
     pieces = windows(train_stream, window)
     state = tuner.init(params, hparams)
     if evaluate is not None:
-        with noting("evaluate(state, hparams)", state=state.train, hparams=state.hparams):
-            check_evaluate(evaluate, state.train, state.hparams, _RECORD)
+        check_evaluate(evaluate, state.train, state.hparams, _RECORD)
 
     def fingerprint():  # asked for before the first window, while `state` is the initial one
         static = [f.name for f in dataclasses.fields(tuner.settings) if f.metadata.get("static")]
@@ -320,61 +284,72 @@ def run_stream(
         return {name: str(getattr(tuner.settings, name)) for name in constants} | {
             "constraints": repr(tuner.settings.constraints),
             "window": str(window),
-            "initial hyperparameters": digest_of(state.hparams),
-            "initial parameters": digest_of(state.train),
+            "initial hyperparameters": digest(state.hparams),
+            "initial parameters": digest(state.train),
         }
 
-    run = RealTimeRun(steps, RealTimeCarry(state, nowhere(state.hparams)), fingerprint)
+    run = RealTimeRun(steps, state, state.hparams, fingerprint)
     run.tuner = tuner
-    with Interrupt() as interrupt, started(callbacks, run):
-        already = run.step if skip else 0
-        validations = itertools.islice(_repeated(validation_stream), already, None)
-        pieces = itertools.islice(pieces, already, None)
-        upcoming, stopped, failure = _next(pieces), None, None
-        if steps is not None and run.step >= steps:
-            stopped = f"{steps} steps done"
-        while stopped is None:
-            run.window, run.validation = upcoming, _next(validations)
-            if run.window is END or run.validation is END:
-                which = "training" if run.window is END else "validation"
-                stopped = f"the {which} stream ended"
-                if run.step == 0:
-                    raise ValueError(f"the {which} stream is empty: it gave no batch.")
-                break
-            state, log, fault = tuner.dispatch(run.carry.state, run.window, run.validation)
-            run.state = state
-            # The next window is read and sent to the device while this one runs.
-            more = steps is None or run.step + 1 < steps
-            try:
-                upcoming = _next(pieces) if more and not interrupt.asked else END
-            except BaseException as error:  # raised when this window has been noted
-                failure = error
-            if fault:
-                _fail(tuner, run, state)
-            record = _record(run, state, log, evaluate, evaluate_every)
-            best = run.best
-            if not record["undone"] and (not evaluate or set(record) > _RECORD):
-                best = run.ranked(score, record, log["hparams"])
-            # The window is done: from here on the run stands after it, in every respect.
-            run.value, run.grad, run.log = log["value"], log["hypergradient"], log
-            run.note(record)
-            run.move(run.step + 1, RealTimeCarry(state, best))
-            _warn_where_all_is_undone(run)
-            warn_of_dropped(state, log, stacklevel=3)
-            warn_of_vanished(
-                run.history[0]["hparams"], record["hparams"], state.hparams, stacklevel=3
-            )
-            for callback in callbacks:
-                callback.step(run)
-            if failure is not None:
-                raise failure
-            stopped = next(iter(run.reasons(rules, interrupt)), None)
-            horizon = tuner.settings.horizon
-            if stopped is None and horizon is not None and state.course.steps >= horizon:
-                stopped = f"the horizon of {horizon} minibatches is reached"
-    if run.value is None and run.history:  # resumed at its end
-        run.value = jax.tree.map(lambda x: jnp.asarray(x, float), run.history[-1]["value"])
-    return Result(run.hparams, run.value, run.carry.state, run.history, run.best, stopped)
+    stepper = Windows(tuner, pieces, _repeated(validation_stream))
+    return drive(run, stepper, callbacks=callbacks, rules=rules, evaluate=evaluate, score=score)
+
+
+class Windows(Stepper):
+    """The steps of a real-time run: a window each."""
+
+    first = 1
+
+    def __init__(self, tuner: Any, pieces: Iterator[Any], validations: Iterator[Any]):
+        self.tuner, self.pieces, self.validations = tuner, pieces, validations
+        self.failure: BaseException | None = None
+
+    def begin(self, run: Run) -> None:
+        """Skip what was seen, and read the first window."""
+        self.validations = itertools.islice(self.validations, run.step, None)
+        self.pieces = itertools.islice(self.pieces, run.step, None)
+        self.upcoming = _next(self.pieces)
+
+    def advance(self, run: Any, step: int) -> Evaluation | str:
+        """Train over a window."""
+        if self.failure is not None:
+            raise self.failure
+        run.window, run.validation = self.upcoming, _next(self.validations)
+        if run.window is END or run.validation is END:
+            which = "training" if run.window is END else "validation"
+            if run.begins:
+                raise ValueError(f"the {which} stream is empty: it gave no batch.")
+            return f"the {which} stream ended"
+        state, log, fault = self.tuner.dispatch(run.carry, run.window, run.validation)
+        # The next window is read and sent to the device while this one runs.
+        more = run.steps is None or step < run.steps
+        try:
+            self.upcoming = _next(self.pieces) if more and not run.interrupted else END
+        except BaseException as error:  # raised when this window has been noted
+            self.failure = error
+        if fault:
+            error = self.tuner.fault(state, run.window, run.validation)
+            if not run.whole:  # the state before the window comes back without its Z
+                run.put_back(state)
+            raise error
+        run.log = log
+        return Evaluation(
+            state, log["hparams"], log["value"], log["hypergradient"], state, _record(log),
+            (state.train, state.hparams), ~log["undone"],
+        )  # fmt: skip
+
+    def noted(self, run: Any) -> None:
+        """Warn of what has happened."""
+        _warn_where_all_is_undone(run)
+        warn_of_dropped(run.carry, run.log, stacklevel=3)
+        first, ran = run.history[0]["hparams"], run.record["hparams"]
+        warn_of_vanished(first, ran, run.carry.hparams, stacklevel=3)
+
+    def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
+        """Return the last hyperparameters, the last value and the tuner's state."""
+        value = run.value
+        if value is None and run.history:  # resumed at its end
+            value = jax.tree.map(lambda x: jnp.asarray(x, float), run.history[-1]["value"])
+        return run.carry.hparams, value, run.carry
 
 
 END = object()  # of a stream
@@ -392,16 +367,13 @@ _NOTED = (
 _RECORD = {"step", "value", "gradient_norm", *_NOTED}
 
 
-def _record(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -> dict[str, Any]:
-    """Return the record of the window that follows the run's step, which is waited for."""
-    step, numbers = run.step + 1, on_host(log)
+def _record(log: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of a window, which is waited for."""
+    numbers = on_host(log)
     wide = jax.tree.map(lambda g: np.asarray(g, np.float64), numbers["hypergradient"])
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(wide)))
-    record = {"step": step, "value": numbers["value"], "gradient_norm": norm}
-    record |= {name: numbers[name] for name in _NOTED}
-    if evaluate and (step % every == 0 or step == run.steps):
-        record |= metrics_of(evaluate, state.train, state.hparams)
-    return plain(record)
+    record = {"value": numbers["value"], "gradient_norm": norm}
+    return record | {name: numbers[name] for name in _NOTED}
 
 
 def _warn_where_all_is_undone(run: RealTimeRun) -> None:
@@ -419,18 +391,6 @@ def _warn_where_all_is_undone(run: RealTimeRun) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
-
-
-def _fail(tuner: Any, run: RealTimeRun, state: Any) -> None:
-    error = tuner.fault(state, run.window, run.validation)
-    if not run.whole:  # the state before the window comes back without its Z
-        run.move(run.step, run.carry._replace(state=state))
-    error.run = run
-    error.add_note(
-        "foretune: what there is until then (history, best, hparams) is in the attribute `run` of "
-        "this error."
-    )
-    raise error
 
 
 def _next(iterator: Iterator[Any]) -> Any:

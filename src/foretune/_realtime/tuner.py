@@ -33,7 +33,11 @@ from jaxtyping import Array, PyTree
 from .._constraints.base import check_constraints
 from .._engines.nonfinite import NonFiniteError, explain_window
 from .._engines.products import pushforward
-from .._outer.run import Outer, Result, check_optimizer, feasible, on_host
+from .._files.digests import on_host
+from .._outer.checks import check_optimizer
+from .._outer.run import Result
+from .._constraints.base import feasible
+from .._outer.update import Outer
 from .._problem.arguments import Compiled, Structure, copied, flatten, unflatten
 from .._problem.batches import FullBatch
 from .._problem.checks import (
@@ -234,7 +238,7 @@ class RealTime:
         constraints = check_constraints(settings.constraints, hparams)
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(hparams)):
             _check_start((), hparams)
-            hparams = feasible(hparams, constraints)
+            hparams = feasible(constraints, hparams)
         problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
         with noting("init(params, hparams) of the dynamics", hparams=hparams):
             system = make_system(problem, hparams, whole=True)
@@ -296,9 +300,7 @@ class RealTime:
         callbacks: Any = (),
         stop: Any = None,
         evaluate: Any = None,
-        evaluate_every: Any = 1,
         score: Any = None,
-        skip: bool = True,
     ) -> Result:
         """Tune over a stream of minibatches, until it ends.
 
@@ -315,10 +317,7 @@ class RealTime:
             callbacks: as in `minimize`; with `Checkpoint` the run resumes.
             stop: stopping rules, as in `minimize`, and `foretune.Vanished("lr")`.
             evaluate: `evaluate(state.train, hparams) -> dict` of further scalars.
-            evaluate_every: the windows between two evaluations.
             score: what `best` is lowest in, as a function of a record; by default its `value`.
-            skip: whether a resumed run passes over what it had read of the streams. False for
-                streams that continue by themselves.
 
         Returns:
             A `Result`; its `state` is the tuner's state, with the trained weights in `state.train`.
@@ -352,9 +351,7 @@ class RealTime:
             callbacks=callbacks,
             stop=stop,
             evaluate=evaluate,
-            evaluate_every=evaluate_every,
             score=score,
-            skip=skip,
         )
 
     def dispatch(

@@ -31,7 +31,7 @@ from .._engines.products import (
     stack_columns,
     unstack,
 )
-from .._outer.run import Outer
+from .._outer.update import Outer
 from .._problem.checks import describe, named_leaves
 from .._problem.dynamics import Continued
 from .._problem.problem import Problem
@@ -458,8 +458,8 @@ def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
     Steps that would end below the smallest normal number, at 0 before long, are not taken.
     """
 
-    def update(direction, state, u, *, reach, **_):
-        size = reach(u, jax.tree.map(jnp.zeros_like, u))
+    def update(direction, state, u, *, scale, **_):
+        size = scale(u, jax.tree.map(jnp.zeros_like, u))
         return jax.tree.map(lambda r, d: -BACK_OFF * r * jnp.sign(d), size, direction), state
 
     retreat = optax.GradientTransformationExtraArgs(lambda _: (), update)  # pyright: ignore

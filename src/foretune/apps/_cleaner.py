@@ -13,7 +13,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 
 from .._engines.base import check_engine
 from .._outer.callbacks import Progress
-from .._outer.run import check_callbacks
+from .._outer.checks import check_callbacks
 from . import _noise, _pool, _weights
 from ._columns import column_encoder, has_words, native_columns, row_count, stack_rows
 from ._labels import FLOATS, check_whole, listed, plain_labels, second_labels, second_set

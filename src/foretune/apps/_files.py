@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._files.checkpoint import Checkpoint
 from .._files.files import write_whole
 from .._outer.callbacks import History
+from .._outer.checkpoint import Checkpoint
 from ..report import RunFolder, curves, histogram, write_page
 from . import LabelCleaner, ValueCleaner, clean_labels
 from ._columns import has_words, is_frame

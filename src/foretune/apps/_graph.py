@@ -28,12 +28,11 @@ from jaxtyping import Array, Float, PyTree
 from .._constraints.base import AbstractConstraint
 from .._constraints.sets import SymmetricNonNegative
 from .._constraints.variables import Log
-from .._files.checkpoint import Checkpoint
 from .._files.files import write_whole
 from .._outer.callbacks import Callback
+from .._outer.checkpoint import Checkpoint
 from .._outer.minimize import minimize
 from .._problem.batches import FullBatch
-from .._problem.folds import CrossValidated
 from .._problem.problem import Problem
 from .._problem.training import Training
 from ._noise import make_folds

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .._files.files import FolderLock, RunError, write_whole
+from .._files.files import RunError, locked, write_whole
 from ._console import say
 from ._page import parsed, signed, write_page
 
@@ -67,7 +67,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{self.path} cannot be made: {error.strerror}.") from error
-        self._lock = FolderLock(self.path).acquire()
+        self._lock = contextlib.ExitStack()
+        self._lock.enter_context(locked(self.path, reentrant=True))
         try:
             self._open(config)
         except BaseException:
@@ -103,7 +104,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Let other processes have the folder."""
-        self._lock.release()
+        self._lock.close()
 
     @property
     def figures(self) -> Path:
