@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import equinox as eqx
@@ -92,7 +93,7 @@ def test_both_ways_to_transpose_a_gradient_are_measured(timeless, monkeypatch):
     auto._CHOICES.clear()
 
 
-class Halving:
+class Halving(ft.Dynamics):
     def init(self, params, hparams):
         return params
 
@@ -188,7 +189,7 @@ def test_engines_predicted_level_are_measured(timeless, monkeypatch):
     stores = {"everything": 1.6, "states": 1.5, "segments": 1.55, 3: 9.0}
     measured = iter([0.3, 0.1, 0.2])
 
-    def level(costs, check_finite):
+    def level(costs):
         return [auto.Candidate(ft.Reverse(store=s), t, 1.0) for s, t in stores.items()]
 
     monkeypatch.setattr(auto, "candidates", level)
@@ -208,7 +209,7 @@ def test_only_what_was_compiled_is_said_to_be_too_large():
     sizes = {"everything": 900.0, "states": 500.0, "segments": 100.0, 2: 800.0}
     found = [auto.Candidate(ft.Reverse(store=s), 1.0, size) for s, size in sizes.items()]
     compiled = {found[1].name: 1500, found[2].name: 700}
-    choice = ft.Choice(found[2].engine, 700, 1000.0, 150, found, compiled, {})
+    choice = auto.Choice(found[2].engine, 700, 1000.0, 150, found, compiled, {})
     _, everything, states, segments, two, _ = str(choice).splitlines()
     assert everything.endswith("900 B" + 18 * " " + "  its states are too large")  # with the data
     assert states.endswith("1.5 KiB  too large")
@@ -308,7 +309,7 @@ def test_in_minimize_and_with_folds():
     problem, hparams = regression(steps=10)
     result = ft.minimize(problem, hparams, engine=ft.Auto(), optimizer=optax.adam(0.01), steps=3)
     assert result.history[-1]["value"] < result.history[0]["value"]
-    folds = ft.CrossValidated(lambda k: regression(steps=10)[0], folds=2)
+    folds = ft.Mean([regression(steps=10)[0] for _ in range(2)])
     assert_trees_close(
         ft.Auto()(folds, hparams).grad, ft.Reverse()(folds, hparams).grad, 1e-4, 1e-6
     )
@@ -324,9 +325,8 @@ def test_a_step_that_one_mode_cannot_differentiate():
 
     doubled.defvjp(lambda w: (2 * w, None), lambda _, g: (2 * g,))  # and this no forward mode
 
-    class Dynamics:
-        def __init__(self, change):
-            self.change = change
+    class Changing(ft.Dynamics):
+        change: Callable
 
         def init(self, params, hparams):
             return params
@@ -337,7 +337,7 @@ def test_a_step_that_one_mode_cannot_differentiate():
     hparams = {"factor": jnp.array(0.9)}
     for change, engine in ((halved, ft.Forward), (doubled, ft.Reverse)):
         problem = ft.Problem(
-            Dynamics(change),
+            Changing(change),
             lambda s, h, _: jnp.sum(s**2),
             jnp.ones(3),
             ft.FullBatch(None, steps=5),

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,8 +110,8 @@ def test_several_objectives_folds_and_frozen_weights():
     other = lambda state, h, batch: jnp.sum(state.params["b"] ** 2)  # noqa: E731
     plain, hparams = problem(TRAININGS["adam"], 23)
     several = plain.replace(objective={"lr": plain.objective, "l2": other})
-    folds = ft.CrossValidated(
-        lambda k: plain.replace(validation=(np.full((4, 5), 0.1 + k), np.ones(4))), 2
+    folds = ft.Mean(
+        [plain.replace(validation=(np.full((4, 5), 0.1 + k), np.ones(4))) for k in range(2)]
     )
     frozen, _ = problem(
         ft.Training(
@@ -157,7 +156,7 @@ def test_the_parts_of_a_step():
     assert_trees_close(of_known, of_step, 1e-13)
 
 
-class Descent(eqx.Module):
+class Descent(ft.Dynamics):
     """A dynamics without a gradient that is marked."""
 
     def init(self, params, hparams):

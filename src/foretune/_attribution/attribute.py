@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._engines.auto import parse_bytes
 from .._engines.base import Hypergradient
+from .._engines.memory import parse_bytes
 from .._engines.nonfinite import NonFiniteError, explain, when_checked
 from .._engines.reverse import Reverse
 from .._files.digests import digest

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from .._engines.auto import program_bytes
-from .._engines.costs import free_bytes, show_bytes
+from .._engines.memory import free_bytes, program_bytes, show_bytes
 from .._engines.products import pull_rows
 from .._engines.reverse import Reverse
 from .._engines.schedules import Adjoint

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, PyTree
 
 from .._constraints.base import from_unconstrained, moved, scales, to_unconstrained
-from .._engines.costs import free_bytes
+from .._engines.memory import free_bytes
 from .._problem.arguments import filtered
 from .._problem.checks import named_leaves
 from .._problem.problem import Problem

@@ -33,9 +33,8 @@ from .._problem.checks import check_count
 from .._problem.draws import Drawn, as_problem
 from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
-from .auto import parse_bytes
 from .base import AbstractEngine, Hypergradient
-from .costs import free_bytes
+from .memory import free_bytes, parse_bytes
 from .nonfinite import FORWARD, NonFiniteError, explain, is_finite, when_checked
 from .products import error_gradients, pull_rows
 from .reverse import Reverse

@@ -27,7 +27,7 @@ from .._problem.checks import check_count, check_mesh
 from .._problem.problem import Problem
 from .._problem.system import System
 from .base import Solution, TracedEngine, check_not_problem
-from .costs import free_bytes, show_bytes
+from .memory import free_bytes, show_bytes
 from .nonfinite import REVERSE
 from .products import directional, unstack
 

@@ -9,11 +9,10 @@ numbers that come in as data, and draws in another form (`floor(uniform + p)`).
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .jaxprs import equations, subjaxprs
@@ -176,5 +175,5 @@ def _is_float(atom: Var | Literal) -> bool:
 
 
 @functools.cache
-def _is_inexact(dtype: np.dtype | None) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+def _is_inexact(dtype: Hashable) -> bool:  # of a key, it is no `numpy.dtype`
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)  # pyright: ignore

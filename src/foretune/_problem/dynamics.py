@@ -17,6 +17,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from .arguments import flatten
 from .checks import check_signature, describe
 
 
@@ -123,9 +124,9 @@ def check_dynamics(dynamics: object) -> Dynamics:
         )
     check_signature(dynamics.init, "dynamics.init(params, hparams)")
     check_signature(dynamics.step, "dynamics.step(state, hparams, batch)")
-    static = [leaf for leaf in jax.tree.leaves(dynamics) if not eqx.is_array(leaf)]
+    static = flatten(dynamics)[1]
     try:
-        hash((tuple(static), jax.tree.structure(dynamics)))
+        hash(static)
     except TypeError as error:
         raise TypeError(
             f"a field of {type(dynamics).__name__} cannot be hashed ({error}), so no program can be "

@@ -30,13 +30,12 @@ from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 
-from .._constraints.base import check_constraints
+from .._constraints.base import check_constraints, feasible
 from .._engines.nonfinite import NonFiniteError, explain_window
 from .._engines.products import pushforward
 from .._files.digests import on_host
 from .._outer.checks import check_optimizer
 from .._outer.run import Result
-from .._constraints.base import feasible
 from .._outer.update import Outer
 from .._problem.arguments import Compiled, Structure, copied, flatten, unflatten
 from .._problem.batches import FullBatch

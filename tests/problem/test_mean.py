@@ -1,6 +1,5 @@
-"""Cross-validated problems: the mean of several inner problems under one lambda."""
+"""The mean of several problems under one lambda: folds, and draws."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +68,10 @@ def hyper():
     return {name: jnp.asarray(value) for name, value in HPARAMS.items()}
 
 
+def mean(problem_of, count=FOLDS):
+    return ft.Mean([problem_of(k) for k in range(count)])
+
+
 def mean_of(problem_of_fold, hparams):
     results = [ft.Reverse()(problem_of_fold(k), hparams) for k in range(FOLDS)]
     means = [jax.tree.map(lambda *a: sum(a) / FOLDS, *part) for part in zip(*results, strict=True)]
@@ -87,17 +90,17 @@ def mean_of(problem_of_fold, hparams):
 def test_the_mean_of_its_folds(kind):
     data = Data()
     value, grad, states = mean_of(lambda k: data.problem(k, kind), hyper())
-    problem = ft.CrossValidated(lambda k: data.problem(k, kind), folds=FOLDS)
+    problem = mean(lambda k: data.problem(k, kind))
     for engine in (*ENGINES, ft.Forward(chunk=1)):
         found = engine(problem, hyper())
         np.testing.assert_allclose(found.value, value, rtol=1e-12)
         assert_trees_close(found.grad, grad, 1e-11)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
         assert_trees_close(found.state.params, stacked.params, 1e-12)
-    each = problem.fold_values(ft.Reverse()(problem, hyper()).state, hyper())
+    each = problem.values(ft.Reverse()(problem, hyper()).state, hyper())
     np.testing.assert_allclose(each.mean(), value, rtol=1e-12)
     assert each.shape == (FOLDS,)
-    assert problem.folds == FOLDS
+    assert problem.count == FOLDS
     assert problem.steps == STEPS
 
 
@@ -112,15 +115,13 @@ def test_each_hyperparameter_follows_its_own_mean_error(trajectory):
         return data.problem(k, objective=errors, trajectory=trajectory)
 
     value, grad, _ = mean_of(fold, hyper())
-    problem = ft.CrossValidated(fold, folds=FOLDS)
+    problem = mean(fold)
     for engine in ENGINES:
         found = engine(problem, hyper())
         assert_trees_close(found.value, value, 1e-12)
         assert_trees_close(found.grad, grad, 1e-11)
     ft.check_hypergradient(problem, hyper(), verbose=False)
-    one = ft.CrossValidated(
-        lambda k: data.problem(k, objective={"lr": error, "decay": error}), folds=FOLDS
-    )
+    one = mean(lambda k: data.problem(k, objective={"lr": error, "decay": error}))
     assert set(rows_of(one).values()) == {0}  # one error, one adjoint
 
 
@@ -143,12 +144,12 @@ def test_starts_and_random_keys_may_differ_and_starts_may_depend_on_lambda():
 
     value, grad, _ = mean_of(fold, hyper())
     for engine in ENGINES:
-        found = engine(ft.CrossValidated(fold, folds=FOLDS), hyper())
+        found = engine(mean(fold), hyper())
         np.testing.assert_allclose(found.value, value, rtol=1e-12)
         assert_trees_close(found.grad, grad, 1e-11)
 
 
-class PowerIteration(eqx.Module):
+class PowerIteration(ft.Dynamics):
     matrix: jax.Array
 
     def init(self, params, hparams):
@@ -176,55 +177,21 @@ def test_any_dynamics_with_arrays_of_its_own():
     hparams = {"shift": jnp.asarray(0.4)}
     value, grad, _ = mean_of(fold, hparams)
     for engine in ENGINES:
-        found = engine(ft.CrossValidated(fold, folds=FOLDS), hparams)
+        found = engine(mean(fold), hparams)
         np.testing.assert_allclose(found.value, value, rtol=1e-12)
         assert_trees_close(found.grad, grad, 1e-11)
 
 
 def test_what_the_folds_share_is_held_once():
     data = Data()
-    problem = ft.CrossValidated(data.problem, folds=FOLDS)
+    problem = mean(data.problem)
     x, y, use = problem.batches.source.data
     assert x.shape == (ROWS, 4)
     assert y.shape == (ROWS,)
     assert use.array.shape == (FOLDS, ROWS)
-    indexed = ft.CrossValidated(lambda k: data.problem(k, "minibatches"), folds=FOLDS)
+    indexed = mean(lambda k: data.problem(k, "minibatches"))
     assert indexed.batches.xs.array.shape == (STEPS, FOLDS, 5)
     assert indexed.batches.source.indices is None
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.second_tier
-def test_minimize_takes_it_with_all_its_options(tmp_path):
-    data = Data()
-    problem = ft.CrossValidated(lambda k: data.problem(k, "minibatches"), folds=FOLDS)
-    common = {"optimizer": optax.adam(0.05), "constraints": {"decay": ft.NonNegative()}}
-    result = ft.minimize(problem, hyper(), steps=15, **common)
-    assert result.history[-1]["value"] < result.history[0]["value"]
-    np.testing.assert_allclose(
-        result.value,
-        mean_of(lambda k: data.problem(k, "minibatches"), result.hparams)[0],
-        rtol=1e-9,
-    )
-    forward = ft.minimize(problem, hyper(), steps=15, engine=ft.Forward(), **common)
-    assert_trees_close(forward.hparams, result.hparams, 1e-9)
-
-    kept = {"callbacks": [ft.Checkpoint(tmp_path / "run")], **common}
-    ft.minimize(problem, hyper(), steps=8, **kept)
-    assert_trees_close(ft.minimize(problem, hyper(), steps=15, **kept).hparams, result.hparams, 0)
-
-    fewer = ft.CrossValidated(lambda k: data.problem(k, "minibatches"), folds=FOLDS - 1)
-    with pytest.raises(ValueError, match="folds"):
-        ft.minimize(fewer, hyper(), steps=15, **kept)
-
-    def batches(step):
-        return [data.batches("minibatches", (k + step) % FOLDS) for k in range(FOLDS)]
-
-    fresh = ft.minimize(problem, hyper(), steps=3, batches=batches, warm_start=True, **common)
-    assert fresh.state.step.tolist() == [4 * STEPS] * FOLDS
-    several = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf]), hyper())
-    both = ft.minimize(problem, several, steps=15, batched=True, **common)
-    np.testing.assert_allclose(both.hparams["lr"][0], result.hparams["lr"], rtol=1e-9)
 
 
 def test_it_compiles_once():
@@ -237,7 +204,7 @@ def test_it_compiles_once():
     def fold(k):
         return data.problem(k).replace(dynamics=ft.Training(counted, optax.sgd(0.1)))
 
-    problem = ft.CrossValidated(fold, folds=FOLDS)
+    problem = mean(fold)
     hparams = {"decay": jnp.array(0.1)}
     ft.Reverse()(problem, hparams)
     before = len(traced)
@@ -278,8 +245,7 @@ def constant_differs(data, k):
         (closure_differs, r"objective is another function in fold 1 .* closes over other values"),
         (steps_differ, r"fold 0: FullBatch of 5 steps, fold 1: FullBatch of 6 steps"),
         (constant_differs, r"dynamics.optimizer.* in fold 1 than in fold 0"),
-        (lambda data, k: None, r"problem_of_fold\(0\) returned None"),
-        (lambda data, k: ft.CrossValidated(data.problem, folds=2), "Number the inner problems"),
+        (lambda data, k: mean(data.problem), "Give all their problems in one list"),
         (lambda data, k: data.problem(k, trajectory=k == 1), "trajectory is True in fold 1"),
         (
             lambda data, k: data.problem(k, init={"w": data.starts[k], "b": 1.0} if k else None),
@@ -296,27 +262,53 @@ def constant_differs(data, k):
 def test_folds_that_do_not_fit_together_are_refused(fold, message):
     data = Data()
     with pytest.raises((ValueError, TypeError), match=message):
-        ft.CrossValidated(lambda k: fold(data, k), folds=FOLDS)
+        mean(lambda k: fold(data, k))
 
 
-def test_its_own_arguments_are_checked():
+def test_its_parts_are_changed_before_the_mean_is_taken():
     data = Data()
-    with pytest.raises(ValueError, match="folds=0"):
-        ft.CrossValidated(data.problem, folds=0)
-    with pytest.raises(TypeError, match="function from the fold's number"):
-        ft.CrossValidated(data.problem(0), folds=2)
-    problem = ft.CrossValidated(data.problem, folds=FOLDS)
-    with pytest.raises(ValueError, match="one entry for each of its 3 folds"):
-        problem.replace(validation=(data.x, data.y))
-    with pytest.raises(ValueError, match="a new CrossValidated"):
-        problem.replace(objective=error)
+    with pytest.raises(TypeError, match="has no validation of its own: change the problems"):
+        mean(data.problem).replace(validation=(data.x, data.y))
 
 
 def test_a_fold_that_diverges_is_reported():
     data = Data()
     fold = lambda k: data.problem(k, init={"w": data.starts[k] * (1e30 if k == 1 else 1)})  # noqa: E731
     with pytest.raises(ft.NonFiniteError, match="at step"):
-        ft.Reverse()(ft.CrossValidated(fold, folds=FOLDS), {**hyper(), "decay": jnp.array(1e10)})
+        ft.Reverse()(mean(fold), {**hyper(), "decay": jnp.array(1e10)})
+
+
+def ridge_folds(rows=20):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(rows, 3)), jnp.float32)
+    y = x @ jnp.array([1.0, 2.0, 3.0]) + jnp.asarray(rng.normal(size=rows), jnp.float32)
+    fold = jnp.arange(rows) % 2
+    uses = [(fold == k).astype(float) for k in range(2)]
+
+    def loss(w, h, batch):
+        x, y, use = batch
+        return jnp.sum(use * (x @ w - y) ** 2) / jnp.sum(use) + h["decay"] * jnp.sum(w**2)
+
+    def error(state, h, batch):
+        x, y, use = batch
+        return jnp.sum(use * (x @ state.params - y) ** 2) / jnp.sum(use)
+
+    training = ft.Training(loss, optax.sgd(0.1))
+
+    def problem_of_fold(k):
+        batches = ft.FullBatch((x, y, 1 - uses[k]), steps=300)
+        return ft.Problem(training, error, jnp.zeros(3), batches, (x, y, uses[k]))
+
+    return mean(problem_of_fold, 2)
+
+
+@pytest.mark.parametrize("solver", ["cg", "neumann"])
+@pytest.mark.second_tier
+def test_implicit_takes_folds(solver):
+    folds, hparams = ridge_folds(), {"decay": jnp.array(0.5)}
+    exact = ft.Reverse()(folds, hparams).grad["decay"]
+    found = ft.Implicit(solver, iterations=300)(folds, hparams).grad["decay"]
+    np.testing.assert_allclose(found, exact, rtol=1e-3)
 
 
 def test_functions_are_the_same_when_code_and_closure_are():
