@@ -78,9 +78,7 @@ def main() -> None:
 
     problem, hparams = make(arguments.steps)
     state = 2 * 4 * sum(leaf.size for leaf in jax.tree.leaves(problem.init))
-    stores = ["everything", "states", "segments", 50, 20, 10, 5]
-    if jax.default_backend() != "cpu":
-        stores.append("host")
+    stores = ("everything", "states", "segments", 50, 20, 10, 5)
     engines: dict[str, Any] = {
         **{f"Reverse(store={store!r})": ft.Reverse(store=store) for store in stores},
         "Truncated(50)": ft.Truncated(50),
