@@ -20,8 +20,8 @@ import optax
 import foretune as ft
 from benchmarks.harness import record
 from experiments.datasets import load
+from experiments.multitask import graph
 from experiments.multitask.experiment import defaults, make_splits
-from foretune.apps import _graph
 
 STEPS = 100
 
@@ -30,20 +30,20 @@ def test_problem(splits, pattern, rows) -> ft.Problem:
     """Return the problem whose error is that of some of the test rows."""
     x, y = map(jnp.asarray, splits.rows)
     use = jnp.ones((len(x), 1, x.shape[1]))
-    rate = jnp.asarray(_graph.learning_rate(splits.rows, len(pattern)))
+    rate = jnp.asarray(graph.learning_rate(splits.rows, len(pattern)))
     x_test, y_test = (jnp.asarray(a[:, rows]) for a in (splits.x_test, splits.y_test))
     return ft.Problem(
-        ft.Training(_graph.training_loss, optax.sgd(1.0, _graph.MOMENTUM)),
-        _graph.held_out_error,
-        init=_graph.zeros(len(x), 1, len(pattern), x.shape[2]),
+        ft.Training(graph.training_loss, optax.sgd(1.0, graph.MOMENTUM)),
+        graph.held_out_error,
+        init=graph.zeros(len(x), 1, len(pattern), x.shape[2]),
         batches=ft.FullBatch((x, y, use, rate, jnp.asarray(pattern)), steps=STEPS),
         validation=(x_test, y_test, jnp.ones((len(x), 1, y_test.shape[1]))),
     )
 
 
 def accuracy(splits, pattern, hparams, rows) -> np.ndarray:
-    params = _graph.train(splits.rows, hparams, pattern, STEPS)
-    scores = _graph.scores_of(params, jnp.asarray(splits.x_test[:, rows]))[:, 0]
+    params = graph.train(splits.rows, hparams, pattern, STEPS)
+    scores = graph.scores_of(params, jnp.asarray(splits.x_test[:, rows]))[:, 0]
     return np.asarray(jnp.mean(jnp.argmax(scores, -1) == splits.y_test[:, rows], -1))
 
 
@@ -56,17 +56,16 @@ def main() -> None:
     arguments = parser.parse_args()
     per_class = defaults(arguments.data, False)["per_class"]
     splits = make_splits(load(arguments.data), arguments.seeds, per_class)
-    K, pattern = splits.classes, _graph.all_pairs(splits.classes)
+    K, pattern = splits.classes, graph.all_pairs(splits.classes)
     plans = [
-        _graph.make_plan(y, 5, 0, np.random.default_rng([k, 1]))
-        for k, y in enumerate(splits.rows.y)
+        graph.make_plan(y, 5, 0, np.random.default_rng([k, 1])) for k, y in enumerate(splits.rows.y)
     ]
-    plan = _graph.joined(plans)
-    keep, _ = _graph.tune("uniform", splits.rows, plan, pattern, steps=STEPS, hyper_steps=40)
+    plan = graph.joined(plans)
+    keep, _ = graph.tune("uniform", splits.rows, plan, pattern, steps=STEPS, hyper_steps=40)
     pairs: Any = {**keep.hparams, "C": keep.hparams["C"][..., None, None] * jnp.asarray(pattern)}
 
     everything = slice(None)
-    on_folds = _graph.graph_problem(splits.rows, plan, pattern, STEPS)
+    on_folds = graph.graph_problem(splits.rows, plan, pattern, STEPS)
     on_test = test_problem(splits, pattern, everything)
     upper = np.triu_indices(K, 1)
     grads = [
@@ -79,7 +78,7 @@ def main() -> None:
 
     if arguments.oracle_steps:
         even, odd = slice(0, None, 2), slice(1, None, 2)
-        rates: Any = {"C": optax.adam(0.5 * _graph.START_C / K), "other": optax.adam(0.1)}
+        rates: Any = {"C": optax.adam(0.5 * graph.START_C / K), "other": optax.adam(0.1)}
         tuned = ft.minimize(
             test_problem(splits, pattern, even),
             pairs,
@@ -89,7 +88,7 @@ def main() -> None:
                 rates, lambda h: {name: "C" if name == "C" else "other" for name in h}
             ),
             constraints={
-                "C": _graph.EachMember(ft.SymmetricNonNegative()),
+                "C": graph.EachMember(ft.SymmetricNonNegative()),
                 "rho": ft.Log(),
                 "scale": ft.Log(),
             },

@@ -8,8 +8,6 @@ with needs("apps", "foretune.apps"):
 from ._clean_labels import CleanedLabels as CleanedLabels
 from ._clean_labels import clean_labels as clean_labels
 from ._cleaner import LabelCleaner as LabelCleaner
-from ._plot import plot_task_graph as plot_task_graph
-from ._task_graph import TaskGraphClassifier as TaskGraphClassifier
 from ._value_cleaner import ValueCleaner as ValueCleaner
 from ._values import CleanedValues as CleanedValues
 from ._values import clean_values as clean_values
@@ -18,9 +16,7 @@ __all__ = [
     "CleanedLabels",
     "CleanedValues",
     "LabelCleaner",
-    "TaskGraphClassifier",
     "ValueCleaner",
     "clean_labels",
     "clean_values",
-    "plot_task_graph",
 ]
