@@ -11,6 +11,7 @@ from ._constraints.sets import Simplex as Simplex
 from ._constraints.sets import SymmetricNonNegative as SymmetricNonNegative
 from ._constraints.variables import Log as Log
 from ._constraints.variables import Logit as Logit
+from ._diagnostics.bias import hypergradient_bias as hypergradient_bias
 from ._diagnostics.check import HypergradientCheck as HypergradientCheck
 from ._diagnostics.check import HypergradientMismatch as HypergradientMismatch
 from ._diagnostics.check import check_hypergradient as check_hypergradient
@@ -40,7 +41,6 @@ from ._outer.run import Run as Run
 from ._outer.stopping import NoImprovement as NoImprovement
 from ._outer.stopping import SmallGradient as SmallGradient
 from ._outer.stopping import TimeLimit as TimeLimit
-from ._outer.stopping import Vanished as Vanished
 from ._problem.attention import attention as attention
 from ._problem.batches import FullBatch as FullBatch
 from ._problem.batches import Minibatches as Minibatches
@@ -53,11 +53,11 @@ from ._problem.sharding import shard as shard
 from ._problem.training import Training as Training
 from ._problem.training import TrainState as TrainState
 from ._realtime.bias import Bias as Bias
-from ._realtime.bias import hypergradient_bias as hypergradient_bias
 from ._realtime.relative_adam import relative_adam as relative_adam
 from ._realtime.stream import windows as windows
 from ._realtime.tuned import tuned as tuned
 from ._realtime.tuner import RealTime as RealTime
+from ._realtime.vanished import Vanished as Vanished
 from ._realtime.window import RealTimeState as RealTimeState
 
 __version__ = "0.1.0"

@@ -51,10 +51,6 @@ UNSTABLE = (
 )
 
 IN_OBJECTIVE = "The states and their derivatives are finite: it begins in the objective. {guess}"
-GROWN = (
-    "From this state with Z = 0 the window is finite: the derivative Z had grown over the windows "
-    "before. Give `RealTime` a smaller `discount`, a `z_cap` or a `reset`."
-)
 
 
 class NonFiniteError(FloatingPointError):
@@ -128,30 +124,7 @@ def explain(
         if wrong:
             bad.append(f"the gradient of {name} ({wrong} of {leaf.size} entries)")
     direction = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), 0, 1).astype(g.dtype), grad)
-    return f"not finite: {', '.join(bad)}.\n{_origin(problem, hparams, direction, other)}"
-
-
-def explain_window(problem: Problem, hparams: PyTree, window: int) -> str:
-    """Return the message for a window of real-time tuning, from the state before it."""
-    kept = "The state before the window is kept, in the attribute `state` of this error."
-    for i in range(problem.steps):
-        x = jax.tree.map(lambda leaf, i=i: leaf[i], problem.batches.xs)
-        if found := _first(jax.device_get(problem.batches.batch(x)), "batch"):
-            path, leaf, where = found
-            return (
-                f"not finite: the data. In window {window}, minibatch {i} of {problem.steps} (both "
-                f"counted from 0), {path} ({describe(leaf)}) is not finite in {where.sum()} of "
-                f"{where.size} entries. {kept}"
-            )
-    if found := _first(jax.device_get(problem.validation), "validation"):
-        path, leaf, where = found
-        return (
-            f"not finite: the validation data of window {window} (counted from 0): {path} "
-            f"({describe(leaf)}) in {where.sum()} of {where.size} entries. {kept}"
-        )
-    everywhere = jax.tree.map(jnp.ones_like, hparams)
-    origin = _origin(problem, hparams, everywhere, otherwise=GROWN)
-    return f"not finite: window {window} (counted from 0). {origin} {kept}"
+    return f"not finite: {', '.join(bad)}.\n{origin_of(problem, hparams, direction, other)}"
 
 
 def guard_finite(result: Any) -> Any:
@@ -171,7 +144,7 @@ def guard_finite(result: Any) -> Any:
     )
 
 
-def _origin(
+def origin_of(
     problem: Problem,
     hparams: PyTree,
     direction: PyTree,
@@ -179,14 +152,14 @@ def _origin(
     otherwise: str = IN_OBJECTIVE,
 ) -> str:
     T, guess = problem.steps, _holes(problem) or ZERO_ROOT
-    if found := _first(jax.device_get(hparams), "hparams"):
+    if found := first_nonfinite(jax.device_get(hparams), "hparams"):
         return f"{found[0]} itself is not finite."
     march = jax.device_get(_in_its_mode(_march, problem, hparams, direction))
     finite = "The training and its forward derivative are finite"
     if march is None:  # a step without forward mode
         other, finite = None, "The training is finite"
         march = jax.device_get(_march(problem, hparams, None))
-    if found := _first(march.state, "state"):
+    if found := first_nonfinite(march.state, "state"):
         name, leaf, where = found
         if march.t == 0:
             return (
@@ -204,7 +177,7 @@ def _origin(
             "The training is finite to its end: the objective itself is not, at the last state. "
             + _holes(problem)
         ).strip()
-    if found := _first(march.z, "state"):
+    if found := first_nonfinite(march.z, "state"):
         name, leaf, where = found
         peak = float(march.z_peak)
         if peak > HUGE:
@@ -268,12 +241,12 @@ def _search(
     if (end := jax.device_get(_in_its_mode(_march_back, problem, hparams))) is None:
         return None
     t, alpha, g = end
-    if t == 0 and not _first(g, "hparams"):
+    if t == 0 and not first_nonfinite(g, "hparams"):
         return FINITE
-    return int(t), _first(alpha, "state") or _first(g, "hparams")
+    return int(t), first_nonfinite(alpha, "state") or first_nonfinite(g, "hparams")
 
 
-def _first(tree: PyTree, name: str) -> Fault | None:
+def first_nonfinite(tree: PyTree, name: str) -> Fault | None:
     """Return the first leaf that is not finite: its path, itself, and where."""
     for path, leaf in named_leaves(tree, name).items():
         where = np.asarray(~np.isfinite(leaf)) if eqx.is_inexact_array_like(leaf) else np.array(0)

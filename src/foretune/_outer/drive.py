@@ -9,7 +9,7 @@ import abc
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from .checks import explaining_traces
 from .interrupt import Interrupt
 from .run import Best, Result, Run
 
+R = TypeVar("R", bound=Run)
 Score = Callable[[Record], object]
 Metrics = Callable[[PyTree, PyTree], dict[str, Array]]
 
@@ -44,29 +45,29 @@ class Evaluation(NamedTuple):
     counts: bool | Bool[Array, ""] = True  # whether it may be the best
 
 
-class Stepper(abc.ABC):
+class Stepper(abc.ABC, Generic[R]):
     """What makes the steps of a run."""
 
     first: int  # the step of the first evaluation
 
-    def begin(self, run: Run) -> None:  # noqa: B027
+    def begin(self, run: R) -> None:
         """Do what is to be done before the first step of this process, when the run is resumed."""
 
     @abc.abstractmethod
-    def advance(self, run: Run, step: int) -> Evaluation | str:
+    def advance(self, run: R, step: int) -> Evaluation | str:
         """Make a step from the run's carry; or return why there are no more."""
 
-    def noted(self, run: Run) -> None:  # noqa: B027
+    def noted(self, run: R) -> None:
         """Do what is to be done when a step has been noted, before the callbacks."""
 
     @abc.abstractmethod
-    def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
+    def result(self, run: R) -> tuple[PyTree, PyTree, PyTree]:
         """Return the hyperparameters, the value and the state that the run ends with."""
 
 
 def drive(
-    run: Run,
-    stepper: Stepper,
+    run: R,
+    stepper: Stepper[R],
     *,
     callbacks: Sequence[Callback],
     rules: list[Callable[[Run], object]],
@@ -111,7 +112,7 @@ def started(callbacks: Sequence[Callback], run: Run) -> Iterator[None]:
         yield
 
 
-def _advanced(stepper: Stepper, run: Run, step: int) -> Evaluation | str:
+def _advanced(stepper: Stepper[R], run: R, step: int) -> Evaluation | str:
     try:
         return stepper.advance(run, step)
     except NonFiniteError as error:

@@ -112,23 +112,6 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
     )
 
 
-def place_state(state: Any, mesh: Mesh) -> Any:
-    """Return the state of `RealTime` with the columns of Z split over `tangents`."""
-    placement = _Placement(mesh)
-    others = placement.whole(state._replace(Z=None))
-    if TANGENTS not in mesh.shape:
-        return others._replace(Z=placement.whole(state.Z))
-    m, size = sum(leaf.size for leaf in jax.tree.leaves(state.hparams)), mesh.shape[TANGENTS]
-    if m % size:
-        raise ValueError(
-            f"RealTime(mesh=...): the {m} columns of Z, one for each hyperparameter, cannot be split "
-            f"evenly over the {size} devices of the mesh's axis 'tangents'. Give it a size that "
-            f"divides {m}."
-        )
-    columns = NamedSharding(mesh, PartitionSpec(TANGENTS))
-    return others._replace(Z=jax.device_put(state.Z, columns))
-
-
 def _batches(placement: "_Placement", batches: Batches) -> Batches:
     if isinstance(batches, FullBatch):
         return FullBatch(placement.examples(batches.data, 0, "batches.data"), batches.steps)

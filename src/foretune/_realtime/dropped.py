@@ -1,20 +1,17 @@
-"""What real-time tuning warns of: derivatives that are not finite, regularisers that go to 0."""
+"""The warning of a derivative that is not finite, and was dropped."""
 
 import functools
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, PyTree
 
 from .._problem.checks import named_leaves
-from .constants import REGULARISERS
-
-GONE = 1e-3  # a regulariser below this share of its start has gone
+from .window import RealTimeState
 
 
 class Dropped(NamedTuple):
@@ -25,12 +22,12 @@ class Dropped(NamedTuple):
     nonfinite: Int[Array, " leaves"]  # as in the log
 
     @classmethod
-    def of(cls, state: Any, log: dict[str, Any]) -> "Dropped":
+    def of(cls, state: RealTimeState, log: dict[str, PyTree]) -> "Dropped":
         """Return that of the window that ended at `state`."""
         return cls(log["dropped"] & (state.dropped == 1), state.window - 1, log["nonfinite"])
 
 
-def warn_of_dropped(state: Any, log: dict[str, Any], *, stacklevel: int = 1) -> None:
+def warn_of_dropped(state: RealTimeState, log: dict[str, PyTree], *, stacklevel: int = 1) -> None:
     """Warn, the first time, where a derivative was dropped in the window that ended at `state`."""
     if isinstance(log["dropped"], Tracer) or log["dropped"]:
         tell(state.train, Dropped.of(state, log), stacklevel=stacklevel + 1)
@@ -46,7 +43,9 @@ def tell(train: PyTree, dropped: Dropped, *, stacklevel: int = 1) -> None:
     lax.cond(dropped.first, say, lambda: None)
 
 
-def _warn(names: list[str], first: Any, window: Any, nonfinite: Any, stacklevel: int = 1) -> None:
+def _warn(
+    names: list[str], first: Array, window: Array, nonfinite: Array, stacklevel: int = 1
+) -> None:
     if not first:
         return
     steps = {name: int(i) for name, i in zip(names, nonfinite, strict=True) if i >= 0}
@@ -64,27 +63,3 @@ def _warn(names: list[str], first: Any, window: Any, nonfinite: Any, stacklevel:
         RuntimeWarning,
         stacklevel=stacklevel + 1,
     )
-
-
-def warn_of_vanished(first: Any, ran: Any, hparams: Any, *, stacklevel: int = 1) -> None:
-    """Warn where a regulariser has gone to 0 in a window.
-
-    Args:
-        first: the hyperparameters that the run began with, by name.
-        ran: those that the window ran with.
-        hparams: those after it.
-        stacklevel: of the warning.
-    """
-    if not all(isinstance(part, dict) for part in (first, ran, hparams)):
-        return
-    for name in REGULARISERS & set(hparams):
-        began, was, now = (float(np.max(np.abs(part[name]))) for part in (first, ran, hparams))
-        if now < GONE * began <= was:
-            warnings.warn(
-                f"hparams[{name!r}] has gone from {began:.3g} to {now:.3g}. Real-time tuning sees the "
-                "validation error of the next few windows, in which a regulariser costs and does not "
-                "pay yet: leave it at a sensible value, outside of the hyperparameters, or tune it "
-                "over whole trainings, with `minimize`.",
-                RuntimeWarning,
-                stacklevel=stacklevel + 1,
-            )
