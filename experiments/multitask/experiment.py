@@ -28,14 +28,13 @@ import numpy as np
 import optax
 
 from foretune import Callback, Checkpoint, NonNegative, Progress, Reverse, SymmetricNonNegative
-from foretune.apps import _graph
-from foretune.apps._noise import make_folds
 from foretune.apps._tables import DataError, read_arrays
-from foretune.apps._task_graph import scaled
 from foretune.report import Lines, Phases, RunFolder, say, write_page, write_whole
 
 from ..datasets import Dataset, check_memory, load
+from . import graph
 from .baselines import BASELINES, validated
+from .classifier import scaled
 from .groups import known_groups
 from .page import describe
 
@@ -78,7 +77,7 @@ def defaults(data: str, quick: bool) -> dict[str, int]:
 class Splits(NamedTuple):
     """The labelled rows of each split, first those to train on, and its test rows."""
 
-    rows: _graph.Rows
+    rows: graph.Rows
     x_test: np.ndarray  # (splits, n_test, d)
     y_test: np.ndarray
     classes: int
@@ -124,7 +123,7 @@ def make_splits(dataset: Dataset, seeds: int, per_class: int) -> Splits:
         found.append((z, y[labelled], back.scale(x[rest]), y[rest]))
     x, labels, x_test, y_test = (np.stack(part) for part in zip(*found, strict=True))
     names = dataset.class_names or [str(c) for c in classes]
-    return Splits(_graph.Rows(x, labels), x_test, y_test, len(classes), names)
+    return Splits(graph.Rows(x, labels), x_test, y_test, len(classes), names)
 
 
 def bound(classes: int) -> float:
@@ -135,11 +134,11 @@ def bound(classes: int) -> float:
 class Measure(Callback):
     """Writes, for each split and hyper-iteration, the error that is descended on and that of `keep`."""
 
-    def __init__(self, folder: RunFolder, series: str, splits: Splits, plan: _graph.Plan):
+    def __init__(self, folder: RunFolder, series: str, splits: Splits, plan: graph.Plan):
         self.folder, self.series = folder, series
         rows, plan = jax.tree.map(jnp.asarray, (splits.rows, plan))
         nested = plan.outer.shape[1] > 1
-        judges = (_graph.held_losses, _graph.outer_losses if nested else _graph.held_mistakes)
+        judges = (graph.held_losses, graph.outer_losses if nested else graph.held_mistakes)
         self._both = lambda p, h: [judge(p, h, rows, plan).mean() for judge in judges]
         self._unseen = "outer_error" if nested else "validation_mistakes"
 
@@ -195,9 +194,9 @@ class Runner:
     def accuracy(self, hparams: Any, steps: int, pattern: Any = None) -> np.ndarray:
         """Return the test accuracy of each split after training on all its labelled rows."""
         s = self.splits
-        pattern = _graph.all_pairs(s.classes) if pattern is None else pattern
-        params = _graph.train(s.rows, hparams, pattern, steps)
-        scores = _graph.scores_of(params, jnp.asarray(s.x_test))[:, 0]
+        pattern = graph.all_pairs(s.classes) if pattern is None else pattern
+        params = graph.train(s.rows, hparams, pattern, steps)
+        scores = graph.scores_of(params, jnp.asarray(s.x_test))[:, 0]
         return np.asarray(jnp.mean(jnp.argmax(scores, -1) == s.y_test, -1))
 
     def once(
@@ -219,7 +218,7 @@ class Runner:
         say(f"  test accuracy {accuracy:.2f} %, {seconds:.0f} s")
         return {name: np.asarray(value) for name, value in found.items()}
 
-    def callbacks(self, method: str, way: str, plan: _graph.Plan) -> Callable[[str], list[Any]]:
+    def callbacks(self, method: str, way: str, plan: graph.Plan) -> Callable[[str], list[Any]]:
         """Return the callbacks of each phase of a descent."""
 
         def of_phase(phase):
@@ -239,7 +238,7 @@ class Runner:
         """Tune as published, on one training and one validation set."""
         s, kind = self.splits, PAPER[method]
         splits, K = len(s.rows.y), s.classes
-        plan = _graph.joined([_graph.single_plan(s.validation)] * splits)
+        plan = graph.joined([graph.single_plan(s.validation)] * splits)
         shape = (splits, 1)
         pairs = {"none": None, "uniform": shape, "full": (*shape, K, K)}[kind]
         total = bound(K) if method == "HMTL-S" else None
@@ -247,34 +246,34 @@ class Runner:
         sets: dict[str, Any] = {"rho": NonNegative()}
         if pairs is not None:
             hparams["C"] = jnp.zeros(pairs)
-            each = _graph.EachMember(SymmetricNonNegative(total))
+            each = graph.EachMember(SymmetricNonNegative(total))
             sets["C"] = each if kind == "full" else NonNegative()
-        keep, result = _graph.descend(
+        keep, result = graph.descend(
             s.rows,
             plan,
-            _graph.all_pairs(K),
+            graph.all_pairs(K),
             hparams,
             sets=sets,
             optimizer=optax.adam(PAPER_RATE),
-            judge=_graph.held_mistakes,
+            judge=graph.held_mistakes,
             steps=self.settings.paper_steps,
             hyper_steps=self.settings.paper_iterations,
             engine=self.engine,
             callbacks=self.callbacks(method, SINGLE, plan)("single"),
         )
-        pattern = _graph.all_pairs(K)
+        pattern = graph.all_pairs(K)
         return self._kept(keep, result, self.settings.paper_steps, pattern)
 
     def folds(self, method: str) -> dict[str, Any]:
         """Tune on folds, with the hyper-iteration chosen by what the descent did not see."""
         s = self.splits
         plans = [
-            _graph.make_plan(y, INNER, OUTER, np.random.default_rng([k, 1]))
+            graph.make_plan(y, INNER, OUTER, np.random.default_rng([k, 1]))
             for k, y in enumerate(s.rows.y)
         ]
-        plan = _graph.joined(plans)
-        pattern = known_groups(s.names) if method == KNOWN else _graph.all_pairs(s.classes)
-        keep, result = _graph.tune(
+        plan = graph.joined(plans)
+        pattern = known_groups(s.names) if method == KNOWN else graph.all_pairs(s.classes)
+        keep, result = graph.tune(
             PAPER.get(method, "uniform"),
             s.rows,
             plan,
@@ -295,7 +294,7 @@ class Runner:
     def _kept(self, keep: Any, result: Any, steps: int, pattern: Any) -> dict[str, Any]:
         if result.stopped == "interrupted":
             raise KeyboardInterrupt
-        C, rho = _graph.interactions(keep.hparams, jnp.asarray(pattern))
+        C, rho = graph.interactions(keep.hparams, jnp.asarray(pattern))
         return {
             "accuracy": self.accuracy(keep.hparams, steps, pattern),
             "graph": np.asarray(C[:, 0]),
@@ -315,7 +314,7 @@ class Runner:
         for k, (x, y) in enumerate(zip(*s.rows, strict=True)):
             pairs = [(np.flatnonzero(~held), np.flatnonzero(held))]
             if way == FOLDS:
-                fold = make_folds(y, INNER, np.random.default_rng([k, 1]))
+                fold = graph.make_folds(y, INNER, np.random.default_rng([k, 1]))
                 pairs = [
                     (np.flatnonzero(fold != f), np.flatnonzero(fold == f)) for f in range(INNER)
                 ]

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from foretune.apps import plot_task_graph
 from foretune.report import RunFolder, curves, drawing
 
 from .groups import VEHICLES
+from .plot import plot_task_graph
 
 IN_PAPER = {
     "cifar10": {
@@ -128,7 +128,7 @@ def draw(folder: RunFolder, name: str, found: dict[str, Any], splits: Any) -> li
             file = f"{name}-graph-{way.replace(' ', '-')}.svg"
             drawing(
                 folder.figures / file,
-                lambda axes, g=graph: plot_task_graph(g, splits.names, ax=axes),
+                lambda axes, g=graph: plot_task_graph(g, splits.names, axes),
                 size=(5.2, 5.2),
             )
             figures.append(

@@ -23,17 +23,48 @@ Label = Annotated[str | None, typer.Option(help="A file's column (or array) of l
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 MOST_STEPS = 1_000_000
 """More steps or hyper-iterations than this are a slip of the hand: they would take weeks."""
+Train = Annotated[Path, typer.Argument(help="Training rows and labels: .npz, .csv or .parquet.")]
 Text = Annotated[list[str] | None, typer.Option(help="A column of text (repeatable).")]
 Drop = Annotated[list[str] | None, typer.Option(help="A column to leave out (repeatable).")]
 Image = Annotated[
     str | None, typer.Option(help="Rows are images of this shape, as 28x28 or 32x32x3.")
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
+Trusted = Annotated[
+    Path | None,
+    typer.Option(
+        "--clean",
+        help="Rows whose labels are trusted. Without it, most observed labels must be right.",
+        show_default=False,
+    ),
+]
+Values = Annotated[
+    bool | None,
+    typer.Option(
+        "--values/--classes",
+        help="The labels are numbers such as prices: judge them by regressors, or take each for a "
+        "class. By default they are numbers where one of them has a fraction and they are of more "
+        "than 20 kinds.",
+        show_default=False,
+    ),
+]
+Probabilities = Annotated[
+    Path | None,
+    typer.Option(
+        "--pred-probs",
+        help="Out-of-fold class probabilities of your own model for the rows of TRAIN: .npy, or "
+        ".npz with a column for each class in sorted order, or .csv, whose columns may have the "
+        "names of the classes. Trusted rows are then rows of TRAIN: --clean is a .csv with the "
+        "columns row (counted from 0) and label.",
+        show_default=False,
+    ),
+]
 
 
 class Model(enum.StrEnum):
     """Models of `foretune clean`."""
 
+    ensemble = "ensemble"
     kernel = "kernel"
     softmax = "softmax"
     mlp = "mlp"
@@ -44,13 +75,6 @@ class Explained(enum.StrEnum):
 
     softmax = "softmax"
     mlp = "mlp"
-
-
-class Method(enum.StrEnum):
-    """Methods of `foretune clean`."""
-
-    noise = "noise"
-    weights = "weights"
 
 
 def _version(show: bool) -> bool:
@@ -82,17 +106,8 @@ def _main(
     "130 or 143 interrupted (the same command resumes)."
 )
 def clean(
-    train: Annotated[
-        Path, typer.Argument(help="Training rows and labels: .npz, .csv or .parquet.")
-    ],
-    clean: Annotated[
-        Path | None,
-        typer.Option(
-            "--clean",
-            help="Rows whose labels were checked. Without it, most given labels must be right.",
-            show_default=False,
-        ),
-    ] = None,
+    train: Train,
+    clean: Trusted = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -103,43 +118,15 @@ def clean(
     text: Text = None,
     drop: Drop = None,
     image: Image = None,
-    model: Annotated[Model, typer.Option(help="What is trained.")] = Model.kernel,
-    pool: Annotated[
-        bool,
+    model: Annotated[
+        Model,
         typer.Option(
-            "--pool",
-            help="Judge by the kernel model, logistic regression, a forest and boosted trees together. "
-            "For tables with words, dates, text or gaps that is so anyhow.",
+            help="What judges the labels: the kernel model, logistic regression, a forest "
+            "and boosted trees together, or one model that is trained by hypergradients."
         ),
-    ] = False,
-    values: Annotated[
-        bool | None,
-        typer.Option(
-            "--values/--classes",
-            help="The labels are numbers such as prices: judge them by regressors, or take each for a "
-            "class. By default they are numbers where one of them has a fraction and they are of more "
-            "than 20 kinds.",
-            show_default=False,
-        ),
-    ] = None,
-    pred_probs: Annotated[
-        Path | None,
-        typer.Option(
-            "--pred-probs",
-            help="Out-of-fold class probabilities of your own model for the rows of TRAIN: .npy, or "
-            ".npz with a column for each class in sorted order, or .csv, whose columns may have the "
-            "names of the classes. Checked rows are then rows of TRAIN: --clean is a .csv with the "
-            "columns row (counted from 0) and label.",
-            show_default=False,
-        ),
-    ] = None,
-    method: Annotated[
-        Method, typer.Option(help="A matrix of label noise, or the paper's free weights.")
-    ] = Method.noise,
-    budget: Annotated[
-        float | None,
-        typer.Option(help="Bound on the sum of weights: a number of rows above 1, or a fraction."),
-    ] = None,
+    ] = Model.ensemble,
+    values: Values = None,
+    pred_probs: Probabilities = None,
     steps: Annotated[
         int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of each training.")
     ] = None,
@@ -149,45 +136,36 @@ def clean(
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
-    """Find the wrong labels in TRAIN with the help of a few checked rows.
+    """Find the wrong labels in TRAIN, with the help of a few trusted rows or without.
 
     Writes a ranked list of suspects, the weights of all rows, and a report.
     """
-    if clean is None and method is Method.weights:
-        raise typer.BadParameter("--method weights needs checked rows: --clean FILE.")
-    if (pool or pred_probs is not None) and method is Method.weights:
-        raise typer.BadParameter("--method weights trains the model itself: leave --pool out.")
-    if pred_probs is not None and (pool or model is not Model.kernel):
-        raise typer.BadParameter("--pred-probs trains no model: leave --pool and --model out.")
-    if values and (pred_probs is not None or method is Method.weights or budget is not None):
+    if pred_probs is not None and model is not Model.ensemble:
+        raise typer.BadParameter("--pred-probs trains no model: leave --model out.")
+    if values and pred_probs is not None:
         raise typer.BadParameter(
-            "--values has no --pred-probs, --method weights or --budget: leave them out, or call "
-            "foretune.apps.clean_values on your predictions."
+            "--values has no --pred-probs: leave it out, or call foretune.apps.clean_values on your "
+            "predictions."
         )
     out = out or Path("runs") / f"clean-{train.stem}"
     with plain_errors(debug, out):
         from .apps import _files
 
-        page = _files.run(
-            out,
-            _files.Settings(
-                str(train),
-                None if clean is None else str(clean),
-                label,
-                tuple(text or ()),
-                tuple(drop or ()),
-                _shape(image),
-                model.value,
-                method.value,
-                budget,
-                steps,
-                iterations,
-                seed,
-                pool,
-                None if pred_probs is None else str(pred_probs),
-                values,
-            ),
+        settings = _files.Settings(
+            train=str(train),
+            clean=None if clean is None else str(clean),
+            label=label,
+            text=tuple(text or ()),
+            drop=tuple(drop or ()),
+            image=_shape(image),
+            model=model.value,
+            steps=steps,
+            iterations=iterations,
+            seed=seed,
+            pred_probs=None if pred_probs is None else str(pred_probs),
+            values=values,
         )
+        page = _files.run(out, settings)
         print(page.parent / "suspects.csv")
         show_result(page)
 
@@ -205,9 +183,7 @@ def clean(
     "resumes)."
 )
 def attribute(
-    train: Annotated[
-        Path, typer.Argument(help="Training rows and labels: .npz, .csv or .parquet.")
-    ],
+    train: Train,
     queries: Annotated[Path, typer.Argument(help="Rows to explain, with or without labels.")],
     out: Annotated[
         Path | None,
@@ -258,23 +234,21 @@ def attribute(
     with plain_errors(debug, out):
         from .apps import _explain
 
-        page = _explain.run(
-            out,
-            _explain.Settings(
-                str(train),
-                str(queries),
-                label,
-                tuple(text or ()),
-                tuple(drop or ()),
-                _shape(image),
-                model.value,
-                most,
-                steps,
-                rate,
-                trust,
-                seed,
-            ),
+        settings = _explain.Settings(
+            train=str(train),
+            queries=str(queries),
+            label=label,
+            text=tuple(text or ()),
+            drop=tuple(drop or ()),
+            image=_shape(image),
+            model=model.value,
+            most=most,
+            steps=steps,
+            rate=rate,
+            trust=trust,
+            seed=seed,
         )
+        page = _explain.run(out, settings)
         print(page.parent / "most.csv")
         show_result(page)
 

@@ -125,17 +125,6 @@ def test_the_label_cleaner_example_beats_training_on_all_labels(capsys):
     assert float(accuracies[1]) > float(accuracies[0])
 
 
-def test_the_task_graph_example_learns(capsys, monkeypatch, tmp_path):
-    path = ROOT / "examples" / "task_graph.py"
-    plot = tmp_path / "graph.svg"
-    monkeypatch.setattr("sys.argv", [str(path), "--hyper-steps", "3", "--plot", str(plot)])
-    exec(compile(path.read_text(), str(path), "exec"), {"__name__": "__main__"})
-    accuracies = re.findall(r"accuracy ([\d.]+) %", capsys.readouterr().out)
-    assert len(accuracies) == 3
-    assert min(map(float, accuracies)) > 75
-    assert plot.exists()
-
-
 @pytest.mark.parametrize(
     ("name", "options", "pattern", "holds"),
     [

@@ -11,7 +11,7 @@ import pytest
 
 import foretune as ft
 from foretune._engines import segments
-from foretune._engines.costs import measure_costs
+from foretune._engines.auto import candidates
 from foretune._engines.segments import lengths_of, price_of_segments
 from foretune._engines.split import split_step
 from foretune._problem.problem import validated
@@ -233,8 +233,8 @@ def test_less_memory_where_updates_cost_nothing():
 def test_where_they_are_split():
     for rows, split in ((30, False), (3000, True)):
         made, hparams = problem(TRAININGS["adam"], 10, rows=rows, width=100)
-        costs = measure_costs(*reversed(validated(made, hparams)), 2**33)
-        assert costs.split is split
+        _, reverses, _ = candidates(*reversed(validated(made, hparams)))
+        assert (reverses[0].engine.store == "gradients") is split
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 32, 97, 100, 1000, 9973])

@@ -12,7 +12,7 @@ from foretune.report import Phases, RunFolder
 
 @pytest.fixture
 def runner(tmp_path):
-    rows = multitask._graph.Rows(np.zeros((2, 6, 3)), np.zeros((2, 6), int))
+    rows = multitask.graph.Rows(np.zeros((2, 6, 3)), np.zeros((2, 6), int))
     splits = multitask.Splits(rows, np.zeros((2, 1, 3)), np.zeros((2, 1), int), 3, ["a", "b", "c"])
     folder = RunFolder(tmp_path / "run", kind="multitask", title="", settings={})
     return multitask.Runner(folder, "iris", splits, multitask.Settings(seeds=2))
@@ -76,7 +76,7 @@ def test_an_interrupted_descent_is_not_stored(runner, monkeypatch, way):
         return types.SimpleNamespace(), types.SimpleNamespace(stopped="interrupted")
 
     for name in ("descend", "tune", "make_plan", "joined"):
-        monkeypatch.setattr(multitask._graph, name, interrupted)
+        monkeypatch.setattr(multitask.graph, name, interrupted)
     monkeypatch.setattr(multitask.Runner, "callbacks", lambda *_: lambda phase: [])
     compute = functools.partial(getattr(runner, way), "HMTL")
     with pytest.raises(KeyboardInterrupt):

@@ -21,7 +21,6 @@ def assert_engines_agree(problem, hparams, rtol=1e-9):
     forward = ft.Forward()(problem, hparams)
     assert_trees_close(forward.grad, reverse.grad, rtol, atol=1e-4 * rtol)
     assert_trees_close(forward.value, reverse.value, rtol)
-    ft.check_hypergradient(problem, hparams, verbose=False)
     return reverse
 
 
@@ -70,7 +69,7 @@ class Network(nnx.Module):
         return self.last(self.dropout(jnp.tanh(self.norm(self.first(x)))))
 
 
-def flax_problem(running_statistics):
+def flax_problem():
     graph, params, rest = nnx.split(Network(nnx.Rngs(0)), nnx.Param, ...)
 
     def loss(params, hparams, batch, model_state):
@@ -84,7 +83,6 @@ def flax_problem(running_statistics):
     def error(state, hparams, batch):
         model = nnx.merge(graph, state.params, state.model_state)
         model.eval()
-        model.norm.use_running_average = running_statistics
         return cross_entropy(model(batch[0]), batch[1])
 
     problem = ft.Problem(
@@ -98,10 +96,9 @@ def flax_problem(running_statistics):
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("running_statistics", [True, False])
-def test_flax_nnx_with_batch_norm_and_dropout(running_statistics):
+def test_flax_nnx_with_batch_norm_and_dropout():
     """Batch statistics and the dropout's random state travel in `model_state`."""
-    graph, problem, hparams = flax_problem(running_statistics)
+    graph, problem, hparams = flax_problem()
     result = assert_engines_agree(problem, hparams, rtol=1e-4)
     before, after = (
         jax.tree.leaves(nnx.state(nnx.merge(graph, *state), nnx.BatchStat))

@@ -23,8 +23,8 @@ from .._engines.products import directional
 from .._engines.reverse import Reverse
 from .._problem.arguments import filtered
 from .._problem.checks import check_count, check_key, named_leaves
-from .._problem.draws import Draw, as_problem
-from .._problem.problem import Problem, opened, validated
+from .._problem.draws import as_problem
+from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import make_system, owners, rows_of
 
 FIRST_STEP = 0.05  # relative to the hyperparameter's own size
@@ -70,7 +70,7 @@ class HypergradientCheck(NamedTuple):
 
 
 def check_hypergradient(
-    problem: Problem | Draw,
+    problem: ProblemLike,
     hparams: PyTree,
     *,
     directions: int = 2,

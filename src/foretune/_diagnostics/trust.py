@@ -10,7 +10,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
@@ -26,9 +26,9 @@ from .._engines.smoothing import Evolution, Smoothed
 from .._engines.truncated import Truncated
 from .._problem.batches import Minibatches
 from .._problem.checks import check_count, check_hparams, check_key, check_outside_programs, shown
-from .._problem.draws import Draw, Drawn, as_problem
+from .._problem.draws import Drawn, as_problem
 from .._problem.mean import Mean
-from .._problem.problem import Problem, validated
+from .._problem.problem import Problem, ProblemLike, validated
 from .remedies import remedies
 from .sensitivity import rounding_of, sensitivity_of
 from .slopes import (
@@ -58,7 +58,7 @@ FOLDS = 3  # from which on some can be told from the others
 
 
 def trust(
-    problem: Problem | Draw,
+    problem: ProblemLike,
     hparams: PyTree,
     *,
     engine: AbstractEngine | None = None,
@@ -129,17 +129,20 @@ def trust(
     return report
 
 
-def _draws(problem: Problem | Draw, key: Array | None) -> tuple[Problem, list[Problem]]:
+def _draws(problem: ProblemLike, key: Array | None) -> tuple[Problem, list[Problem]]:
     """Return the problem that is asked about, and some other draws of it."""
-    given = as_problem(problem, None if isinstance(problem, Problem) else key)
     keys = jax.random.split(
         jax.random.fold_in(jax.random.key(0) if key is None else key, 1), OTHERS
     )
-    if isinstance(given, Drawn):
-        return given.problem(), [given.at(k).problem() for k in keys]
-    if isinstance(given.batches, Minibatches):
-        return given, [given.replace(batches=given.batches.reshuffled(k)) for k in keys]
-    return given, []
+    if not isinstance(problem, Problem):
+        drawn = as_problem(problem, key)
+        assert isinstance(drawn, Drawn)
+        one, *others = (cast(Problem, drawn.at(k).problem()) for k in (drawn.key, *keys))
+        return one, others
+    batches = problem.batches
+    if not isinstance(batches, Minibatches):
+        return problem, []
+    return problem, [problem.replace(batches=batches.reshuffled(k)) for k in keys]
 
 
 class _Study(NamedTuple):

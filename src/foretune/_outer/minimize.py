@@ -81,9 +81,10 @@ def minimize(
 
     A step that raises the error is rejected, and tried again a quarter as long: when the error is not
     finite, above the start, or above both the highest of the last five and a tenth of what has been
-    gained (of problems that are drawn: by more than these five differ). The record of its evaluation
-    says `rejected`, and the result is the last evaluation that was not: unless problems are drawn, its
-    error is never above that of the start. Of several objectives, only what is not finite is rejected.
+    gained (of problems that are drawn: by more than ten times what these five differ by). The record of
+    its evaluation says `rejected`, and the result is the last evaluation that was not: unless problems
+    are drawn, its error is never above that of the start. Of several objectives, only what is not
+    finite is rejected.
 
     Ctrl-C, or SIGTERM, ends the run after the current evaluation and returns what there is; a second
     one interrupts at once. A hypergradient that is not finite at the start raises `NonFiniteError`.
@@ -243,7 +244,7 @@ def _next(
     hparams, opt_state, accepted = carry
     accepts = is_accepted(accepted, value, grad, noisy)
     direction, after = outer.direction(hparams, opt_state, value, grad)
-    accepted = next_accepted(accepts, accepted, hparams, grad, direction, value)
+    accepted = next_accepted(accepts, accepted, hparams, grad, direction, value, noisy)
     opt_state = chosen(accepts, after, opt_state)
     error = jax.tree.map(lambda x: accepted.values[0].astype(x.dtype), value)
     anew = outer.direction(accepted.hparams, outer.init(accepted.hparams), error, accepted.grad)

@@ -14,12 +14,15 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array
 
 from .arguments import Structure, flatten, unflatten
 from .checks import check_key, check_signature, describe
 from .definition import Definition
+from .validation import noting
 
 REMEMBERED = 8  # draws, with the arrays that they close over
 Draw = Callable[[Array], Definition]
@@ -65,23 +68,28 @@ def as_problem(problem: object, key: Array | None = None) -> Definition | Drawn:
         )
     check_key(key, "the key of a draw")
     try:
-        closed, structure = _traced(problem, jax.eval_shape(lambda: key))
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
+        hash(problem)
+    except TypeError:
         raise TypeError(
             f"the draw {describe(problem)} cannot be hashed; give a function."
         ) from None
+    closed, structure = _traced(problem, jax.eval_shape(lambda: key), jnp.result_type(float))
     return Drawn(key, closed.consts, closed.jaxpr, structure)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _traced(draw: Draw, key: jax.ShapeDtypeStruct) -> tuple[ClosedJaxpr, Structure]:
-    """Return a draw as a program from the key to the arrays of its problem, and all the rest of it."""
+def _traced(
+    draw: Draw, key: jax.ShapeDtypeStruct, precision: np.dtype
+) -> tuple[ClosedJaxpr, Structure]:
+    """Return a draw as a program from the key to the arrays of its problem, and all the rest of it.
+
+    `precision` is the type of Python's floats, for which alone the program holds.
+    """
     found: list[Structure] = []
 
     def arrays_of(key):
-        problem = draw(key)
+        with noting("draw(key)", key=key):
+            problem = draw(key)
         if not isinstance(problem, Definition):
             raise TypeError(
                 f"draw(key) returned {describe(problem)}; a `foretune.Problem` is expected."
@@ -91,4 +99,6 @@ def _traced(draw: Draw, key: jax.ShapeDtypeStruct) -> tuple[ClosedJaxpr, Structu
         return arrays
 
     closed = jax.make_jaxpr(arrays_of)(key)
-    return closed.replace(consts=[jnp.asarray(constant) for constant in closed.consts]), found[0]
+    with jax.ensure_compile_time_eval():  # inside `jit` too: what is remembered is of no trace
+        constants = [c if isinstance(c, Tracer) else jnp.asarray(c) for c in closed.consts]
+    return closed.replace(consts=constants), found[0]

@@ -61,10 +61,10 @@ class Problem(Definition):
         *,
         trajectory: object = False,
     ):
-        self.dynamics = check_dynamics(dynamics)
+        self.dynamics = as_arrays(check_dynamics(dynamics), "dynamics")
         if not isinstance(trajectory, bool):
             raise TypeError(f"Problem(trajectory={trajectory!r:.60}): give True or False.")
-        self.objective = check_objective(objective)
+        self.objective = as_arrays(check_objective(objective), "objective")
         self.init = as_arrays(init, "init")
         if self.starts_from_function:
             check_signature(init, "init(hparams)")

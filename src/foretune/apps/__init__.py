@@ -5,22 +5,9 @@ from ._optional import needs
 with needs("apps", "foretune.apps"):
     import sklearn  # noqa: F401
 
-from ._clean_labels import CleanedLabels as CleanedLabels
-from ._clean_labels import clean_labels as clean_labels
-from ._cleaner import LabelCleaner as LabelCleaner
-from ._plot import plot_task_graph as plot_task_graph
-from ._task_graph import TaskGraphClassifier as TaskGraphClassifier
+from ._label_cleaner import LabelCleaner as LabelCleaner
+from ._predictions import clean_labels as clean_labels
+from ._predictions import clean_values as clean_values
 from ._value_cleaner import ValueCleaner as ValueCleaner
-from ._values import CleanedValues as CleanedValues
-from ._values import clean_values as clean_values
 
-__all__ = [
-    "CleanedLabels",
-    "CleanedValues",
-    "LabelCleaner",
-    "TaskGraphClassifier",
-    "ValueCleaner",
-    "clean_labels",
-    "clean_values",
-    "plot_task_graph",
-]
+__all__ = ["LabelCleaner", "ValueCleaner", "clean_labels", "clean_values"]

@@ -14,6 +14,9 @@ from scipy import sparse
 from sklearn.decomposition import PCA, TruncatedSVD
 from sklearn.kernel_approximation import Nystroem
 
+Rows = Any
+"""What scikit-learn takes for X: an array, a sparse matrix, a data frame, a list. It has no types."""
+
 WIDEST = 1000
 """A linear model keeps this many principal components at most."""
 BESIDE_KERNEL, KERNEL_WIDTH = 150, 300
@@ -25,7 +28,7 @@ LANDMARKS = 600
 class Scale:
     """Brings columns to comparable scale and rows to mean squared length 1; keeps sparse sparse."""
 
-    def fit(self, X: Any) -> "Scale":
+    def fit(self, X: Rows) -> "Scale":
         """Measure the columns."""
         if sparse.issparse(X):  # centring would fill it; its columns keep their weights
             self.centre, self.divisor = 0.0, 1.0
@@ -42,7 +45,7 @@ class Scale:
         self.length = float(np.sqrt(squares.sum() / X.shape[0])) or 1.0
         return self
 
-    def transform(self, X: Any) -> Any:
+    def transform(self, X: Rows) -> Rows:
         """Scale rows."""
         if sparse.issparse(X):
             return X / self.length
@@ -58,12 +61,12 @@ class Features:
     def __init__(self, kernel: bool, random_state: int):
         self.kernel, self.random_state = kernel, random_state
 
-    def fit(self, X: Any) -> "Features":
+    def fit(self, X: Rows) -> "Features":
         """Learn scale, rotation and kernel from the rows of X."""
         with np.errstate(invalid="ignore", divide="ignore"):  # constant columns explain no variance
             return self._fit(X)
 
-    def _fit(self, X: Any) -> "Features":
+    def _fit(self, X: Rows) -> "Features":
         self.scale = Scale().fit(X)
         scaled = self.scale.transform(X)
         width = BESIDE_KERNEL if self.kernel else WIDEST
@@ -82,7 +85,7 @@ class Features:
         self.blocks = np.concatenate([np.full(part.shape[1], i) for i, part in enumerate(parts)])
         return self
 
-    def transform(self, X: Any) -> np.ndarray:
+    def transform(self, X: Rows) -> np.ndarray:
         """Return the model's inputs for the rows of X."""
         scaled = self.scale.transform(X)
         parts = [self.rotation.transform(scaled)]
@@ -94,16 +97,12 @@ class Features:
 class Plain:
     """The rows as they are: a user's own model does its own preparation."""
 
-    def fit(self, X: Any) -> "Plain":
-        """Do nothing."""
-        return self
-
-    def transform(self, X: Any) -> np.ndarray:
+    def transform(self, X: Rows) -> np.ndarray:
         """Return X as a dense float32 array."""
         return np.asarray(X.todense() if sparse.issparse(X) else X, np.float32)
 
 
-def _rotation(X: Any, width: int, random_state: int) -> Any:
+def _rotation(X: Rows, width: int, random_state: int) -> PCA | TruncatedSVD:
     rank = min(width, *X.shape)
     if sparse.issparse(X):
         return TruncatedSVD(max(min(rank, X.shape[1] - 1), 1), random_state=random_state)

@@ -6,7 +6,7 @@ so that fitting again on data of the same shape compiles nothing.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ._features import Features, Plain
+from ._features import Features, Plain, Rows
 
 HIDDEN = 128
 
@@ -33,7 +33,7 @@ class Linear(eqx.Module):
     """The regulariser of each component."""
     groups: int = eqx.field(static=True)
 
-    def init(self, key: Any, width: int, classes: int) -> PyTree:
+    def init(self, key: jax.Array, width: int, classes: int) -> PyTree:
         """Return zero weights."""
         return {"w": jnp.zeros((classes, width)), "b": jnp.zeros(classes)}
 
@@ -54,11 +54,6 @@ class Linear(eqx.Module):
 
         return optax.chain(optax.stateless(precondition), optax.sgd(0.5, momentum=0.8))
 
-    def plain_optimizer(self, share: Any) -> optax.GradientTransformation:
-        """Return gradient descent, for a loss whose examples have the mean weight `share`."""
-        curvature = 0.5 * (1 + jnp.max(self.moments))  # a bound, the bias included
-        return optax.sgd(1 / (share * curvature))
-
 
 class Network(eqx.Module):
     """Any model given by `init(key, width, classes) -> params` and `apply(params, x) -> scores`."""
@@ -72,38 +67,48 @@ class Network(eqx.Module):
         leaves = jax.tree.leaves(eqx.filter(params, eqx.is_inexact_array))
         return 0.5 * l2[0] * sum((jnp.sum(leaf**2) for leaf in leaves), jnp.zeros(()))
 
-    def optimizer(self, l2: Any) -> optax.GradientTransformation:
+    def optimizer(self, l2: Float[Array, " groups"]) -> optax.GradientTransformation:
         """Return Adam, with a root that stays differentiable where a gradient is 0."""
         return optax.adam(0.01, eps_root=1e-8)
 
-    def plain_optimizer(self, share: Any) -> optax.GradientTransformation:
-        """Return the same: Adam does not depend on the scale of the loss."""
-        return self.optimizer(None)
+
+Model = Linear | Network
+Own = tuple[Callable[..., PyTree], Callable[..., Array]]
+"""A model of the user's: `init(key, width, classes) -> params` and `apply(params, x) -> scores`."""
+NAMES = ("kernel", "softmax", "mlp")
 
 
-def make_features(model: Any, random_state: int) -> Features | Plain:
-    """Return what prepares the inputs of a model."""
-    if isinstance(model, str) and model in ("softmax", "kernel", "mlp"):
-        return Features(model == "kernel", random_state)
-    if isinstance(model, tuple) and len(model) == 2 and all(callable(f) for f in model):
-        return Plain()
-    raise ValueError(
-        f"model={model!r}: give 'kernel', 'softmax', 'mlp', or a pair of functions "
-        "(init(key, n_features, n_classes) -> params, apply(params, x) -> class scores)."
-    )
-
-
-def make_model(model: Any, features: Features | Plain, z: np.ndarray) -> Linear | Network:
-    """Return the model that a name, or a pair of functions, stands for."""
-    if isinstance(features, Plain):
-        return Network(*model)
-    if model == "mlp":
-        return Network(_mlp_init, _mlp_apply)
+def prepared(
+    name: str | Own, rows: Rows, random_state: int
+) -> tuple[Features | Plain, np.ndarray, Model]:
+    """Return what prepares the inputs of a model, the inputs of these rows, and the model."""
+    if not isinstance(name, str):
+        plain = Plain()
+        return plain, plain.transform(rows), Network(*name)
+    features = Features(name == "kernel", random_state).fit(rows)
+    z = features.transform(rows)
+    if name == "mlp":
+        return features, z, Network(_mlp_init, _mlp_apply)
     blocks = features.blocks
-    return Linear(jnp.mean(jnp.asarray(z) ** 2, axis=0), jnp.asarray(blocks), int(blocks.max()) + 1)
+    squares = jnp.mean(jnp.asarray(z) ** 2, axis=0)
+    return features, z, Linear(squares, jnp.asarray(blocks), int(blocks.max()) + 1)
 
 
-def _mlp_init(key: Any, width: int, classes: int) -> PyTree:
+class Trained(NamedTuple):
+    """A model with its parameters, for rows as they are."""
+
+    features: Features | Plain
+    model: Model
+    params: PyTree
+
+    def predict_proba(self, rows: Rows) -> np.ndarray:
+        """Return the probability of each class."""
+        scores = self.model.apply(self.params, jnp.asarray(self.features.transform(rows)))
+        p = np.asarray(jax.nn.softmax(scores), np.float64)
+        return p / p.sum(axis=1, keepdims=True)
+
+
+def _mlp_init(key: jax.Array, width: int, classes: int) -> PyTree:
     first, second = jax.random.split(key)
     scale = np.sqrt(2.0)  # inputs have mean squared length 1
     return {

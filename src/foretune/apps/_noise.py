@@ -1,40 +1,42 @@
 """Cleaning by a model of how labels go wrong, its matrix learnt by hypergradients.
 
-    p(given label = j | x) = sum_k p_theta(k | x) N_kj,      N = softmax of the rows of a matrix
+    p(observed label = j | x) = sum_k p_theta(k | x) N_kj,      N = softmax of the rows of a matrix
 
-Inner problem, for each of J folds: theta minimises the mean of -log p over the given labels (through
-N) and the checked labels (directly) outside the fold, plus 1/2 l2 ||theta||^2, by T full-batch steps.
+Inner problem, for each of J folds: theta minimises the mean of -log p over the observed labels (through
+N) and the trusted labels (directly) outside the fold, plus 1/2 l2 ||theta||^2, by T full-batch steps.
 Outer problem: the hyperparameters N and l2 minimise, over the labels inside the folds,
 
-    E = mean over checked labels of -log p_theta(y | x)  +  mean over given labels of -log p(y | x),
+    E = mean over trusted labels of -log p_theta(y | x) + mean over observed labels of -log p(y | x),
 
 by the exact hypergradient of the whole training. An example's weight is then the probability that
 its label is right, from the fold's model, which did not see it:
 
     w_i = p(y_i | x_i) N_{y_i y_i} / sum_k p(k | x_i) N_{k y_i}.
 
-N starts at the confusion between the given labels and a model of the checked ones (`start_noise`). It
+N starts at the confusion between the observed labels and a model of the trusted ones. It
 serves the response: as a statement about the noise it leans to more noise than there is where
-checked labels are few. The J trainings run as one program.
+trusted labels are few. The J trainings run as one program.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, PyTree
-from scipy.optimize import brentq
-from scipy.special import expit, logit
+from jaxtyping import Array, Float, Int, PyTree
 
 from .._constraints.sets import Box
+from .._engines.base import AbstractEngine
+from .._outer.callbacks import Callback
 from .._outer.minimize import minimize
 from .._outer.run import Result
 from .._problem.batches import FullBatch
 from .._problem.problem import Problem
 from .._problem.training import Training
+from ._models import Model
 
 START_RIGHT = 0.8
 """The start supposes four labels of five to be right."""
@@ -43,47 +45,59 @@ RATE = 0.15
 """Of Adam: its steps are of logits and logarithms, scale-free quantities."""
 
 
+class Descent(NamedTuple):
+    """Steps of each training and of the hyperparameters, and what else `minimize` takes."""
+
+    steps: int
+    hyper_steps: int
+    engine: AbstractEngine | None
+    callbacks: Sequence[Callback]
+    rate: float = RATE
+
+
 class Data(NamedTuple):
-    """Inputs of given and checked examples in one array, their labels, and the folds' members."""
+    """Inputs of observed and trusted examples in one array, their labels, and the folds' members."""
 
     z: Float[Array, "rows width"]
-    given: Array
-    checked: Array
+    observed: Int[Array, " n"]
+    trusted: Int[Array, " c"]
     train: Float[Array, "folds rows"]
     weight: Float[Array, " rows"] | None = None
     """How much each row counts, 1 on the mean; None: all the same."""
 
-    def counted(self, folds: Any) -> Any:
+    @classmethod
+    def of(
+        cls,
+        z: np.ndarray,
+        observed: np.ndarray,
+        trusted: np.ndarray,
+        fold: np.ndarray,
+        weight: np.ndarray | None,
+    ) -> "Data":
+        """Return the data, from the fold of each row."""
+        train = (fold[None] != np.arange(fold.max() + 1)[:, None]).astype(np.float32)
+        z_, observed_, trusted_, train_ = map(jnp.asarray, (z, observed, trusted, train))
+        weight_ = None if weight is None else mean_one(weight)
+        return cls(z_, observed_, trusted_, train_, weight_)
+
+    def counted(self, folds: Float[Array, "folds rows"]) -> Float[Array, "folds rows"]:
         """Return the members of folds by their weight."""
         return folds if self.weight is None else folds * self.weight
 
+    def sample(self, most: int, rng: np.random.Generator) -> "Data":
+        """Return `most` of the observed examples, drawn at random, and all trusted ones."""
+        n = self.observed.shape[0]
+        if n <= most:
+            return self
+        some = np.sort(rng.permutation(n)[:most])
+        rows = np.concatenate([some, np.arange(n, self.z.shape[0])])
+        weight = None if self.weight is None else self.weight[rows]
+        return Data(self.z[rows], self.observed[some], self.trusted, self.train[:, rows], weight)
 
-def mean_one(weight: np.ndarray | None) -> Array | None:
+
+def mean_one(weight: np.ndarray) -> Array:
     """Return weights scaled to a mean of 1."""
-    return None if weight is None else jnp.asarray(weight / weight.mean(), jnp.float32)
-
-
-def some_rows(data: Data, most: int, rng: np.random.Generator) -> Data:
-    """Return the data with `most` of the given examples, drawn at random, and all checked ones."""
-    n = data.given.shape[0]
-    if n <= most:
-        return data
-    given = np.sort(rng.permutation(n)[:most])
-    rows = np.concatenate([given, np.arange(n, data.z.shape[0])])
-    weight = None if data.weight is None else data.weight[rows]
-    return Data(data.z[rows], data.given[given], data.checked, data.train[:, rows], weight)
-
-
-class Tuned(NamedTuple):
-    """What the descent gives."""
-
-    probabilities: np.ndarray
-    """Of each class, for each given example, by the fold's model that has not seen it."""
-    checked_probabilities: np.ndarray
-    """The same for the checked ones."""
-    noise: np.ndarray
-    l2: np.ndarray
-    result: Result
+    return jnp.asarray(weight / weight.mean(), jnp.float32)
 
 
 def make_folds(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.ndarray:
@@ -95,34 +109,41 @@ def make_folds(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.n
     return fold
 
 
+def start_matrix(classes: int) -> Float[Array, "classes classes"]:
+    """Return the matrix in which `START_RIGHT` of the labels are right, and all confusions alike."""
+    wrong = (1 - START_RIGHT) / (classes - 1)
+    return jnp.where(jnp.eye(classes) > 0, START_RIGHT, wrong)
+
+
 class _Part(eqx.Module):
     """A function of the problem: a module, so that equal ones share their compiled program."""
 
-    model: Any
+    model: Model
 
-    def surprise(self, params, hparams, batch):
+    def losses(self, params, hparams, batch):
         """Return -log p of each label, by each fold's model: an array of folds x rows."""
-        n = batch.given.shape[0]
+        n = batch.observed.shape[0]
         log_p = jax.nn.log_softmax(jax.vmap(self.model.apply, (0, None))(params, batch.z))
+        trusted = jnp.take_along_axis(log_p[:, n:], batch.trusted[None, :, None], axis=2)[..., 0]
+        if not n:
+            return -trusted
         log_noise = jax.nn.log_softmax(hparams["noise"], axis=1)
-        given = jax.nn.logsumexp(log_p[:, :n] + log_noise.T[batch.given], axis=2)
-        checked = jnp.take_along_axis(log_p[:, n:], batch.checked[None, :, None], axis=2)[..., 0]
-        return -jnp.concatenate([given, checked], axis=1)
+        observed = jax.nn.logsumexp(log_p[:, :n] + log_noise.T[batch.observed], axis=2)
+        return -jnp.concatenate([observed, trusted], axis=1)
 
 
 class _Loss(_Part):
     def __call__(self, params, hparams, batch):
         penalties = jax.vmap(self.model.penalty, (0, None))(params, jnp.exp(hparams["l2"]))
-        surprise = jnp.sum(batch.counted(batch.train) * self.surprise(params, hparams, batch))
-        return surprise / batch.z.shape[0] + jnp.sum(penalties)
+        total = jnp.sum(batch.counted(batch.train) * self.losses(params, hparams, batch))
+        return total / batch.z.shape[0] + jnp.sum(penalties)
 
 
 class _Error(_Part):
     def __call__(self, state, hparams, batch):
-        n, checks = batch.given.shape[0], batch.checked.shape[0]
-        held = batch.counted(1 - batch.train) * self.surprise(state.params, hparams, batch)
-        value = jnp.sum(held[:, :n]) / n
-        return value + jnp.sum(held[:, n:]) / checks if checks else value
+        n, c = batch.observed.shape[0], batch.trusted.shape[0]
+        held = batch.counted(1 - batch.train) * self.losses(state.params, hparams, batch)
+        return jnp.sum(held[:, :n]) / max(n, 1) + jnp.sum(held[:, n:]) / max(c, 1)
 
 
 class _Optimizer(_Part):
@@ -130,7 +151,7 @@ class _Optimizer(_Part):
         return self.model.optimizer(jnp.exp(hparams["l2"]))
 
 
-def cleaning_problem(model: Any, data: Data, classes: int, steps: int, key: Any) -> Problem:
+def noise_problem(model: Model, data: Data, classes: int, steps: int, key: jax.Array) -> Problem:
     """Return the bilevel problem."""
     folds = data.train.shape[0]
     params = model.init(key, data.z.shape[1], classes)
@@ -143,17 +164,22 @@ def cleaning_problem(model: Any, data: Data, classes: int, steps: int, key: Any)
     )
 
 
+class Tuned(NamedTuple):
+    """What the descent gives."""
+
+    probabilities: np.ndarray
+    """Of each class, for each example, the trusted ones last, by a model that has not seen it."""
+    noise: np.ndarray
+    l2: np.ndarray
+    result: Result
+
+
 def tune(
-    model: Any,
+    model: Model,
     data: Data,
     classes: int,
-    *,
-    steps: int,
-    hyper_steps: int,
-    engine: Any,
-    key: Any,
-    callbacks: Any,
-    rate: float = RATE,
+    descent: Descent,
+    key: jax.Array,
     tuned_on: Data | None = None,
 ) -> Tuned:
     """Learn the noise matrix and the regularisers; return them and the unseen probabilities.
@@ -161,19 +187,19 @@ def tune(
     They are learnt on `tuned_on`, some of the rows of `data`, where that is given.
     """
     tuned_on = data if tuned_on is None else tuned_on
-    problem = cleaning_problem(model, tuned_on, classes, steps, key)
+    problem = noise_problem(model, tuned_on, classes, descent.steps, key)
     hparams = {
-        "noise": jnp.log(start_noise(model, tuned_on, classes, steps, key)),
+        "noise": jnp.log(start_noise(model, tuned_on, classes, descent.steps, key)),
         "l2": jnp.full(model.groups, jnp.log(START_L2)),
     }
     result = minimize(
         problem,
         hparams,
-        steps=hyper_steps,
-        engine=engine,
-        optimizer=optax.adam(rate),
+        steps=descent.hyper_steps,
+        engine=descent.engine,
+        optimizer=optax.adam(descent.rate),
         constraints={"l2": Box(np.log(1e-9), np.log(10.0))},
-        callbacks=callbacks,
+        callbacks=list(descent.callbacks),
         take_back=False,
     )
     hparams = result.best.hparams
@@ -181,101 +207,64 @@ def tune(
         # a regulariser stands beside a mean over rows: of more rows it has a smaller share
         share = np.log(tuned_on.z.shape[0] / data.z.shape[0])
         hparams = {**hparams, "l2": hparams["l2"] + share}
-        problem = cleaning_problem(model, data, classes, steps, key)
+        problem = noise_problem(model, data, classes, descent.steps, key)
     _, state = problem.response(hparams)
     scores = jax.vmap(model.apply, (0, None))(state.params, data.z)
-    n = data.given.shape[0]
     unseen = jnp.argmin(data.train, axis=0)
-    probabilities = jax.nn.softmax(scores[unseen, jnp.arange(len(unseen))])
-    probabilities = np.asarray(probabilities, np.float64)
     return Tuned(
-        probabilities[:n],
-        probabilities[n:],
+        np.asarray(jax.nn.softmax(scores[unseen, jnp.arange(len(unseen))]), np.float64),
         np.asarray(jax.nn.softmax(hparams["noise"], axis=1), np.float64),
         np.asarray(jnp.exp(hparams["l2"])),
         result,
     )
 
 
-def start_noise(model: Any, data: Data, classes: int, steps: int, key: Any) -> Array:
-    """Return where N starts: the given labels beside a model of the checked ones.
+def start_noise(
+    model: Model, data: Data, classes: int, steps: int, key: jax.Array
+) -> Float[Array, "classes classes"]:
+    """Return where N starts: the observed labels beside a model of the trusted ones.
 
-    N_kj is the mean of p(k | x) over rows with the given label j, in shares of each row k. A model of
+    N_kj is the mean of p(k | x) over rows with the observed label j, in shares of row k. A model of
     few rows is often wrong, so this has more noise than there is, but the right confusions in it; the
-    mean with a matrix in which four labels of five are right keeps every entry above 0. Without checked
+    mean with a matrix in which four labels of five are right keeps every entry above 0. Without trusted
     labels it is that matrix alone.
     """
-    wrong = (1 - START_RIGHT) / (classes - 1)
-    plain = jnp.where(jnp.eye(classes) > 0, START_RIGHT, wrong)
-    n, checks = data.given.shape[0], data.checked.shape[0]
-    if not checks:
+    plain = start_matrix(classes)
+    n, c = data.observed.shape[0], data.trusted.shape[0]
+    if not c:
         return plain
-    labels = jnp.concatenate([data.given, data.checked])
-    l2 = np.full(model.groups, START_L2)
-    use = np.arange(n + checks) >= n
-    params = train_plain(model, data.z, labels, use, l2, classes, steps, key)
+    labels = jnp.concatenate([data.observed, data.trusted])
+    use = np.arange(n + c) >= n
+    params = train_plain(model, data.z, labels, use, classes, steps, key)
     p = jax.nn.softmax(model.apply(params, data.z[:n]))
-    counts = jax.nn.one_hot(data.given, classes)
+    counts = jax.nn.one_hot(data.observed, classes)
     if data.weight is not None:
         counts = counts * data.weight[:n, None]
     joint = p.T @ counts
     return (plain + joint / jnp.sum(joint, axis=1, keepdims=True)) / 2
 
 
-def true_label(probabilities: np.ndarray, noise: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """Return p(true label | x, given label): p_k N_kj / sum_k p_k N_kj, j the given label."""
-    joint = probabilities * noise.T[given]
+def true_label(probabilities: np.ndarray, noise: np.ndarray, observed: np.ndarray) -> np.ndarray:
+    """Return p(true label | x, observed label): p_k N_kj / sum_k p_k N_kj, j the observed label."""
+    joint = probabilities * noise.T[observed]
     return joint / joint.sum(axis=1, keepdims=True)
 
 
-def fit_budget(right: np.ndarray, budget: float) -> np.ndarray:
-    """Return the weights with all log-odds lowered by the same amount, so that they sum to `budget`.
-
-    Weights that sum to less are left as they are.
-    """
-    if right.sum() <= budget:
-        return right
-    log_odds = logit(np.clip(right, np.finfo(float).tiny, 1 - np.finfo(float).eps))
-    shift = brentq(lambda shift: expit(log_odds + shift).sum() - budget, -1000.0, 0.0)
-    return expit(log_odds + shift)
-
-
-class _Plain(eqx.Module):
-    model: Any
-
-    def __call__(self, params, hparams, batch):
-        z, labels, use = batch
-        cross_entropy = optax.softmax_cross_entropy_with_integer_labels(
-            self.model.apply(params, z), labels
-        )
-        mean = jnp.sum(use * cross_entropy) / jnp.sum(use)
-        return mean + self.model.penalty(params, jnp.exp(hparams["l2"]))
-
-
-class _Value(eqx.Module):
-    loss: _Plain
-
-    def __call__(self, state, hparams, batch):
-        return self.loss(state.params, hparams, batch)
-
-
 def train_plain(
-    model: Any,
-    z: Any,
-    labels: Any,
+    model: Model,
+    z: np.ndarray | Array,
+    labels: np.ndarray | Array,
     use: np.ndarray,
-    l2: np.ndarray,
     classes: int,
     steps: int,
-    key: Any,
+    key: jax.Array,
+    l2: np.ndarray | None = None,
 ) -> PyTree:
-    """Return the parameters after training on the labels to `use`, a mask."""
-    data = (jnp.asarray(z), jnp.asarray(labels), jnp.asarray(use, jnp.float32))
-    problem = Problem(
-        dynamics=Training(_Plain(model), _Optimizer(model)),
-        objective=_Value(_Plain(model)),
-        init=model.init(key, z.shape[1], classes),
-        batches=FullBatch(data, steps=steps),
-        validation=data,
-    )
-    return problem.response({"l2": jnp.log(l2)})[1].params
+    """Return the parameters after training on the labels to `use`, a mask or weights, as trusted."""
+    l2 = np.full(model.groups, START_L2) if l2 is None else l2
+    nobody, everybody = jnp.zeros(0, int), jnp.ones((1, len(use)))
+    weight = mean_one(np.asarray(use, np.float64))
+    data = Data(jnp.asarray(z), nobody, jnp.asarray(labels), everybody, weight)
+    problem = noise_problem(model, data, classes, steps, key)
+    _, state = problem.response({"l2": jnp.log(l2)})
+    return jax.tree.map(lambda leaf: leaf[0], state.params)

@@ -3,8 +3,6 @@
 An .npz file has rows under `x` (or `X`, `data`, `images`) and labels under `y` (or `label`, `labels`,
 `target`, `class`); rows of more than one axis are images. It is read without pickle. A .csv or .parquet
 file has one row per example, with the label in a column of one of those names or the one asked for.
-Numbers are used as they are, columns of few distinct words become indicator columns, and columns of
-free text become TF-IDF when they are named as such.
 
 Labels of a .csv file are text, exactly as written: 1, 01 and 007 are three classes, and so are None and
 NA. Only an empty cell is a missing label. The other formats keep the type that they give to labels;
@@ -13,16 +11,17 @@ NA. Only an empty cell is a missing label. The other formats keep the type that 
 
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from sklearn.utils import check_array
 
+from ._columns import DataFrame, column_encoder, is_frame
+from ._features import Rows
 from ._optional import needs
 
 ROWS = ("x", "X", "data", "images")
 LABELS = ("label", "labels", "y", "target", "class")
-FEW = 50
-"""A column of words with at most this many distinct ones becomes indicator columns."""
 
 
 class DataError(ValueError):
@@ -32,14 +31,20 @@ class DataError(ValueError):
 class Table(NamedTuple):
     """Labelled rows: `x` is an array (.npz) or a data frame."""
 
-    x: Any
-    y: Any  # an array, or None where a file without labels may be read
+    x: np.ndarray | DataFrame
+    y: np.ndarray
+    """Empty where the file has no labels, and may have none."""
     image_shape: tuple[int, ...] | None
     path: str
 
-    def matrix(self) -> Any:
-        """Return the rows as numbers; encode with `Encoder` to share columns between files."""
-        return Encoder().fit(self).transform(self)
+    def matrix(self) -> Rows:
+        """Return the rows as numbers; `encoded` returns those of several files in the same columns."""
+        return encoded([self])[0]
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns' names; those of an array are numbers."""
+        return list(map(str, self.x.columns if is_frame(self.x) else range(self.x.shape[1])))
 
 
 def read_table(
@@ -69,17 +74,16 @@ def read_table(
         table = _read_frame(path, label, drop, labelled)
     else:
         raise DataError(f"{path}: give a .npz, .csv or .parquet file.")
-    if table.x.shape[0] == 0:
-        raise DataError(f"{path} has no rows.")
-    if image_shape is not None:
-        if table.x.shape[1] != np.prod(image_shape):
-            shape = "x".join(map(str, image_shape))
-            raise DataError(
-                f"{path} has {table.x.shape[1]} columns, and an image of {shape} has "
-                f"{np.prod(image_shape)} values."
-            )
-        table = table._replace(image_shape=tuple(image_shape))
-    return table
+    if 0 in table.x.shape:
+        raise DataError(f"{path} has no {'columns beside the labels' if len(table.x) else 'rows'}.")
+    if image_shape is None:
+        return table
+    if table.x.shape[1] != np.prod(image_shape):
+        raise DataError(
+            f"{path} has {table.x.shape[1]} columns, and an image of "
+            f"{'x'.join(map(str, image_shape))} has {np.prod(image_shape)} values."
+        )
+    return table._replace(image_shape=tuple(image_shape))
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -92,7 +96,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         raise DataError(f"{path} cannot be read as .npz: {reason}") from error
 
 
-def read_numbers(path: str | Path) -> Any:
+def read_numbers(path: str | Path) -> np.ndarray | DataFrame:
     """Return a table of numbers from .npy, .npz (its one array, or `pred_probs`) or .csv, a frame."""
     path = Path(path)
     if not path.is_file():
@@ -125,18 +129,16 @@ def _read_npz(path: Path, label: str | None, labelled: bool) -> Table:
             f"{path} holds {', '.join(arrays) or 'nothing'}: it needs rows under one of "
             f"{', '.join(ROWS)} and labels under {' or '.join(names)}."
         )
-    of_labels = rows.shape[:1] if labels is None else labels.shape
-    if rows.ndim < 2 or of_labels != rows.shape[:1]:
+    y = np.zeros(0) if labels is None else labels
+    if rows.ndim < 2 or (labels is not None and y.shape != rows.shape[:1]):
         raise DataError(
-            f"{path}: rows have shape {rows.shape} and labels {of_labels}; "
-            "expected (n, ...) and (n,)."
+            f"{path}: rows have shape {rows.shape} and labels {y.shape}; expected (n, ...) and (n,)."
         )
     if rows.dtype.kind not in "biuf":
         raise DataError(f"{path}: rows have dtype {rows.dtype}, expected numbers.")
     shape = rows.shape[1:] if rows.ndim > 2 else None
     columns = int(np.prod(rows.shape[1:]))  # not -1, which there is none for without rows
-    y = None if labels is None else _labels(labels, path)
-    return Table(rows.reshape(len(rows), columns), y, shape, str(path))
+    return Table(rows.reshape(len(rows), columns), _labels(y, path), shape, str(path))
 
 
 def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: bool) -> Table:
@@ -163,16 +165,17 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: 
             f'out with --drop "{frame.columns[0]}".',
             stacklevel=3,
         )
+    rows = frame.drop(columns=[*names[:1], *drop])
     if not names:
-        return Table(frame.drop(columns=list(drop)), None, None, str(path))
-    labels: Any = frame[names[0]]
+        return Table(rows, np.zeros(0), None, str(path))
+    labels = frame[names[0]]
     values = labels.astype(object).where(labels.notna(), None).to_numpy()
     if labels.dtype.kind not in "ifub":  # text, categories, dates
         values = np.array([None if value is None else str(value) for value in values], object)
-    return Table(frame.drop(columns=[names[0], *drop]), _labels(values, path), None, str(path))
+    return Table(rows, _labels(values, path), None, str(path))
 
 
-def _read_csv(path: Path, label: str | None) -> Any:
+def _read_csv(path: Path, label: str | None) -> DataFrame:
     """Read a .csv file with its labels as text, an empty one as None."""
     import pandas as pd
 
@@ -199,15 +202,10 @@ def _labels(values: np.ndarray, path: Path) -> np.ndarray:
     if missing.any():
         rows = np.flatnonzero(missing)
         raise DataError(
-            f"{path}: {rows_have(len(rows))} no label, the first is row {rows[0]} (rows count from 0): "
-            "give it one, or leave the row out."
+            f"{path}: {len(rows)} of {len(values)} rows have no label, the first is row {rows[0]} "
+            "(rows count from 0): give it one, or leave the row out."
         )
     return np.asarray(values.tolist()) if values.dtype == object else values
-
-
-def rows_have(count: Any) -> str:
-    """Return `1 row has` or `2 rows have`."""
-    return "1 row has" if count == 1 else f"{count:,} rows have"
 
 
 def with_labels_alike(first: Table, second: Table) -> tuple[Table, Table]:
@@ -227,106 +225,30 @@ def with_labels_alike(first: Table, second: Table) -> tuple[Table, Table]:
     return first, second
 
 
-class Encoder:
-    """Turns the rows of a table into numbers, the same columns for every file."""
+def encoded(tables: list[Table], text: tuple[str, ...] = ()) -> list[Rows]:
+    """Return the rows of files as numbers, in columns that the first decides: see `_columns.py`.
 
-    def __init__(self, text: tuple[str, ...] = ()):
-        self.text = text
+    Columns named by `text` become TF-IDF, with all its words.
+    """
+    first = tables[0]
+    check_columns(tables, text)
+    if is_frame(first.x):
+        encoder = column_encoder(first.x, text).fit(first.x)
+        return [encoder.transform(table.x) for table in tables]
+    return [check_array(table.x, dtype="float32", input_name=table.path) for table in tables]
 
-    def fit(self, table: Table) -> "Encoder":
-        """Learn the columns, their words and their vocabulary from one file."""
-        self.path, self.pieces = table.path, []
-        if isinstance(table.x, np.ndarray):
-            self.columns = table.x.shape[1]
-            return self
-        self.columns = list(table.x.columns)
-        unknown = [name for name in self.text if name not in self.columns]
-        if unknown:
+
+def check_columns(tables: list[Table], text: tuple[str, ...] = ()) -> None:
+    """Raise where files have other columns than the first, or it lacks one that is named."""
+    first = tables[0]
+    for table in tables:
+        odd = sorted(set(table.columns) ^ set(first.columns))
+        if odd:
             raise DataError(
-                f"{table.path} has the columns {', '.join(self.columns)}; there is no {unknown[0]!r}."
-            )
-        for name in self.columns:
-            self.pieces.append(self._piece(name, table.x[name]))
-        if not self.pieces:
-            raise DataError(f"{table.path} has a label column and nothing else.")
-        return self
-
-    def _piece(self, name: str, column: Any) -> Any:
-        if name in self.text:
-            from sklearn.feature_extraction.text import TfidfVectorizer
-
-            try:
-                return TfidfVectorizer(sublinear_tf=True, min_df=2).fit(
-                    column.fillna("").astype(str)
-                )
-            except ValueError as error:
-                raise DataError(f"{self.path}: column {name!r} as text: {error}") from error
-        if column.dtype.kind in "biuf":
-            return None
-        from sklearn.preprocessing import OneHotEncoder
-
-        if column.nunique() > FEW:
-            raise DataError(
-                f"{self.path}: column {name!r} has {column.nunique()} distinct texts, the first is "
-                f"{str(column.iloc[0])[:40]!r}. Name it with --text {name} to use its words, or "
-                f"leave it out with --drop {name}."
-            )
-        return OneHotEncoder(handle_unknown="ignore").fit(_words(column))
-
-    def transform(self, table: Table) -> Any:
-        """Return an array of float32, or a sparse matrix where there is text."""
-        if isinstance(table.x, np.ndarray):
-            found = table.x.shape[1]
-            if self.columns != found:
-                raise DataError(
-                    f"{table.path} has {found} columns and {self.path} has "
-                    f"{self.columns if isinstance(self.columns, int) else len(self.columns)}: "
-                    "both files need the same."
-                )
-            return _finite(table.x.astype(np.float32), [str(i) for i in range(found)], table.path)
-        if isinstance(self.columns, int) or set(table.x.columns) != set(self.columns):
-            mine = [] if isinstance(self.columns, int) else self.columns
-            odd = sorted(set(table.x.columns) ^ set(mine))
-            raise DataError(
-                f"{table.path} and {self.path} need the same columns; these are in one only: "
+                f"{table.path} and {first.path} need the same columns; these are in one only: "
                 f"{', '.join(odd[:8])}. Leave columns out with --drop."
             )
-        parts, plain = [], []
-        for name, piece in zip(self.columns, self.pieces, strict=True):
-            column = table.x[name]
-            if piece is None:
-                if column.dtype.kind not in "biuf":
-                    raise DataError(
-                        f"{table.path}: column {name!r} has words, and numbers in {self.path}."
-                    )
-                plain.append(column.to_numpy(np.float32))
-            elif name in self.text:
-                parts.append(piece.transform(column.fillna("").astype(str)))
-            else:
-                parts.append(piece.transform(_words(column)))
-        numbers = [
-            name for name, piece in zip(self.columns, self.pieces, strict=True) if piece is None
-        ]
-        if plain:
-            parts.insert(0, _finite(np.stack(plain, axis=1), numbers, table.path))
-        if len(parts) == 1 and isinstance(parts[0], np.ndarray):
-            return parts[0]
-        from scipy import sparse
-
-        joined = sparse.hstack(parts, format="csr", dtype=np.float32)
-        return joined if self.text else joined.toarray()
-
-
-def _words(column: Any) -> Any:
-    return column.astype(object).where(column.notna(), "").astype(str).to_numpy().reshape(-1, 1)
-
-
-def _finite(rows: np.ndarray, names: list[str], path: str) -> np.ndarray:
-    bad = ~np.isfinite(rows)
-    if bad.any():
-        row, column = np.argwhere(bad)[0]
-        raise DataError(
-            f"{path}: {rows_have(bad.any(axis=1).sum())} missing or infinite numbers, the first in "
-            f"row {row} (rows count from 0), column {names[column]}: fill them or leave the rows out."
-        )
-    return rows
+    unknown = [name for name in text if name not in first.columns]
+    if unknown:
+        columns = ", ".join(first.columns)
+        raise DataError(f"{first.path} has the columns {columns}; there is no {unknown[0]!r}.")

@@ -11,11 +11,11 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from .._engines.base import check_engine
-from .._outer.callbacks import Progress
-from . import _graph
-from ._labels import FLOATS, check_whole, listed, plain_labels, second_set
+from foretune import Progress
 
+from . import graph as graphs
+
+FLOATS = (np.float64, np.float32)
 FEWEST = {False: 2, True: 3}
 """Rows of each class that folds need, without and with early stopping."""
 
@@ -76,7 +76,7 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
     Examples
     --------
     >>> from sklearn.datasets import load_digits
-    >>> from foretune.apps import TaskGraphClassifier
+    >>> from experiments.multitask.classifier import TaskGraphClassifier
     >>> X, y = load_digits(return_X_y=True)
     >>> model = TaskGraphClassifier(hyper_steps=5, random_state=0).fit(X[:80], y[:80])
     >>> model.task_graph_.shape
@@ -114,22 +114,21 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
         With (X_val, y_val) the model is trained on (X, y) and C and rho descend on the validation
         error; without, on folds of (X, y). The final model is trained on all labelled rows.
         """
-        self._check_options()
         X, y = self._labelled(X, y)
         counts = np.bincount(y, minlength=len(self.classes_))
         random = np.random.default_rng(check_random_state(self.random_state).randint(2**31 - 1))
         if X_val is None and y_val is None:
             self._check_counts(counts)
             nested = self.early_stopping and counts.min() >= FEWEST[True]
-            plan = _graph.make_plan(y, self.folds, self.folds if nested else 0, random)
+            plan = graphs.make_plan(y, self.folds, self.folds if nested else 0, random)
         else:
             X_val, y_val = self._validation(X_val, y_val)
-            plan = _graph.single_plan(np.arange(len(y) + len(y_val)) >= len(y))
+            plan = graphs.single_plan(np.arange(len(y) + len(y_val)) >= len(y))
             X, y = np.concatenate([X, X_val]), np.concatenate([y, y_val])
         z, back = scaled(X)
-        rows, K = _graph.Rows(z[None], y[None]), len(self.classes_)
+        rows, K = graphs.Rows(z[None], y[None]), len(self.classes_)
         kind, pattern = self._kind(K)
-        keep, result = _graph.tune(
+        keep, result = graphs.tune(
             kind,
             rows,
             plan,
@@ -140,11 +139,11 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
             engine=self.engine,
             callbacks=self._callbacks,
         )
-        params = _graph.train(rows, keep.hparams, pattern, self.steps)
+        params = graphs.train(rows, keep.hparams, pattern, self.steps)
         w = np.asarray(params["w"][0, 0], np.float64)
         self.coef_ = w @ back.rotation.T / back.length
         self.intercept_ = np.asarray(params["b"][0, 0], np.float64) - self.coef_ @ back.centre
-        C, rho = _graph.interactions(keep.hparams, jnp.asarray(pattern))
+        C, rho = graphs.interactions(keep.hparams, jnp.asarray(pattern))
         self.task_graph_ = np.array(C[0, 0])
         self.rho_ = np.array(rho[0, 0]) if kind == "none" else float(rho[0, 0, 0])
         self.scale_ = float(keep.hparams["scale"][0, 0])
@@ -183,64 +182,38 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
     def _kind(self, K: int) -> tuple[str, np.ndarray]:
         """Return what is to be learnt, and the pattern of C: mean 1 over all pairs."""
         if isinstance(self.graph, str):
-            return self.graph, _graph.all_pairs(K)
-        given: Any = self.graph
-        if hasattr(given, "index") and hasattr(given, "columns"):  # a data frame: by its names
-            try:
-                given = given.loc[self.classes_, self.classes_]
-            except KeyError:
-                raise ValueError(
-                    "graph's rows and columns must be named after the classes, "
-                    f"{listed(self.classes_)}; or give it as an array, in the order of the sorted "
-                    "classes."
-                ) from None
-        try:
-            A = np.asarray(given, np.float64)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"graph must be a matrix of numbers ({error}).") from None
-        if A.shape != (K, K):
-            raise ValueError(f"graph has shape {A.shape}, and y has {K} classes: give ({K}, {K}).")
-        for wrong, what in (
-            (~np.isfinite(A), "not finite"),
-            (A < 0, "negative"),
-            (A != A.T, "not symmetric"),
-        ):
-            if wrong.any():
-                j, k = np.argwhere(wrong)[0]
-                raise ValueError(f"graph is {what} at ({j}, {k}), where it is {A[j, k]}.")
-        A = A * _graph.all_pairs(K)
+            return self.graph, graphs.all_pairs(K)
+        A = np.asarray(self.graph, np.float64)
+        if A.shape != (K, K) or (A < 0).any() or (A != A.T).any():
+            raise ValueError(
+                f"graph has shape {A.shape}, and y has {K} classes: give a symmetric non-negative "
+                f"matrix of shape ({K}, {K})."
+            )
+        A = A * graphs.all_pairs(K)
         if not A.any():
             raise ValueError("graph has no edge: every entry off its diagonal is 0.")
         return "uniform", (A * (K * (K - 1) / A.sum())).astype(np.float32)
 
     def _labelled(self, X, y):
-        labels: Any = None if y is None else plain_labels(y, "y")  # None: scikit-learn's message
-        X, y = validate_data(self, X, labels, accept_sparse="csr", dtype=FLOATS)
+        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=FLOATS)
         check_classification_targets(y)
         self.classes_, y = np.unique(y, return_inverse=True)
         if len(self.classes_) < 3:
-            found = ", ".join(map(str, self.classes_))
             raise ValueError(
-                f"y has {len(self.classes_)} class{'es'[: 2 * (len(self.classes_) > 1)]} ({found}): a "
-                "graph of classes needs three or more. For two classes there is "
-                "`sklearn.linear_model.LogisticRegression`."
+                f"y has {len(self.classes_)} classes: a graph of classes needs three or more."
             )
         return _dense(X), y
 
     def _validation(self, X_val, y_val):
-        rows, labels, absent = second_set(self, X_val, y_val, "val")
-        if absent:
-            raise ValueError(
-                f"y_val has no row of the classes {listed(absent)}: their edges could not be judged. "
-                "Put rows of every class in the validation set, or give none and let `folds` do it."
-            )
-        return _dense(rows), labels
+        rows = validate_data(self, X_val, reset=False, accept_sparse="csr", dtype=FLOATS)
+        if not np.array_equal(np.unique(y_val), self.classes_):
+            raise ValueError("y_val must have rows of every class of y, and of no other.")
+        return _dense(rows), np.searchsorted(self.classes_, y_val)
 
     def _check_counts(self, counts) -> None:
-        rare = self.classes_[counts < FEWEST[False]]
-        if len(rare):
+        if counts.min() < FEWEST[False]:
             raise ValueError(
-                f"there is only one row of {listed(rare)}: with folds every class needs "
+                f"a class has only {counts.min()} row: with folds every class needs "
                 f"{FEWEST[False]} rows, one to train on and one to judge by."
             )
         if self.early_stopping and counts.min() < FEWEST[True]:
@@ -249,24 +222,6 @@ class TaskGraphClassifier(ClassifierMixin, BaseEstimator):
                 "and is left out.",
                 stacklevel=3,
             )
-
-    def _check_options(self) -> None:
-        named = isinstance(self.graph, str)
-        if self.graph is None or (named and self.graph not in _graph.KINDS):
-            raise ValueError(
-                f"graph={self.graph!r}: give one of {', '.join(_graph.KINDS)}, or a matrix."
-            )
-        number = isinstance(self.total, int | float | np.number) and 0 < self.total < np.inf
-        if self.total is not None and not number:
-            raise ValueError(f"total={self.total!r}: give a number above 0, or None.")
-        if self.total is not None and not (named and self.graph == "full"):
-            raise ValueError(
-                f"total={self.total!r} bounds a graph that is learnt: it needs graph='full', and graph "
-                f"is {self.graph if named else 'a matrix'!r}."
-            )
-        for name, least in (("folds", 2), ("steps", 1), ("hyper_steps", 1)):
-            check_whole(name, getattr(self, name), least)
-        check_engine(self.engine)
 
 
 class Back:
@@ -291,10 +246,7 @@ def scaled(X: np.ndarray) -> tuple[np.ndarray, Back]:
     centred = X - centre
     length = float(np.sqrt(np.sum(centred**2) / len(X)))
     if length <= 1e-12 * max(float(np.abs(X).max()), 1e-300):
-        raise ValueError(
-            f"all {X.shape[0]} rows of X are the same: every feature is constant, so there is nothing "
-            "to tell the classes by."
-        )
+        raise ValueError("every feature of X is constant.")
     rotation = np.eye(X.shape[1])
     if X.shape[1] > X.shape[0]:
         _, _, vt = np.linalg.svd(centred, full_matrices=False)

@@ -25,17 +25,19 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from .._constraints.base import AbstractConstraint
-from .._constraints.sets import SymmetricNonNegative
-from .._constraints.variables import Log
-from .._files.files import write_whole
-from .._outer.callbacks import Callback
-from .._outer.checkpoint import Checkpoint
-from .._outer.minimize import minimize
-from .._problem.batches import FullBatch
-from .._problem.problem import Problem
-from .._problem.training import Training
-from ._noise import make_folds
+from foretune import (
+    AbstractConstraint,
+    Callback,
+    Checkpoint,
+    CrossValidated,
+    FullBatch,
+    Log,
+    Problem,
+    SymmetricNonNegative,
+    Training,
+    minimize,
+)
+from foretune.report import write_whole
 
 MOMENTUM = 0.9
 KINDS = ("full", "uniform", "none")
@@ -190,6 +192,15 @@ def zeros(splits: int, members: int, classes: int, width: int) -> PyTree:
         "w": jnp.zeros((splits, members, classes, width)),
         "b": jnp.zeros((splits, members, classes)),
     }
+
+
+def make_folds(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a fold for each row, each fold with its share of every label."""
+    order = rng.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    fold = np.empty(len(labels), int)
+    fold[order] = np.arange(len(labels)) % folds
+    return fold
 
 
 def make_plan(y: np.ndarray, folds: int, outer: int, rng: np.random.Generator) -> Plan:

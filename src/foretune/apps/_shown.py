@@ -1,0 +1,67 @@
+"""Rows and labels as a spreadsheet, and a run's page, show them."""
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..report import RunFolder, picture, write_whole
+from ._columns import is_frame
+from ._tables import Table
+
+COLUMNS, LONGEST = 6, 200
+"""Columns of a row, and characters of a cell, on the page."""
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+def write_csv(path: Path, columns: list[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a list, whole or not at all."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(columns)
+    writer.writerows(rows)
+    write_whole(path, text.getvalue().encode("utf-8", "backslashreplace"))
+
+
+def cell(label: object) -> str:
+    """Return a label for a spreadsheet: text that it would run as a formula gets an apostrophe.
+
+    >>> [cell(label) for label in ("cat", "-1", "=1+1", "@SUM(A1)", -2)]
+    ['cat', '-1', "'=1+1", "'@SUM(A1)", '-2']
+    """
+    text = str(label)
+    formula = text.startswith(("=", "+", "-", "@", "\t", "\r")) and not _NUMBER.fullmatch(text)
+    return f"'{text}" if formula else text
+
+
+def row_shown(folder: RunFolder, table: Table, i: int, kind: str) -> dict[str, object]:
+    """Return a row for the page: its picture, which is written, or its first columns."""
+    x = table.x.iloc[i].to_numpy() if is_frame(table.x) else table.x[i]
+    if table.image_shape:
+        pixels = x.astype(float).reshape(table.image_shape)
+        return {"image": write_picture(folder, kind, i, pixels), "row": None}
+    return {"image": None, "row": dict(zip(table.columns, map(_short, x[:COLUMNS]), strict=False))}
+
+
+def write_picture(folder: RunFolder, kind: str, i: int, pixels: np.ndarray) -> str:
+    """Write an image among the run's figures, and return its name there."""
+    name = f"figures/{kind}-{i}.png"
+    picture(folder.path / name, pixels)
+    return name
+
+
+def columns_note(table: Table) -> str:
+    """Return a sentence on the columns that are not shown, or nothing."""
+    if table.image_shape or table.x.shape[1] <= COLUMNS:
+        return ""
+    return f" The first {COLUMNS} of {table.x.shape[1]} columns are shown."
+
+
+def _short(value: object) -> float | str:
+    if isinstance(value, int | float | np.integer | np.floating):
+        return float(value)
+    text = str(value)
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
