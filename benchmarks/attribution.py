@@ -349,7 +349,7 @@ def rankings(x: Any, given: Any, clean: Any, steps: int, seed: int) -> dict[str,
         return -probabilities[np.arange(len(given)), given]
 
     def cleaner():
-        fitted = LabelCleaner(random_state=seed).fit(x, given, *clean)
+        fitted = LabelCleaner("kernel", random_state=seed).fit(x, given, *clean)
         return -np.argsort(fitted.ranking_)  # the most suspicious has rank 0
 
     return {

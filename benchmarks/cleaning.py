@@ -39,12 +39,11 @@ from benchmarks import wild
 from benchmarks.harness import record
 from experiments.cleaning import experiment as cleaning
 from experiments.cleaning.noise import corrupt
-from experiments.cleaning.splits import Split, score, split
+from experiments.cleaning.splits import SUSPECT_BELOW, Split, score, split
 from experiments.datasets import load
 from foretune.apps import LabelCleaner
-from foretune.apps._models import make_features, make_model
-from foretune.apps._noise import START_L2, make_folds, train_plain
-from foretune.apps._weights import SUSPECT_BELOW
+from foretune.apps._models import Trained, prepared
+from foretune.apps._noise import make_folds, train_plain
 
 KINDS, RATES, CHECKS = ("symmetric", "pair"), (0.1, 0.3, 0.5), (50, 200, 1000, 5000)
 CLASSES = 10
@@ -119,14 +118,12 @@ class Kernel:
     """LabelCleaner's default model, trained as it is on any labels of one seed's examples."""
 
     def __init__(self, x: np.ndarray, seed: int):
-        self.features = make_features("kernel", seed).fit(x)
-        self.z = self.features.transform(x)
-        self.model = make_model("kernel", self.features, self.z)
+        self.features, self.z, self.model = prepared("kernel", x, seed)
 
     def probabilities(self, train, labels, rows) -> np.ndarray:
         """Return the class probabilities of rows after training on others."""
-        l2, key, use = np.full(self.model.groups, START_L2), jax.random.key(0), np.ones(len(train))
-        params = train_plain(self.model, self.z[train], labels, use, l2, CLASSES, 60, key)
+        key, use = jax.random.key(0), np.ones(len(train))
+        params = train_plain(self.model, self.z[train], labels, use, CLASSES, 60, key)
         scores = self.model.apply(params, jnp.asarray(self.z[rows]))
         return np.asarray(jax.nn.softmax(scores), np.float64)
 
@@ -164,7 +161,7 @@ def ours(masks: Masks, s: Split, kind, rate, checks, seed) -> dict:
     def default():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # few checked examples may lack a class
-            cleaner = LabelCleaner(random_state=seed)
+            cleaner = LabelCleaner("kernel", random_state=seed)
             return cleaner.fit(s.x, s.given, s.x_checked, s.checked).suspects_
 
     return {OURS[0]: masks.get(OURS[0], kind, rate, seed, checks, compute=default)}
@@ -333,7 +330,9 @@ def kinds(arguments) -> None:
             )
             given, wrong = corrupt(y[train], 0.3, rng)
             begun = time.perf_counter()
-            cleaner = LabelCleaner(random_state=seed).fit(x[train], given, x[checked], y[checked])
+            cleaner = LabelCleaner("kernel", random_state=seed).fit(
+                x[train], given, x[checked], y[checked]
+            )
             seconds = time.perf_counter() - begun
             row = {
                 "data": name,
@@ -367,13 +366,11 @@ def kinds(arguments) -> None:
 def ours_on(cleaner, x, keep, labels, x_test, y_test) -> float:
     """Return the accuracy of LabelCleaner's model, trained plainly on other labels."""
     index = np.searchsorted(cleaner.classes_, labels)
-    z = cleaner._features.transform(x[keep])
-    l2, key = np.full(cleaner._model.groups, START_L2), jax.random.key(0)
-    params = train_plain(
-        cleaner._model, z, index, np.ones(len(z)), l2, len(cleaner.classes_), 60, key
-    )
-    scores = cleaner._model.apply(params, jnp.asarray(cleaner._features.transform(x_test)))
-    return float(np.mean(cleaner.classes_[np.argmax(scores, 1)] == y_test))
+    features, model, _ = cleaner._final
+    z, key = features.transform(x[keep]), jax.random.key(0)
+    params = train_plain(model, z, index, np.ones(len(z)), len(cleaner.classes_), 60, key)
+    p = Trained(features, model, params).predict_proba(x_test)
+    return float(np.mean(cleaner.classes_[np.argmax(p, 1)] == y_test))
 
 
 def table(arguments) -> None:

@@ -403,7 +403,7 @@ def ours(cell: Cell) -> Any:
     checked = (cell.x_checked, cell.checked_labels) if cell.checked else ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few checked examples may lack a class
-        cleaner = LabelCleaner(estimator="pool", random_state=cell.seed, progress=False)
+        cleaner = LabelCleaner(estimator="ensemble", random_state=cell.seed, progress=False)
         return cleaner.fit(cell.x, cell.given, *checked)
 
 
@@ -467,7 +467,7 @@ def judge(cell: Cell, parts: list[str], cache: str | Path) -> list[dict]:
         seconds = time.perf_counter() - begun
         pooled = cleanlab(cell, cleaner.probabilities_)  # of the same fit: its seconds are ours
         found.append({"method": "cleanlab, our pool", **pooled, "seconds": seconds})
-        scores = metrics(cell, cleaner.confidence_, cleaner.suspects_)
+        scores = metrics(cell, cleaner.probability_wrong_, cleaner.suspects_)
         found.append({"method": "LabelCleaner", **scores, "seconds": seconds})
     print(*cell[:4], *(f"{row['average precision']:.3f}" for row in found), flush=True)
     return [{**dict(zip(Cell._fields, cell[:4], strict=False)), **row} for row in found]

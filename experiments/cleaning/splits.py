@@ -6,6 +6,9 @@ import numpy as np
 
 from foretune.apps._tables import DataError
 
+SUSPECT_BELOW = 1e-3
+"""Weights below it mark a label as wrong."""
+
 from ..datasets import Dataset
 from .noise import corrupt
 

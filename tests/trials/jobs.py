@@ -228,8 +228,6 @@ def clean(folder, trap):
             *arguments,
             "--model",
             "softmax",
-            "--method",
-            "weights",
             "--steps",
             "4",
             "--iterations",

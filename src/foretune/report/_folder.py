@@ -25,7 +25,7 @@ from typing import Any
 
 from .._files.files import FolderLock, RunError, write_whole
 from ._console import say
-from ._page import parsed, signed, write_page
+from ._page import Json, parsed, signed, write_page
 
 
 class RunFolder:
@@ -41,7 +41,7 @@ class RunFolder:
         *,
         kind: str,
         title: str,
-        settings: dict[str, Any],
+        settings: Json,
         files: Iterable[str] = (),
     ):
         self.path = Path(path)
@@ -74,7 +74,7 @@ class RunFolder:
             self.close()
             raise
 
-    def _open(self, config: dict[str, Any]) -> None:
+    def _open(self, config: Json) -> None:
         """Write the settings, or compare them with those that are there."""
         old = self.read("config.json")
         if old is None:
@@ -121,14 +121,14 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def result(self) -> dict[str, Any] | None:
+    def result(self) -> Json | None:
         """The result of a finished run, or None."""
         result = self.read("result.json")
         if not isinstance(result, dict | None):
             raise self._damaged("result.json", f"it is a {type(result).__name__}")
         return result
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[Json]:
         """Return the measurements, without lines that cannot be read: an interrupt cuts one off."""
         found = []
         for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else []:
@@ -136,15 +136,15 @@ class RunFolder:
                 found.append(json.loads(line))
         return [record for record in found if isinstance(record, dict)]
 
-    def keep_metrics(self, stays: Callable[[dict[str, Any]], bool]) -> None:
+    def keep_metrics(self, stays: Callable[[Json], bool]) -> None:
         """Keep the measurements that stay."""
         self.write_metrics([record for record in self.records() if stays(record)])
 
-    def write_metrics(self, records: list[dict[str, Any]]) -> None:
+    def write_metrics(self, records: list[Json]) -> None:
         """Write the measurements, one to a line, in place of those that are there."""
         write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
 
-    def write(self, name: str, content: Any) -> None:
+    def write(self, name: str, content: object) -> None:
         """Write JSON, whole or not at all."""
         path = self.path / name
         path.parent.mkdir(exist_ok=True)
