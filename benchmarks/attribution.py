@@ -1,8 +1,7 @@
-"""Exact attribution: what it costs, how well it predicts, and which wrong labels it finds.
+"""Exact attribution: what it costs, and how well it predicts.
 
     python -m benchmarks.attribution cost [--quick]     many queries, in hypergradients
     python -m benchmarks.attribution table [--quick]    the linear datamodelling score, beside others'
-    python -m benchmarks.attribution labels [--quick]   1,000 wrong labels among 10,000
 
 `cost` is on the network of `python -m experiments complexity`. `table` trains again without 50 random
 parts of the data, a half or a tenth, and compares the errors of 50 queries with those predicted.
@@ -20,17 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import cross_val_predict
 
 import foretune as ft
 from benchmarks import attribution_methods as methods
 from benchmarks import transformer
-from benchmarks.harness import record, time_in_turns
+from benchmarks.harness import Table, command_line, record, time_in_turns
 from experiments.complexity.programs import Point, losses, make_data, make_problem
 from experiments.datasets import load
 from experiments.language import model as language_model
-from foretune.apps import LabelCleaner
 
 QUERIES = 50
 DROPS = (0.5, 0.1)
@@ -66,10 +62,10 @@ def cost(arguments: argparse.Namespace) -> dict[str, Any]:
     for K in arguments.queries:
         programs[f"{K} queries"] = lambda K=K: ft.attribute(problem, hparams, queries(K)).scores
     seconds, ratio = time_in_turns(programs, rounds)
-    found = {}
+    found, shown = {}, Table("program", "seconds", "hypergradients")
     for name in programs:
         found[name] = {"seconds": seconds[name], "hypergradients": ratio(name, "hypergradient")}
-        print(f"{name:<14} {seconds[name]:8.3f} s {found[name]['hypergradients']:7.2f}", flush=True)
+        shown.add(name, *found[name].values())
     grad = ft.Reverse()(written, at).grad["weight"]
     scores = ft.attribute(problem, hparams, queries(1)).scores[0]
     off = float(np.linalg.norm(scores - grad) / np.linalg.norm(grad))
@@ -123,9 +119,8 @@ def problem_of(model: Any, params: Any, optimizer: Any, batches: Any, validation
 def mnist(seed: int, rows: int, queries: int) -> tuple[Any, Any]:
     """Return random training rows and queries: pixels between 0 and 1, and labels."""
     data = load("mnist")
-    order = np.random.default_rng(seed).permutation(len(data.y))
-    x = np.asarray(data.x[order[: rows + queries]], np.float32)
-    y = np.asarray(data.y[order[: rows + queries]], np.int32)
+    order = np.random.default_rng(seed).permutation(len(data.y))[: rows + queries]
+    x, y = np.asarray(data.x[order], np.float32), np.asarray(data.y[order], np.int32)
     return (x[:rows], y[:rows]), (x[rows:], y[rows:])
 
 
@@ -236,7 +231,7 @@ def validated(make: Any, seed: int, quick: bool, first: bool) -> dict[str, Any]:
     case = make(seed, quick)
     problem, hparams, queries = case.problem, case.hparams, case.queries
     found, seconds = seconds_of(lambda: ft.attribute(problem, hparams, queries), first)
-    half, again = seconds_of(lambda: ft.attribute(problem, hparams, queries, keep=0.5), first)
+    half, again = seconds_of(lambda: ft.attribute(problem, hparams, queries, share=0.5), first)
     one = jax.tree.map(lambda leaf: leaf[:1], queries)
     _, unit = seconds_of(lambda: ft.attribute(problem, hparams, one).scores, first)
     (_, state), training = seconds_of(lambda: problem.response(hparams), first)
@@ -259,8 +254,8 @@ def validated(make: Any, seed: int, quick: bool, first: bool) -> dict[str, Any]:
         kept[option] = {"lds": lds, "seconds": seconds, "hypergradients": seconds / unit}
         print(f"  {method} {option}: {lds}, {seconds:.2f} s", flush=True)
 
-    noted("attribute", "keep=1", found.scores, seconds)
-    noted("attribute", "keep=0.5", half.scores, again)
+    noted("attribute", "share=1", found.scores, seconds)
+    noted("attribute", "share=0.5", half.scores, again)
     for method, program in others(case, state.params, seed).items():
         options, seconds = seconds_of(program, first)
         for option, scores in options.items():
@@ -279,7 +274,7 @@ def table(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"{name}, seed {seed}", flush=True)
             runs.append(validated(make, seed, arguments.quick, not runs))
             results[name] = {"runs": runs, "summary": summary(runs)}
-            save(arguments, results)
+            record(arguments.out, results)
         for method, row in results[name]["summary"].items():
             print(f"{name}: {method}: {row}")
     return results
@@ -307,78 +302,18 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return rows
 
 
-def labels(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the share of the wrong labels among the first of each ranking, as many as are wrong."""
-    rows, checked, steps = (1000, 200, 50) if arguments.quick else (10_000, 1000, 500)
-    results: dict[str, Any] = {"rows": rows, "wrong": rows // 10, "checked": checked}
-    runs: dict[str, list[dict[str, float]]] = {}
-    for seed in range(1 if arguments.quick else arguments.seeds):
-        (x, true), clean = mnist(seed, rows, checked)
-        rng = np.random.default_rng(seed)
-        wrong = rng.permutation(rows) < rows // 10
-        given = np.where(wrong, (true + rng.integers(1, 10, rows)) % 10, true).astype(np.int32)
-        for name, suspicion in rankings(x, given, clean, steps, seed).items():
-            began = time.perf_counter()
-            first = np.argsort(-suspicion(), kind="stable")[: rows // 10]
-            found = {"found": float(wrong[first].mean()), "seconds": time.perf_counter() - began}
-            runs.setdefault(name, []).append(found)
-            print(f"seed {seed}: {name}: {found}", flush=True)
-        found = {name: float(np.mean([run["found"] for run in r])) for name, r in runs.items()}
-        results |= {"runs": runs, "found": found}
-        save(arguments, results)
-    return results
-
-
-def rankings(x: Any, given: Any, clean: Any, steps: int, seed: int) -> dict[str, Any]:
-    """Return methods that say how suspicious each label is; their seconds are with compilation."""
-    key, start = jax.random.key(seed), initial(seed, 0)
-    batches = ft.Minibatches.shuffled((x, given), batch_size=100, steps=steps, key=key)
-    problem, hparams = problem_of(linear, start, momentum, batches, clean), {"lr": jnp.array(0.02)}
-
-    def exact():  # one query: the mean error of the checked rows
-        return ft.attribute(problem, hparams, [problem.objective]).scores[0]
-
-    def trak():
-        params = problem.response(hparams)[1].params
-        return methods.trak(linear, params, (x, given), clean, 256, seed).mean(0)
-
-    def confidence():
-        model = LogisticRegression(max_iter=50)
-        found = cross_val_predict(model, x, given, method="predict_proba", cv=5)
-        probabilities = np.asarray(found)
-        return -probabilities[np.arange(len(given)), given]
-
-    def cleaner():
-        fitted = LabelCleaner("kernel", random_state=seed).fit(x, given, *clean)
-        return -np.argsort(fitted.ranking_)  # the most suspicious has rank 0
-
-    return {
-        "attribute, checked rows' error": exact,
-        "TRAK, checked rows' error": trak,
-        "self-confidence, out of fold": confidence,
-        "LabelCleaner": cleaner,
-    }
-
-
-def save(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Write the results where they are asked for."""
-    if arguments.out:
-        record(arguments.out, results)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("part", choices=("cost", "table", "labels"))
+    parser = command_line(__doc__)
+    parser.add_argument("part", choices=("cost", "table"))
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--steps", type=int, help="cost: of the training; by default 1000")
     parser.add_argument("--batch", type=int, default=100, help="cost: examples of a minibatch")
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 8, 64], help="cost: K")
-    parser.add_argument("--seeds", type=int, default=5, help="table and labels")
+    parser.add_argument("--seeds", type=int, default=5, help="table")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="table: parts of problems' names")
-    parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
-    parts = {"cost": cost, "table": table, "labels": labels}
-    save(arguments, parts[arguments.part](arguments))
+    parts = {"cost": cost, "table": table}
+    record(arguments.out, parts[arguments.part](arguments))
 
 
 if __name__ == "__main__":

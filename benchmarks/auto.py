@@ -8,7 +8,6 @@ first call shows to be three times as slow as the fastest so far are not timed f
 predicted to be four times as slow as the fastest are left out.
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Callable
@@ -20,33 +19,13 @@ import numpy as np
 import optax
 
 import foretune as ft
-from benchmarks.harness import record, time_in_turns
-from foretune._engines.auto import show_bytes
+from benchmarks.harness import Table, command_line, record, time_in_turns, timed
+from benchmarks.tasks import cross_entropy, layers, mlp, random_arrays
+from foretune._engines.auto import program_bytes, show_bytes
 from foretune._engines.costs import compile_all
 from foretune._problem.problem import validated
 
 Case = tuple[ft.Problem, dict[str, Any]]
-
-
-def cross_entropy(logits, labels):
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
-
-
-def data(n: int, *shape: int, classes: int = 10):
-    rng = np.random.default_rng(0)
-    return rng.normal(size=(n, *shape)).astype(np.float32), rng.integers(0, classes, n)
-
-
-def layers(*sizes: int) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(0), len(sizes))
-    pairs = zip(keys, sizes[:-1], sizes[1:], strict=False)
-    return [jax.random.normal(k, (a, b)) * (2 / a) ** 0.5 for k, a, b in pairs]
-
-
-def mlp(params, x):
-    for w in params[:-1]:
-        x = jax.nn.relu(x @ w)
-    return x @ params[-1]
 
 
 def batches(arrays, size: int, steps: int) -> ft.Minibatches:
@@ -65,7 +44,7 @@ def problem(loss, optimizer, error, init, steps, validation, **options) -> ft.Pr
 
 def cleaning() -> Case:
     """A weight for each of 2000 examples of a softmax regression."""
-    x, y = data(2000, 256)
+    x, y = random_arrays(2000, 256)
 
     def loss(w, h, batch):
         each = optax.softmax_cross_entropy_with_integer_labels(batch[0] @ w.T, batch[1])
@@ -81,7 +60,7 @@ def cleaning() -> Case:
 
 
 def _network(hparams, optimizer, *, sizes=(784, 200, 200, 10), batch=100, steps=150) -> Case:
-    x, y = data(1000, sizes[0], classes=sizes[-1])
+    x, y = random_arrays(1000, sizes[0], classes=sizes[-1])
 
     def error(params, batch):
         return cross_entropy(mlp(params, batch[0]), batch[1])
@@ -90,7 +69,12 @@ def _network(hparams, optimizer, *, sizes=(784, 200, 200, 10), batch=100, steps=
         return error(params, batch)
 
     return problem(
-        loss, optimizer, error, layers(*sizes), batches((x, y), batch, steps), (x[:200], y[:200])
+        loss,
+        optimizer,
+        error,
+        layers(jax.random.key(0), *sizes),
+        batches((x, y), batch, steps),
+        (x[:200], y[:200]),
     ), hparams
 
 
@@ -122,7 +106,7 @@ def large() -> Case:
 
 def convolution() -> Case:
     """A weight decay for each layer of a convolutional network."""
-    x, y = data(400, 16, 16, 1)
+    x, y = random_arrays(400, 16, 16, 1)
     keys = jax.random.split(jax.random.key(0), 3)
     init = [
         jax.random.normal(keys[0], (3, 3, 1, 8)) / 3,
@@ -168,7 +152,7 @@ def scalar() -> Case:
 
 def ridge() -> Case:
     """A penalty for each of 100 features of a linear regression."""
-    x, _ = data(300, 100)
+    x, _ = random_arrays(300, 100)
     y = x @ np.linspace(-1, 1, 100).astype(np.float32)
 
     def error(w, batch):
@@ -184,7 +168,7 @@ def ridge() -> Case:
 
 def recurrent() -> Case:
     """Learning rate and weight decay of a recurrent network over sequences of 20."""
-    x, y = data(400, 20, 16)
+    x, y = random_arrays(400, 20, 16)
     keys = jax.random.split(jax.random.key(0), 3)
     init = {
         "in": jax.random.normal(keys[0], (16, 48)) / 4,
@@ -211,36 +195,27 @@ def recurrent() -> Case:
 
 def start() -> Case:
     """The initial weights of a network, 7,300 of them."""
-    x, y = data(500, 64)
+    x, y = random_arrays(500, 64)
 
     def error(params, batch):
         return cross_entropy(mlp(params, batch[0]), batch[1])
 
-    made = ft.Problem(
-        ft.Training(lambda p, h, b: error(p, b), optax.sgd(0.1)),
-        lambda state, h, b: error(state.params, b),
-        lambda h: [h["a"], h["b"], h["c"]],
+    made = problem(
+        lambda params, h, batch: error(params, batch),
+        optax.sgd(0.1),
+        error,
+        lambda h: h["layers"],
         batches((x, y), 50, 60),
         (x[:100], y[:100]),
     )
-    return made, dict(zip("abc", layers(64, 64, 40, 10), strict=True))
+    return made, {"layers": layers(jax.random.key(0), 64, 64, 40, 10)}
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    case.__name__: case
-    for case in (
-        cleaning,
-        rates,
-        schedule,
-        adam,
-        large,
-        convolution,
-        scalar,
-        ridge,
-        recurrent,
-        start,
-    )
-}
+    "cleaning": cleaning, "rates": rates, "schedule": schedule, "adam": adam, "large": large,
+    "convolution": convolution, "scalar": scalar, "ridge": ridge, "recurrent": recurrent,
+    "start": start,
+}  # fmt: skip
 
 
 def measure(case: Case, memory: int | None, rounds: int) -> dict[str, Any]:
@@ -257,18 +232,11 @@ def measure(case: Case, memory: int | None, rounds: int) -> dict[str, Any]:
     programs, sizes, best = {}, {}, float("inf")
     for name, future in compiled.items():
         program = future.result()
-        analysis: Any = program.memory_analysis()
-        sizes[name] = (
-            analysis.argument_size_in_bytes
-            + analysis.output_size_in_bytes
-            + analysis.temp_size_in_bytes
-        )
+        sizes[name] = program_bytes(program)
         if sizes[name] > choice.limit:
             continue
         jax.block_until_ready(program(arrays))
-        start = time.perf_counter()
-        jax.block_until_ready(program(arrays))
-        seconds = time.perf_counter() - start
+        seconds = timed(functools.partial(program, arrays), budget=1e-9)[1]
         best = min(best, seconds)
         if name == chosen or seconds < 3 * best:
             programs[name] = functools.partial(program, arrays)
@@ -288,31 +256,25 @@ def measure(case: Case, memory: int | None, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=list(CASES), help="these problems alone")
-    parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
 
     results: dict[str, dict[str, Any]] = {}
+    table = Table("problem", "chosen", "its time over that of", "the fastest", "memory", "limit")
     for name in arguments.only or CASES:
         case = CASES[name]()
         state = sum(a.nbytes for a in jax.tree.leaves(case[0].response(case[1])) if a.ndim)
-        smallest: Any = ft.Reverse(store=1).lower(*case).compile().memory_analysis()
-        given = smallest.argument_size_in_bytes + smallest.output_size_in_bytes
-        tight = int(given + smallest.temp_size_in_bytes + 12 * state)
-        for memory in (None, tight):
-            row = results[f"{name}, {'free' if memory is None else 'tight'}"] = measure(
-                case, memory, arguments.rounds
-            )
-            limit = "" if memory is None else f" of {show_bytes(memory)}"
-            print(
-                f"{name:<12} {row['chosen']:<28} {row['chosen / fastest']:5.2f} of {row['fastest']:<28}"
-                f" {show_bytes(row['bytes'])}{limit}{'' if row['within'] else ' EXCEEDED'}",
-                flush=True,
-            )
-            if arguments.out:
-                record(arguments.out, results)
+        smallest = program_bytes(ft.Reverse(store=1).lower(*case).compile())
+        for kind, memory in {"free": None, "tight": smallest + 12 * state}.items():
+            row = results[f"{name}, {kind}"] = measure(case, memory, arguments.rounds)
+            used = show_bytes(row["bytes"]) + ("" if row["within"] else " EXCEEDED")
+            limit = "" if memory is None else show_bytes(memory)
+            table.add(
+                name, row["chosen"], row["chosen / fastest"], row["fastest"], used, limit
+            )  # fmt: skip
+            record(arguments.out, results)
     for kind in ("free", "tight"):
         rows = [row for name, row in results.items() if name.endswith(kind)]
         good = sum(row["chosen / fastest"] <= 1.1 for row in rows)

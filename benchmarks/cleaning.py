@@ -1,23 +1,16 @@
-"""Finding wrong labels: `LabelCleaner` beside what people use, and the speed of hyper-cleaning.
+"""Finding wrong labels on MNIST: `LabelCleaner` beside what people use.
 
-MNIST, 5,000 training examples with 10, 30 or 50 % wrong labels (symmetric, or each class taken for the
-next), and 50, 200, 1000 or 5000 checked examples. Each method gives a mask of suspects; its F1 counts
-wrong labels as positive, and its accuracy is that of softmax regression on kept and checked examples.
+    python -m benchmarks.cleaning [--seeds 5] [--parts everyday] [--cache DIR] [--out FILE.json]
 
-    python -m benchmarks.cleaning grid --cache DIR [--seeds 5] [--parts everyday]
-    python -m benchmarks.cleaning kinds --out kinds.json
-    python -m benchmarks.cleaning speed --out speed.json
-    python -m benchmarks.cleaning wild --out wild.json       many kinds of data: see wild.py
-    python -m benchmarks.cleaning table --out benchmarks/results/cleaning_grid_h200.json
+5,000 training examples with 10, 30 or 50 % wrong labels (symmetric, or each class taken for the next),
+and 50, 200, 1000 or 5000 trusted examples. Each method gives a mask of suspects; its F1 counts wrong
+labels as positive, and its accuracy is that of softmax regression on kept and trusted examples.
 
-The grid needs `pip install cleanlab`. Masks are kept in the cache, so an interrupted run continues,
-and parts can be computed on another machine first (`--parts everyday`).
+It needs `pip install cleanlab`. Masks are kept in the cache, so an interrupted run continues, and parts
+can be computed on another machine first (`--parts everyday`). Other kinds of data: `wild.py`.
 """
 
-import argparse
-import importlib
 import itertools
-import json
 import time
 import warnings
 from pathlib import Path
@@ -27,22 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from scipy import sparse
-from sklearn.datasets import load_breast_cancer, load_wine
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold, cross_val_predict
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 import foretune as ft
-from benchmarks import wild
-from benchmarks.harness import record
+from benchmarks.harness import Table, command_line, record
 from experiments.cleaning import experiment as cleaning
 from experiments.cleaning.noise import corrupt
 from experiments.cleaning.splits import SUSPECT_BELOW, Split, score, split
 from experiments.datasets import load
 from foretune.apps import LabelCleaner
-from foretune.apps._models import Trained, prepared
+from foretune.apps._models import prepared
 from foretune.apps._noise import make_folds, train_plain
 
 KINDS, RATES, CHECKS = ("symmetric", "pair"), (0.1, 0.3, 0.5), (50, 200, 1000, 5000)
@@ -204,7 +192,6 @@ def published(masks: Masks, dataset, checks: int, seeds: int) -> dict:
             {"weight": [[jnp.full(n, 0.5) for _ in noises] for _ in range(seeds)]},
             steps=200,
             optimizer=optax.adam(0.005),
-            take_back=False,
             constraints={
                 "weight": [[ft.CappedSimplex(n / 2) for _ in noises] for _ in range(seeds)]
             },
@@ -222,15 +209,37 @@ def published(masks: Masks, dataset, checks: int, seeds: int) -> dict:
     }
 
 
-def grid(arguments) -> None:
-    dataset, masks, records, kernels = (
-        load("mnist"),
-        Masks(arguments.cache or "runs/cleaning-grid"),
-        [],
-        {},
+def scored(splits: list[Split], found: list[dict], final_steps: int) -> dict[str, dict]:
+    """Return, by method and seed, F1, seconds and the accuracy of a model without the suspects."""
+    names = list(found[0])
+    rows: dict[str, dict] = {name: {} for name in ("Oracle", "Baseline", *names)}
+    for name in names:
+        pairs = [(f[name], s.wrong) for f, s in zip(found, splits, strict=True)]
+        rows[name]["f1"] = [round(score(mask, wrong).f1, 4) for (mask, _), wrong in pairs]
+        rows[name]["seconds"] = [round(seconds, 2) for (_, seconds), _ in pairs]
+    if final_steps:
+        kept = [
+            [~s.wrong, np.ones(len(s.wrong), bool), *(~f[name][0] for name in names)]
+            for s, f in zip(splits, found, strict=True)
+        ]
+        accuracies = cleaning.final_accuracies(splits, kept, final_steps)
+        for m, name in enumerate(rows):
+            rows[name]["accuracy"] = [round(float(a), 4) for a in accuracies[:, m]]
+    return rows
+
+
+def main() -> None:
+    parser = command_line(__doc__, out="runs/cleaning.json")
+    parser.add_argument("--cache", default="runs/cleaning-grid", help="folder of masks")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="methods to run")
+    parser.add_argument(
+        "--final-steps", type=int, default=2000, help="of the final models; 0: no accuracies"
     )
-    seeds = range(arguments.seeds)
-    parts = set(arguments.parts)
+    arguments = parser.parse_args()
+    dataset, masks = load("mnist"), Masks(arguments.cache)
+    records, kernels, seeds, parts = [], {}, range(arguments.seeds), set(arguments.parts)
+    table = Table("noise", "wrong", "trusted", "method", "F1", "accuracy")
     for checks, kind, rate in itertools.product(CHECKS, KINDS, RATES):
         splits = [cell(dataset, kind, rate, checks, seed) for seed in seeds]
         found: list[dict] = [{} for _ in seeds]
@@ -243,193 +252,12 @@ def grid(arguments) -> None:
             theirs = published(masks, dataset, checks, arguments.seeds)
             for k in seeds:
                 found[k][OURS[1]] = theirs[k, kind, rate]
-        f1 = {
-            name: np.mean(
-                [score(f[name][0], s.wrong).f1 for f, s in zip(found, splits, strict=True)]
-            )
-            for name in found[0]
-        }
-        print(checks, kind, rate, {name: round(float(v), 3) for name, v in f1.items()}, flush=True)
-        names = list(found[0])
-        kept = [
-            [~s.wrong, np.ones(len(s.wrong), bool), *(~f[name][0] for name in names)]
-            for s, f in zip(splits, found, strict=True)
-        ]
-        accuracy = None
-        if arguments.final_steps:
-            accuracy = cleaning.final_accuracies(splits, kept, arguments.final_steps)
-        for m, name in enumerate(["Oracle", "Baseline", *names]):
-            row = {"noise": kind, "rate": rate, "checked": checks, "method": name}
-            if accuracy is not None:
-                row["accuracy"] = [round(float(a), 4) for a in accuracy[:, m]]
-            if name in names:
-                row["f1"] = [
-                    round(score(f[name][0], s.wrong).f1, 4)
-                    for f, s in zip(found, splits, strict=True)
-                ]
-                row["seconds"] = [round(f[name][1], 2) for f in found]
-            records.append(row)
-    if records:
-        record(arguments.out, {"records": records})
-
-
-def speed(arguments) -> None:
-    """Time DH-1000 of the paper's Table 1, one seed: 500 hyper-iterations of T = 1000."""
-    s = split(load("mnist"), 0.5, 0)
-    hparams, sets = cleaning.start(1, [1000], len(s.given))
-    rows = []
-    for unroll in (1, 4, 8):
-        problem = cleaning.cleaning_problem([s], [1000], 1000)
-        options = {
-            "engine": ft.Reverse(unroll=unroll),
-            "optimizer": optax.adam(0.005),
-            "constraints": sets,
-        }
-        begun = time.perf_counter()
-        ft.minimize(problem, hparams, steps=1, **options)
-        compiling = time.perf_counter() - begun
-        begun = time.perf_counter()
-        ft.minimize(problem, hparams, steps=arguments.iterations, **options)
-        seconds = (time.perf_counter() - begun) * 500 / arguments.iterations
-        rows.append({"unroll": unroll, "first call s": compiling, "500 iterations s": seconds})
-        print(rows[-1], flush=True)
-    bytes_read = 5 * s.x.nbytes  # X W, X^T D forward; X W, X alpha, X^T (...) backward
-    record(arguments.out, {"rows": rows, "bytes of X per step": bytes_read, "T": 1000})
-
-
-def docstrings() -> tuple[Any, np.ndarray]:
-    """Return SciPy's docstrings as TF-IDF, and the subpackage that each belongs to."""
-    from sklearn.feature_extraction.text import TfidfVectorizer
-
-    texts, labels = [], []
-    for name in ("stats", "signal", "special", "linalg", "optimize", "ndimage", "interpolate"):
-        module = importlib.import_module(f"scipy.{name}")
-        for member in sorted(module.__all__):
-            text = (getattr(module, member).__doc__ or "").partition("Examples\n")[0]
-            if len(text) > 100:  # the prose, without the name of the function
-                texts.append(text.replace(member, ""))
-                labels.append(name)
-    vectors = TfidfVectorizer(sublinear_tf=True, min_df=2, stop_words="english")
-    return vectors.fit_transform(texts), np.array(labels)
-
-
-def kinds(arguments) -> None:
-    """Compare with training on all labels, on tables and text; 30 % of the labels are wrong."""
-    sets: dict[str, Any] = {
-        "breast cancer (table, 30 columns, 2 classes)": load_breast_cancer(return_X_y=True),
-        "wine (table, 13 columns, 3 classes)": load_wine(return_X_y=True),
-        "SciPy docstrings (TF-IDF, 7 classes)": docstrings(),
-    }
-    rows = []
-    for name, (x, y) in sets.items():
-        for seed in range(arguments.seeds):
-            rng = np.random.default_rng(seed)
-            order = rng.permutation(len(y))
-            test, checked, train = np.split(
-                order, [len(y) // 3, len(y) // 3 + max(len(y) // 12, 20)]
-            )
-            given, wrong = corrupt(y[train], 0.3, rng)
-            begun = time.perf_counter()
-            cleaner = LabelCleaner("kernel", random_state=seed).fit(
-                x[train], given, x[checked], y[checked]
-            )
-            seconds = time.perf_counter() - begun
-            row = {
-                "data": name,
-                "seed": seed,
-                "f1": score(cleaner.suspects_, wrong).f1,
-                "LabelCleaner": cleaner.score(x[test], y[test]),
-                "seconds": seconds,
-                "train, checked, test": [len(train), len(checked), len(test)],
-            }
-            both = np.concatenate([train, checked])
-            for method, use in (("Baseline", np.ones(len(train), bool)), ("Oracle", ~wrong)):
-                keep = np.concatenate([use, np.ones(len(checked), bool)])
-                labels = np.concatenate([given, y[checked]])[keep]
-                plain = LogisticRegression(max_iter=2000)
-                scale = StandardScaler(with_mean=not sparse.issparse(x))
-                simple = make_pipeline(scale, plain) if not sparse.issparse(x) else plain
-                row[f"{method}, logistic regression"] = simple.fit(x[both[keep]], labels).score(
-                    x[test], y[test]
-                )
-                row[f"{method}, our model"] = ours_on(
-                    cleaner, x[both], keep, labels, x[test], y[test]
-                )
-            rows.append(row)
-        here = [r for r in rows if r["data"] == name]
-        numbers = [k for k, value in here[0].items() if isinstance(value, float)]
-        means = {k: round(float(np.mean([r[k] for r in here])), 4) for k in numbers}
-        print(name, means, flush=True)
-    record(arguments.out, {"rows": rows})
-
-
-def ours_on(cleaner, x, keep, labels, x_test, y_test) -> float:
-    """Return the accuracy of LabelCleaner's model, trained plainly on other labels."""
-    index = np.searchsorted(cleaner.classes_, labels)
-    features, model, _ = cleaner._final
-    z, key = features.transform(x[keep]), jax.random.key(0)
-    params = train_plain(model, z, index, np.ones(len(z)), len(cleaner.classes_), 60, key)
-    p = Trained(features, model, params).predict_proba(x_test)
-    return float(np.mean(cleaner.classes_[np.argmax(p, 1)] == y_test))
-
-
-def table(arguments) -> None:
-    """Print the grid's F1 and accuracy as Markdown, the mean over seeds."""
-    records = json.loads(Path(arguments.out).read_text())["results"]["records"]
-    names = [*OURS, *CLEANLAB, *SAME_MODEL]
-    print_table(records, "f1", names, lambda value: f"{value:.3f}")
-    print_table(
-        records, "accuracy", ["Oracle", "Baseline", *names], lambda value: f"{100 * value:.2f}"
-    )
-
-
-def print_table(records: list[dict], what: str, names: list[str], show) -> None:
-    print(f"\n{what}\n\n| noise | wrong | checked | " + " | ".join(names) + " |")
-    print("|---" * (len(names) + 3) + "|")
-    for kind, rate, checks in itertools.product(KINDS, RATES, CHECKS):
-        here = [r for r in records if (r["noise"], r["rate"], r["checked"]) == (kind, rate, checks)]
-        means = {r["method"]: np.mean(r[what]) for r in here if what in r}
-        best = max(mean for name, mean in means.items() if name != "Oracle")
-        marks = {name: f"**{show(m)}**" if m == best else show(m) for name, m in means.items()}
-        shown = " | ".join(marks.get(name, "-") for name in names)
-        print(f"| {kind} | {rate:.0%} | {checks} | {shown} |")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=["grid", "kinds", "speed", "table", "wild"])
-    parser.add_argument("--cache", help="folder of masks (grid) or probabilities (wild)")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=PARTS, help="groups of methods to compute"
-    )
-    parser.add_argument(
-        "--data", nargs="+", default=["develop"], help="wild: develop, held-out, or names of data"
-    )
-    parser.add_argument(
-        "--levels",
-        nargs="+",
-        type=int,
-        choices=(0, 1, 2),
-        default=[0, 1, 2],
-        help="wild: no, few and many checked rows",
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="wild: cells at a time")
-    parser.add_argument(
-        "--resume", action="store_true", help="wild: keep the cells that --out has already"
-    )
-    parser.add_argument(
-        "--final-steps", type=int, default=2000, help="of the final models; 0: no accuracies"
-    )
-    parser.add_argument("--iterations", type=int, default=100, help="speed: iterations to time")
-    parser.add_argument(
-        "--out",
-        default="runs/cleaning.json",
-        help="where the JSON goes (or, for table, comes from)",
-    )
-    arguments = parser.parse_args()
-    programs = {"grid": grid, "kinds": kinds, "speed": speed, "table": table, "wild": wild.run}
-    programs[arguments.what](arguments)
+        for name, row in scored(splits, found, arguments.final_steps).items():
+            where = {"noise": kind, "rate": rate, "checked": checks, "method": name}
+            records.append(where | row)
+            means = (float(np.mean(row.get(what, np.nan))) for what in ("f1", "accuracy"))
+            table.add(*where.values(), *means)
+    record(arguments.out, {"records": records})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ alone, a jitted scan of the same steps. Programs take turns, and each ratio is t
 rounds of the ratio within a round, so that a slow spell of the machine touches both sides.
 """
 
-import argparse
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +22,10 @@ import optax
 from jax import lax
 
 import foretune as ft
-from benchmarks.harness import Timing, record, time_in_turns
+from benchmarks.harness import Table, Timing, command_line, record, time_in_turns
+from benchmarks.tasks import cross_entropy, layers, mlp
 
 Programs = dict[str, Callable[[], Any]]
-
-
-def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
 def softmax_reverse(T: int = 200, n: int = 5000) -> Programs:
@@ -43,10 +39,11 @@ def softmax_reverse(T: int = 200, n: int = 5000) -> Programs:
 
     def loss(W, hparams, batch):
         x, y = batch
-        return jnp.mean(hparams["weight"] * cross_entropy(x @ W.T, y))
+        each = optax.softmax_cross_entropy_with_integer_labels(x @ W.T, y)
+        return jnp.mean(hparams["weight"] * each)
 
     def error(W, batch):
-        return jnp.mean(cross_entropy(batch[0] @ W.T, batch[1]))
+        return cross_entropy(batch[0] @ W.T, batch[1])
 
     problem = ft.Problem(
         dynamics=ft.Training(loss, optax.sgd(lr)),
@@ -89,28 +86,19 @@ def softmax_reverse(T: int = 200, n: int = 5000) -> Programs:
 
 def network_forward(m: int, T: int = 300, n: int = 5000) -> Programs:
     """Problem (b) with m hyperparameters as three programs: 1 rate, or blocks of a schedule."""
-    keys = jax.random.split(jax.random.key(0), 7)
+    keys = jax.random.split(jax.random.key(0), 5)
     X, y = jax.random.normal(keys[0], (n, 784)), jax.random.randint(keys[1], (n,), 0, 10)
     X_val, y_val = jax.random.normal(keys[2], (1000, 784)), y[:1000]
-    sizes = [784, 200, 200, 10]
-    params = [
-        {"w": jax.random.normal(k, (a, b)) / a**0.5, "b": jnp.zeros(b)}
-        for k, a, b in zip(keys[3:6], sizes[:-1], sizes[1:], strict=True)
-    ]
-    indices = jax.random.randint(keys[6], (T, 100), 0, n)
+    params = layers(keys[3], 784, 200, 200, 10)
+    indices = jax.random.randint(keys[4], (T, 100), 0, n)
     hparams = {"lr": jnp.full(m, 0.05)}
     momentum = 0.9
 
-    def network(params, x):
-        for layer in params[:-1]:
-            x = jax.nn.relu(x @ layer["w"] + layer["b"])
-        return x @ params[-1]["w"] + params[-1]["b"]
+    def error(params, batch):
+        return cross_entropy(mlp(params, batch[0]), batch[1])
 
     def loss(params, hparams, batch):
-        return jnp.mean(cross_entropy(network(params, batch[0]), batch[1]))
-
-    def error(params, batch):
-        return jnp.mean(cross_entropy(network(params, batch[0]), batch[1]))
+        return error(params, batch)
 
     def schedule(hparams, t):
         return hparams["lr"][t * m // T]
@@ -164,9 +152,8 @@ def network_forward(m: int, T: int = 300, n: int = 5000) -> Programs:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each program")
-    parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
 
     cases: dict[str, tuple[Callable[[], Programs], float]] = {
@@ -177,21 +164,19 @@ def main() -> None:
         name = f"forward network 784-200-200-10, T=300, m={m}"
         cases[name] = (functools.partial(network_forward, m), 1.0 + 2 * m)
     results: dict[str, dict[str, Timing | float]] = {}
-    print(f"{'':<45} {'plain s':>8} {'ours s':>8} {'ours/by hand':>13} {'ours/plain':>11} target")
+    table = Table("work", "plain, s", "ours, s", "ours / by hand", "ours / plain", "target")
     for name, (make, target) in cases.items():
         seconds, ratio = time_in_turns(make(), rounds=arguments.rounds)
+        by_hand, plain = (ratio("foretune", other) for other in ("by hand", "plain"))
         results[name] = {
             "seconds": seconds,
-            "foretune / by hand": ratio("foretune", "by hand"),
-            "foretune / plain": ratio("foretune", "plain"),
+            "foretune / by hand": by_hand,
+            "foretune / plain": plain,
             "target foretune / by hand": 1.05,
             "target foretune / plain": target,
         }
-        times = f"{seconds['plain']:>8.4f} {seconds['foretune']:>8.4f}"
-        ratios = f"{ratio('foretune', 'by hand'):>13.3f} {ratio('foretune', 'plain'):>11.2f}"
-        print(f"{name:<45} {times} {ratios} <= {target:g}", flush=True)
-    if arguments.out:
-        record(arguments.out, results)
+        table.add(name, seconds["plain"], seconds["foretune"], by_hand, plain, target)
+    record(arguments.out, results)
 
 
 if __name__ == "__main__":

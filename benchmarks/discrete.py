@@ -25,7 +25,6 @@ The activation is data (`lax.switch`), so that it costs no program.
 MNIST is there only where FORETUNE_DATA is set.
 """
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -41,8 +40,8 @@ import optax
 from jax import lax
 
 import foretune as ft
-from benchmarks.harness import record
-from benchmarks.tasks import digits_arrays, mnist_arrays
+from benchmarks.harness import Table, command_line, record
+from benchmarks.tasks import cross_entropy, digits_arrays, mlp, mnist_arrays
 
 try:
     import optuna
@@ -64,14 +63,11 @@ METHODS = {"Optuna alone": "alone", "with gradients": "gradients", "tuned seldom
 
 
 def network(activation, params, x):
-    for layer in params[:-1]:
-        x = lax.switch(activation, list(ACTIVATIONS.values()), x @ layer["w"] + layer["b"])
-    return x @ params[-1]["w"] + params[-1]["b"]
+    return mlp(params, x, lambda x: lax.switch(activation, list(ACTIVATIONS.values()), x))
 
 
 def mean_loss(activation, params, batch):
-    logits = network(activation, params, batch[0])
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
+    return cross_entropy(network(activation, params, batch[0]), batch[1])
 
 
 def loss(activation, params, hparams, batch):
@@ -283,35 +279,37 @@ def compare(name: str, clocks: list[str], seeds: int, seconds: float) -> dict[st
 
 def show(results: dict[str, Any]) -> None:
     early = f"validation error after {EARLY} trials"
-    print(
-        "\n| data | clock | method | validation error | test accuracy | trials (complete) | ",
-        end="",
-    )
-    print(f"{early} |\n|---|---|---|---|---|---|---|")
+    heads = "data", "clock", "method", "validation error", "test accuracy", "trials (complete)"
+    table = Table(*heads, early)
     for name, clocks in results.items():
         for clock, methods in clocks.items():
             for method, found in methods.items():
-                errors = [f["validation_error"] for f in found]
-                tests = [f["test_accuracy"] for f in found]
-                trials = statistics.mean(f["trials"] for f in found)
-                complete = statistics.mean(f["complete"] for f in found)
-                print(
-                    f"| {name} | {clock} | {method} "
-                    f"| {statistics.mean(errors):.4f} ± {statistics.pstdev(errors):.4f} "
-                    f"| {statistics.mean(tests):.2f} ± {statistics.pstdev(tests):.2f} "
-                    f"| {trials:.0f} ({complete:.0f}) "
-                    f"| {statistics.mean(f['early'] for f in found):.4f} |"
+                mean = {
+                    what: statistics.mean(f[what] for f in found)
+                    for what in ("validation_error", "test_accuracy", "trials", "complete", "early")
+                }
+                spread = {
+                    what: statistics.pstdev(f[what] for f in found)
+                    for what in ("validation_error", "test_accuracy")
+                }
+                table.add(
+                    name,
+                    clock,
+                    method,
+                    f"{mean['validation_error']:.4f} ± {spread['validation_error']:.4f}",
+                    f"{mean['test_accuracy']:.2f} ± {spread['test_accuracy']:.2f}",
+                    f"{mean['trials']:.0f} ({mean['complete']:.0f})",
+                    mean["early"],
                 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command_line(__doc__)
     everything = ["digits", "mnist"] if "FORETUNE_DATA" in os.environ else ["digits"]
     parser.add_argument("--tasks", nargs="+", default=everything, choices=["digits", "mnist"])
     parser.add_argument("--clocks", nargs="+", default=["cold", "warm"], choices=["cold", "warm"])
     parser.add_argument("--seconds", type=float, default=60, help="for each study")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     results = {
@@ -319,8 +317,7 @@ def main() -> None:
         for name in arguments.tasks
     }
     show(results)
-    if arguments.out:
-        record(arguments.out, results, packages=["optuna"])
+    record(arguments.out, results, packages=["optuna"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Hypergradients of a language model of GPT-2's size, and of ten thousand steps of a smaller one.
 
     python -m benchmarks.language_scale size [--quick] [--minutes 8] [--out FILE.json]
-    python -m benchmarks.language_scale torch --add [--quick] [--out FILE.json]
     python -m benchmarks.language_scale disk [--quick] [--steps 10000] [--folder DIR] [--out FILE.json]
 
 size: 110 million weights (12 layers of 768, 32768 tokens), sequences of 512, 16 of them, bfloat16, 32
@@ -11,39 +10,31 @@ gradient is transposed, and by what the loss keeps for its derivatives; the memo
 plans; the seconds of the first call. On a smaller size, how far float32 and bfloat16 hypergradients are
 from float64.
 
-torch: PyTorch on the same size, by hand: states stored, each step again with its graph, and backward
-through that. The batch is halved until it fits. In a process of its own, since JAX does not give memory
-back: `--add` adds to the figures of a file.
-
 disk: 10.8 million weights (6 layers of 384, bytes), sequences of 256, 32 of them, 10,000 steps, with
 `ReverseOnDisk`.
 
 Tokens are random, with frequencies that differ by source. Figures are written as they come.
 """
 
-import argparse
-import json
+import functools
 import math
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import foretune as ft
-from benchmarks.harness import record, timed
+from benchmarks.harness import command_line, record, timed
 from experiments.language.model import hidden, initial
 from foretune._engines.auto import program_bytes
-from foretune._engines.base import compute
-from foretune._problem.arguments import unflatten
 from foretune._problem.problem import validated
-from foretune._problem.system import make_system
 
 SOURCES, BLOCKS, AT_ONCE = 8, 4, 4
 GPT2 = {
@@ -124,19 +115,18 @@ def language(
     return problem, {"sources": jnp.ones(SOURCES), "lr": jnp.full(BLOCKS, 3e-4)}
 
 
-def plain_program(structure: Any) -> Any:
-    """Return plain training as a program of the problem's arrays."""
+def plain_program(problem: ft.Problem, hparams: Any) -> tuple[Any, Any]:
+    """Return plain training as a program of arrays, and the arrays."""
+    arrays, static = eqx.partition((problem, hparams), eqx.is_array)
 
     def plain(arrays):
-        problem, hparams = unflatten(structure, arrays)
-        system = make_system(problem, hparams)
-        s_T = system.run(hparams)
-        return system.errors(s_T, hparams), s_T
+        problem, hparams = eqx.combine(arrays, static)
+        return problem.response(hparams)
 
-    return jax.jit(plain)
+    return jax.jit(plain), arrays
 
 
-def first_call(lower: Callable[[], Any], arrays: list[Any]) -> tuple[dict[str, float], Any]:
+def first_call(lower: Callable[[], Any], arrays: Any) -> tuple[dict[str, float], Any]:
     """Return seconds of the first call and of later ones and the memory, and the program."""
     began = time.perf_counter()
     lowered = lower()
@@ -170,13 +160,10 @@ def of_size(sizes: dict[str, int], until: float, write: Callable[[Any], None]) -
     problem, hparams = language(jnp.bfloat16, **sizes)
     count = sum(leaf.size for leaf in jax.tree.leaves(problem.init))
     results: dict[str, Any] = {"sizes": sizes, "weights": count}
-    arrays, structure = validated(problem, hparams)
-    arrays = [jax.device_put(array) for array in arrays]
-    program = plain_program(structure)
-    plain, compiled = first_call(lambda: program.lower(arrays), arrays)
+    program, arrays = plain_program(problem, hparams)
+    plain, _ = first_call(lambda: program.lower(arrays), jax.device_put(arrays))
     results["plain"] = plain
     write(results)
-    del compiled
     reference = None
     for name, (engine, light) in ENGINES.items():
         if sizes is TINY and name != "segments":
@@ -186,10 +173,9 @@ def of_size(sizes: dict[str, int], until: float, write: Callable[[Any], None]) -
             write(results)
             continue
         try:
-            arrays, structure = validated(*language(jnp.bfloat16, light, **sizes))
-            arrays = [jax.device_put(array) for array in arrays]
-            lower = lambda engine=engine: compute.lower(engine, structure, False, arrays)  # noqa: E731, B023
-            figures, program = first_call(lower, arrays)
+            case = language(jnp.bfloat16, light, **sizes)
+            arrays = jax.device_put(validated(*case)[0])
+            figures, program = first_call(functools.partial(engine.lower, *case), arrays)
             grad = jax.device_get(program(arrays)[1])
         except jax.errors.JaxRuntimeError as error:  # out of memory
             results[name] = f"{type(error).__name__}: {error!s:.200}"
@@ -234,8 +220,7 @@ def on_disk(sizes: dict[str, int], folder: str | None, write: Callable[[Any], No
     results["disk, GiB free"] = shutil.disk_usage(where).free / 2**30
     try:
         problem, hparams = language(jnp.bfloat16, **sizes)
-        arrays, structure = validated(problem, hparams)
-        program = plain_program(structure)
+        program, arrays = plain_program(problem, hparams)
         plain, _ = first_call(lambda: program.lower(arrays), arrays)
         results["plain"] = plain
         write(results)
@@ -274,164 +259,30 @@ def on_disk(sizes: dict[str, int], folder: str | None, write: Callable[[Any], No
         shutil.rmtree(where, ignore_errors=True)
 
 
-def in_torch(sizes: dict[str, int], write: Callable[[Any], None]) -> None:
-    """Measure PyTorch, with the largest batch that fits, halved from the one asked for."""
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        write("PyTorch is not installed")
-        return
-    batch = sizes["batch"]
-    while batch:
-        try:
-            write(_torch_run({**sizes, "batch": batch}))
-            return
-        except torch.cuda.OutOfMemoryError as error:
-            print(f"batch {batch}: {error!s:.100}", flush=True)
-        torch.cuda.empty_cache()
-        batch //= 2
-    write("out of memory with one sequence")
-
-
-def _torch_run(sizes: dict[str, int]) -> dict[str, Any]:
-    import torch  # pyright: ignore[reportMissingImports]
-    from torch.nn import functional as F  # pyright: ignore[reportMissingImports]
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.backends.cuda.matmul.allow_tf32 = True
-    windows, source = tokens(sizes["vocabulary"], sizes["context"])
-    windows = torch.tensor(windows, device=device, dtype=torch.long)
-    source = torch.tensor(source, device=device)
-    shapes = sizes["layers"], sizes["width"], sizes["context"], sizes["vocabulary"]
-    init = jax.device_get(initial(jax.random.key(0), *shapes))
-    leaves, treedef = jax.tree.flatten(init)
-    w0 = [torch.tensor(leaf, device=device) for leaf in leaves]
-    heads, T = sizes["heads"], sizes["steps"]
-    rng = np.random.default_rng(1)
-    rows = torch.tensor(rng.integers(0, len(windows), (T, sizes["batch"])), device=device)
-    validation = windows[torch.tensor(rng.integers(0, len(windows), sizes["batch"]), device=device)]
-
-    def normed(x, gain):
-        x = x - x.mean(-1, keepdim=True)
-        return x * torch.rsqrt((x**2).mean(-1, keepdim=True) + 1e-5) * gain
-
-    def losses(leaves, batch):
-        w = jax.tree.unflatten(treedef, leaves)
-        low = jax.tree.map(lambda leaf: leaf.to(torch.bfloat16), w)
-        x = low["embed"][batch[:, :-1]] + low["position"]
-        b, t, d = x.shape
-        mask = torch.ones(t, t, dtype=torch.bool, device=device).tril()
-        for i in range(sizes["layers"]):
-            layer = {name: leaf[i] for name, leaf in low["layers"].items()}
-            qkv = (normed(x, layer["norms"][0]) @ layer["qkv"]).reshape(b, t, heads, -1)
-            q, k, v = (part.transpose(1, 2) for part in qkv.chunk(3, -1))
-            scores = (q @ k.transpose(-1, -2)).float() / math.sqrt(d // heads)
-            mixed = torch.softmax(scores.masked_fill(~mask, -1e30), -1).to(v.dtype) @ v
-            x = x + mixed.transpose(1, 2).reshape(b, t, d) @ layer["out"]
-            inner = F.gelu(normed(x, layer["norms"][1]) @ layer["up"], approximate="tanh")
-            x = x + inner @ layer["down"]
-        out = (normed(x, low["norm"]) @ low["embed"].T).float()
-        each = F.cross_entropy(out.flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
-        return each.reshape(b, -1).mean(1)
-
-    def step(state, hparams, t, graph):
-        n, (share, lr) = len(w0), hparams
-        w, m, v = state[:n], state[n : 2 * n], state[2 * n :]
-        share = SOURCES * share / share.sum()
-        value = (share[source[rows[t]]] * losses(w, windows[rows[t]])).mean()
-        grads = torch.autograd.grad(value, w, create_graph=graph)
-        m = [0.9 * a + 0.1 * g for a, g in zip(m, grads, strict=True)]
-        v = [0.999 * a + 0.001 * g**2 for a, g in zip(v, grads, strict=True)]
-        c, d = 1 - 0.9 ** (t + 1), 1 - 0.999 ** (t + 1)
-        rate = lr[t * BLOCKS // T]
-        w = [
-            p - rate * ((a / c) / (torch.sqrt(b / d + 1e-8) + 1e-8) + 1e-4 * p)
-            for p, a, b in zip(w, m, v, strict=True)
-        ]
-        return [*w, *m, *v]
-
-    def fresh(tensors):
-        return [a.detach().requires_grad_() for a in tensors]
-
-    def train(keep):
-        hparams = [torch.ones(SOURCES, device=device), torch.full((BLOCKS,), 3e-4, device=device)]
-        state, states = [*w0, *(torch.zeros_like(a) for a in 2 * w0)], []
-        for t in range(T):
-            if keep:
-                states.append(state)
-            state = [a.detach() for a in step(fresh(state), hparams, t, False)]
-        return state, states, fresh(hparams)
-
-    def hypergradient():
-        s, states, hparams = train(True)
-        s = fresh(s)
-        value = losses(s[: len(w0)], validation).mean()
-        alpha = list(torch.autograd.grad(value, s, allow_unused=True))
-        alpha = [torch.zeros_like(p) if a is None else a for a, p in zip(alpha, s, strict=True)]
-        g = [torch.zeros_like(h) for h in hparams]
-        for t in reversed(range(T)):
-            s = fresh(states.pop())
-            new = step(s, hparams, t, True)
-            found = torch.autograd.grad(new, [*s, *hparams], alpha, allow_unused=True)
-            alpha = list(found[: len(s)])
-            g = [a if b is None else a + b for a, b in zip(g, found[len(s) :], strict=True)]
-        return g
-
-    def seconds(f):
-        spent = []
-        for _ in range(2):
-            if device == "cuda":
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            f()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            spent.append(time.perf_counter() - began)
-        return min(spent)
-
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    plain = seconds(lambda: train(False))
-    whole = seconds(hypergradient)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
-    return {
-        "torch": torch.__version__, "batch": sizes["batch"], "plain": plain, "seconds": whole,
-        "times plain training": whole / plain, "GiB": peak,
-    }  # fmt: skip
-
-
 def main() -> None:
     """Run the parts that are asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("parts", nargs="+", choices=["size", "torch", "disk"])
+    parser = command_line(__doc__, out="language_scale.json")
+    parser.add_argument("parts", nargs="+", choices=["size", "disk"])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, for a CPU")
     parser.add_argument("--minutes", type=float, default=8.0, help="start no engine after that")
     parser.add_argument("--steps", type=int, help="of the training on disk")
     parser.add_argument("--folder", help="a folder on the disk for the states")
-    parser.add_argument("--out", default="language_scale.json")
-    parser.add_argument("--add", action="store_true", help="to the figures in that file")
     arguments = parser.parse_args()
     if arguments.quick:  # programs are compiled once and run a few times
         jax.config.update("jax_disable_most_optimizations", True)
     until = time.perf_counter() + 60 * arguments.minutes
     results: dict[str, Any] = {}
-    if arguments.add:
-        results = json.loads(Path(arguments.out).read_text())["results"]
 
     def writer(part):
         def write(found):
             results[part] = found
             record(arguments.out, results)
-            print(part, list(found.items())[-1] if isinstance(found, dict) else found, flush=True)
+            print(part, list(found.items())[-1], flush=True)
 
         return write
 
     if "size" in arguments.parts:
         of_size(TINY if arguments.quick else GPT2, until, writer("size"))
-    if "torch" in arguments.parts:
-        in_torch(TINY if arguments.quick else GPT2, writer("torch"))
     if "disk" in arguments.parts:
         sizes = {**TINY, "steps": 16} if arguments.quick else LONG  # as many as the short one
         sizes = {**sizes, "steps": arguments.steps or sizes["steps"]}

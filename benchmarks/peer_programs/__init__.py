@@ -11,7 +11,6 @@ LIBRARIES = {
     "higher": "higher_program",
     "betty": "betty_program",
     "torch": "torch_program",
-    "torch.func": "torch_func_program",
 }
 IN_JAX = ("foretune", "foretune, Auto", "JAX by hand")
 PACKAGES = ("torch", "torchopt", "higher", "betty-ml", "numpy")
@@ -26,5 +25,3 @@ class Program(NamedTuple):
     """How the library was used, where there is a choice."""
     compiled_bytes: Callable[[], int] | None = None
     """The compiler's figure for temporary arrays and results, for a library that has a compiler."""
-    reach: Callable[[int], int] | None = None
-    """The same, with the data, for that many steps: for a library that keeps to a given memory."""

@@ -30,11 +30,8 @@ def make(spec: Spec, library: str) -> Program:
         memory: Any = engine.lower(problem, hparams).compile().memory_analysis()
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
-    def reach(steps):
-        return engine.explain(*training(spec.over(steps))).bytes
-
     chosen = engine.explain(problem, hparams).engine if auto else engine
-    return Program(run, name_of(chosen), compiled_bytes, reach if auto else None)
+    return Program(run, name_of(chosen), compiled_bytes)
 
 
 def natural(spec: Spec) -> Any:

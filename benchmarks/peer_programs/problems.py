@@ -44,13 +44,6 @@ class Spec:
     lr: float
     momentum: float
 
-    def over(self, steps: int) -> "Spec":
-        """Return the problem over another number of steps, its batches again from the start."""
-        indices = self.indices
-        if indices is not None:
-            indices = np.resize(indices, (steps, indices.shape[1]))
-        return dataclasses.replace(self, steps=steps, indices=indices)
-
     def rates(self, hparams: Any) -> tuple[Any, Any]:
         """Return learning rate and momentum, hyperparameters or constants."""
         return hparams.get("lr", self.lr), hparams.get("momentum", self.momentum)

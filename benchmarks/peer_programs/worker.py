@@ -1,13 +1,10 @@
-"""The process of one library and one problem: computes, times itself and weighs itself when asked.
+"""The process of one library and one problem: runs, times and weighs it, and prints one line of JSON.
 
     python -m benchmarks.peer_programs.worker '{"library": "higher", "problem": "rates", ...}'
 
-A request is a line with a word, an answer a line of JSON; what libraries print goes to standard error.
-
-    first     build and run once                     {"seconds", "value", "error", "note"}
-    time      run once more                          {"seconds"}
-    memory    peak memory over T / 2 and T steps     {"bytes_half", "bytes"}; a library that keeps
-              (and over a great many)                to a given memory adds "reach_steps", "reach_bytes"
+What libraries print goes to standard error. The line has "first_call", "seconds" (a list), "value",
+"error", "note" and "bytes" (peak memory), as far as it came, and "failed" with the reason where it
+ended early.
 """
 
 import ctypes
@@ -25,55 +22,36 @@ import numpy as np
 
 from . import IN_JAX, LIBRARIES, problems
 
-FAR = 100_000
 
-
-class Worker:
-    """Answers the requests."""
-
-    def __init__(
-        self, library: str, problem: str, device: str, quick: bool, tf32: bool, exact: str
-    ):
-        self.library, self.device = library, device
-        self.spec = problems.make(problem, device, quick)
-        set_precision(library, tf32)
-        self.module = importlib.import_module(f"benchmarks.peer_programs.{LIBRARIES[library]}")
-        self.program: Any = None
-        self.exact = exact
-
-    def first(self) -> dict[str, Any]:
-        """Build the program and run it once."""
+def measure(found: dict[str, Any], request: dict[str, Any]) -> None:
+    """Build the program, run it once and then for the rounds, and weigh it."""
+    library, device = request["library"], request["device"]
+    spec = problems.make(request["problem"], device, request["quick"])
+    set_precision(library, request["tf32"])
+    module = importlib.import_module(f"benchmarks.peer_programs.{LIBRARIES[library]}")
+    started = time.perf_counter()
+    program = module.make(spec, library)
+    found["value"], grad = program.run()
+    found["first_call"] = time.perf_counter() - started
+    found["error"] = relative_error(grad, dict(np.load(request["exact"])))
+    found["note"], found["seconds"] = program.note, []
+    while len(found["seconds"]) < request["rounds"] and sum(found["seconds"]) < request["limit"]:
         started = time.perf_counter()
-        self.program = self.module.make(self.spec, self.library)
-        value, grad = self.program.run()
-        seconds = time.perf_counter() - started
-        error = relative_error(grad, dict(np.load(self.exact)))
-        return {"seconds": seconds, "value": value, "error": error, "note": self.program.note}
+        program.run()
+        found["seconds"].append(time.perf_counter() - started)
+    found["bytes"] = peak(program, device)
 
-    def time(self) -> dict[str, Any]:
-        """Run it once more."""
-        started = time.perf_counter()
-        self.program.run()
-        return {"seconds": time.perf_counter() - started}
 
-    def memory(self) -> dict[str, Any]:
-        """Weigh it over T / 2 and T steps, and over many where that needs no running."""
-        half = self.module.make(self.spec.over(self.spec.steps // 2), self.library)
-        found = {"bytes_half": self.peak(half), "bytes": self.peak(self.program)}
-        if self.program.reach:
-            found |= {"reach_steps": FAR, "reach_bytes": self.program.reach(FAR)}
-        return found
+def peak(program: Any, device: str) -> int:
+    """Return the most that a program holds beyond its data.
 
-    def peak(self, program: Any) -> int:
-        """Return the most that a program holds beyond its data.
-
-        What an allocator keeps between runs hides from the resident memory: on a CPU, a program with a
-        compiler is charged at least what the compiler plans.
-        """
-        planned = program.compiled_bytes() if program.compiled_bytes else 0
-        if self.device == "cpu":
-            return max(resident_peak(program.run), planned)
-        return planned or cuda_peak(program.run)
+    What an allocator keeps between runs hides from the resident memory: on a CPU, a program with a
+    compiler is charged at least what the compiler plans.
+    """
+    planned = program.compiled_bytes() if program.compiled_bytes else 0
+    if device == "cpu":
+        return max(resident_peak(program.run), planned)
+    return planned or cuda_peak(program.run)
 
 
 def relative_error(grad: dict[str, Any], exact: dict[str, Any]) -> float:
@@ -130,32 +108,18 @@ def set_precision(library: str, tf32: bool) -> None:
         torch.backends.cudnn.allow_tf32 = tf32
 
 
-def reason(e: BaseException) -> str:
-    """Return an error in one line."""
-    line = (str(e).strip().splitlines() or [""])[0]
-    return f"{type(e).__name__}: {line}"[:160]
-
-
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
+    answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print
     warnings.simplefilter("ignore")
-
-    def answer(found: dict[str, Any]) -> None:
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
-
+    found: dict[str, Any] = {}
     try:
-        worker = Worker(**json.loads(sys.argv[1]))
+        measure(found, json.loads(sys.argv[1]))
     except Exception as e:
-        answer({"failed": reason(e)})
-        return
-    answer({})
-    for line in sys.stdin:
-        try:
-            answer(getattr(worker, line.strip())())
-        except Exception as e:
-            answer({"failed": reason(e)})
+        line = (str(e).strip().splitlines() or [""])[0]
+        found["failed"] = f"{type(e).__name__}: {line}"[:160]
+    answer.write(json.dumps(found) + "\n")
+    answer.close()
 
 
 if __name__ == "__main__":

@@ -307,7 +307,6 @@ def hyper_clean(
         steps=settings.iterations,
         engine=Reverse(unroll=4 if jax.default_backend() == "gpu" else 1),
         optimizer=optax.adam(0.005),
-        take_back=False,  # as in the paper
         constraints=sets,
         callbacks=[
             Checkpoint(folder.checkpoints, every=max(settings.iterations // 20, 1)),

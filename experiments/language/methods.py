@@ -138,11 +138,17 @@ def descent(task: Task, seed: int) -> dict[str, Any]:
     if not task.asked:
         task.asked.append(ask(task))
     asked = task.asked[0]
-    several = ft.CrossValidated(lambda k: language.problem(seed, 10 + k), task.draws)
+    starts = [language.problem(seed, 10 + k) for k in range(task.draws)]
+
+    def draw(key):  # the same starts each time, minibatches anew
+        keys = jax.random.split(key, task.draws)
+        drawn = zip(starts, map(language.batches, keys), strict=True)
+        return ft.Mean([start.replace(batches=batches) for start, batches in drawn])
+
     exact = isinstance(asked.engine, ft.Reverse)
     engine = ft.RobustMean(asked.engine) if exact else asked.engine
     result = ft.minimize(
-        several,
+        draw,
         language.start(RATES[0]),
         steps=task.outer,
         engine=engine,
@@ -151,7 +157,6 @@ def descent(task: Task, seed: int) -> dict[str, Any]:
             optax.adam(optax.cosine_decay_schedule(STEP, task.outer)),
         ),
         constraints=CONSTRAINTS,
-        batches=lambda step, key: [language.batches(k) for k in jax.random.split(key, task.draws)],
         key=jax.random.fold_in(jax.random.key(seed), 5),
         callbacks=[
             Trail(),

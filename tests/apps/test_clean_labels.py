@@ -222,15 +222,15 @@ def test_labels_of_any_type_and_classes_without_labels():
     [
         (
             lambda y, p: (y, p[:-1]),
-            r"shape \(59, 3\): 60 labels of the classes 0, 1, 2 need shape \(60, 3\)",
+            r"shape \(59, 3\): 60 labels of .* need shape \(60, 3\)",
         ),
         (
             lambda y, p: (y, p[:, :2] / p[:, :2].sum(1, keepdims=True)),
-            r"shape \(60, 2\): 60 labels of the classes 0, 1, 2 need",
+            r"shape \(60, 2\): 60 labels",
         ),
         (
             lambda y, p: (y, p * np.where(np.arange(60) == 7, 0.5, 1)[:, None]),
-            "row 7 with a sum of 0.5",
+            "row 7 with a sum",
         ),
         (lambda y, p: (y, np.log(p)), "logarithms"),
         (lambda y, p: (y, 5 * p - 1), "no probabilities.*softmax"),

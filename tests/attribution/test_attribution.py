@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._attribution.queries import as_queries
 from foretune._attribution.sweep import Spread, _pull, _train, fitting
 from foretune._attribution.validation import spearman
 from foretune._attribution.weighted import weighted_problem
@@ -333,7 +334,7 @@ def test_validation_of_a_convex_problem():
     with pytest.raises(ValueError, match="here are 4 queries and 2 weights"):
         found.validate(problem, {}, queries, losses=losses, groups=np.arange(40) % 2)
     with pytest.raises(ValueError, match="between 0 and 1"):
-        found.validate(problem, {}, queries, losses=losses, drop=2)
+        found.validate(problem, {}, queries, losses=losses, drop=2.0)
     with pytest.warns(UserWarning, match="hparams and queries that attribute had"):
         found._replace(errors=2 * found.errors).validate(
             problem, {}, queries, losses=losses, subsets=20, drop=0.1, chunk=8
@@ -358,8 +359,13 @@ def test_helpful_and_harmful_examples(found):
     np.testing.assert_array_equal(found.change(mask), found.change([0, 1, 2]))
     with pytest.raises(ValueError, match=r"Attribution.top\(0\)"):
         found.top(0)
-    with pytest.raises(ValueError, match="numbers of examples below 12"):
-        found.change([N])
+    for wrong in ([N], [-1], [], [0.0], [[0]], ["a"]):
+        with pytest.raises(ValueError, match="give numbers of examples, from 0 to 11, or a mask"):
+            found.change(np.asarray(wrong))
+    with pytest.raises(ValueError, match="left out once"):
+        found.change([1, 1])
+    with pytest.raises(ValueError, match=r"the mask has the shape \(3,\)"):
+        found.change(mask[:3])
 
 
 def test_a_file_of_it(found, tmp_path):
@@ -368,10 +374,11 @@ def test_a_file_of_it(found, tmp_path):
     loaded = ft.Attribution.load(path)
     np.testing.assert_array_equal(loaded.scores, found.scores)
     np.testing.assert_array_equal(loaded.errors, found.errors)
-    found._replace(keep=0.5).save(path)
-    assert ft.Attribution.load(path).keep == 0.5
-    np.savez(path, scores=found.scores, errors=found.errors)  # as earlier versions did
-    assert ft.Attribution.load(path).keep == 1
+    found._replace(share=0.5).save(path)
+    assert ft.Attribution.load(path).share == 0.5
+    found._replace(errors=found.errors[:1]).save(path)
+    with pytest.raises(ValueError, match=r"is no attribution.*scores \(3, 12\), errors \(1,\)"):
+        ft.Attribution.load(path)
     path.write_bytes(b"no numbers")
     with pytest.raises(ValueError, match="is no attribution"):
         ft.Attribution.load(path)
@@ -394,14 +401,10 @@ class Steps(ft.Callback):
 
 def test_a_killed_attribution_continues(found, tmp_path):
     problem, hparams = plain()
-    folder = tmp_path / "parts"
+    folder = tmp_path / "chunks"
     with pytest.raises(KeyboardInterrupt):
         ft.attribute(problem, hparams, QUERIES, chunk=1, folder=folder, callbacks=[Kill()])
-    assert {path.name for path in folder.iterdir()} == {
-        ".lock",
-        "attribution.json",
-        "queries_0.npz",
-    }
+    assert {path.name for path in folder.iterdir()} == {".lock", "queries_0.npz"}
     steps = Steps()
     same(ft.attribute(problem, hparams, QUERIES, chunk=1, folder=folder, callbacks=[steps]), found)
     assert steps.seen == [1, 2, 3]
@@ -410,7 +413,7 @@ def test_a_killed_attribution_continues(found, tmp_path):
     assert steps.seen == [3]
 
 
-def test_a_damaged_part_is_computed_again(found, tmp_path):
+def test_a_damaged_chunk_is_computed_again(found, tmp_path):
     problem, hparams = plain()
     ft.attribute(problem, hparams, QUERIES, chunk=1, folder=tmp_path)
     path = tmp_path / "queries_1.npz"
@@ -430,26 +433,24 @@ def test_a_folder_belongs_to_one_attribution(tmp_path):
     other = problem.replace(batches=ft.Minibatches((X, Y), INDICES[::-1]))
     with pytest.raises(RunError, match="what differs: the training data"):
         ft.attribute(other, hparams, QUERIES, folder=tmp_path)
-    (tmp_path / "attribution.json").unlink()
-    with pytest.raises(RunError, match="is gone"):
-        ft.attribute(problem, hparams, QUERIES, folder=tmp_path)
 
 
 @pytest.mark.second_tier
 def test_a_budget_of_memory_sets_the_chunk():
     problem, hparams = plain()
-    wanted, point = weighted_problem(of_query(problem, 0), hparams, "weight", None, None)
+    asked = as_queries(problem, QUERIES)
+    wanted, point, _ = weighted_problem(problem, hparams, asked, "weight", None, None)
     arrays, structure = validated(wanted, point)
     chosen = functools.partial(fitting, ft.Reverse(), structure, arrays, spread=Spread())
     with pytest.raises(MemoryError, match="one query at a time needs") as least:
         chosen(K, 10)
     number, unit = re.search(r"needs ([\d.]+) (\w+),", str(least.value)).groups()
     needed = float(number) * {"B": 1, "KiB": 1024}[unit]
-    assert chosen(64, int(1.01 * needed)) == 1
+    assert chosen(64, int(1.02 * needed)) == 1
     assert chosen(64, int(1.5 * needed)) in (2, 4, 8, 16, 32)
     assert chosen(64, 2**30) == 64
     steps = Steps()
-    ft.attribute(problem, hparams, QUERIES, memory=f"{int(1.01 * needed)}", callbacks=[steps])
+    ft.attribute(problem, hparams, QUERIES, memory=f"{int(1.02 * needed)}", callbacks=[steps])
     assert steps.seen == [0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"attribute\(memory='much'\)"):
         ft.attribute(problem, hparams, QUERIES, memory="much")
@@ -457,7 +458,8 @@ def test_a_budget_of_memory_sets_the_chunk():
 
 def test_a_step_back_touches_the_weights_of_its_examples_alone():
     problem, hparams = plain()
-    wanted, point = weighted_problem(of_query(problem, 0), hparams, "weight", None, None)
+    asked = as_queries(problem, QUERIES)
+    wanted, point, _ = weighted_problem(problem, hparams, asked, "weight", None, None)
     arrays, structure = validated(wanted, point)
     s_T, memory = jax.eval_shape(functools.partial(_train, ft.Reverse(), structure), arrays)
     rows = functools.partial(jax.tree.map, lambda leaf: jnp.zeros((K, *leaf.shape), leaf.dtype))
@@ -507,14 +509,14 @@ def test_a_second_call_traces_no_training():
 def test_scores_at_other_weights(found, x64):
     """Weights of a half are half the rate, for gradient descent; a half of a half counts twice."""
     problem, hparams = plain()
-    half = ft.attribute(problem, hparams, QUERIES, keep=0.5)
+    half = ft.attribute(problem, hparams, QUERIES, share=0.5)
     slow = ft.attribute(problem, {"lr": hparams["lr"] / 2}, QUERIES)
     same(half, ft.Attribution(2 * slow.scores, slow.errors))
-    refused(ValueError, r"keep=0\)", keep=0)
+    refused(ValueError, r"share=0.0\)", share=0.0)
     numbered = ft.Minibatches((X, Y, np.arange(N)), INDICES)
     written = problem_of(CASES["momentum"][1], batches=numbered)
     own = {**hparams, "weight": jnp.ones(N)}
-    refused(ValueError, r"attribute\(keep=...\)", problem=written, hparams=own, keep=0.5)
+    refused(ValueError, "holds weights already", problem=written, hparams=own, share=0.5)
 
 
 def chaotic():
@@ -544,11 +546,9 @@ def test_a_chaotic_training_is_warned_of():
     with pytest.warns(RuntimeWarning) as seen:
         ft.attribute(problem, {}, queries, losses=losses, trust=True)
     assert re.search(r"scores may mislead: .*misleads.*grows", str(seen[0].message))
-    with pytest.warns(RuntimeWarning, match="scores may mislead"):
-        ft.attribute(
-            problem.replace(validation=queries), {}, [problem.objective], losses=losses, trust=True,
-            engine=ft.Reverse(check_finite=False),
-        )  # fmt: skip
+    listed = problem.replace(validation=queries)
+    with pytest.warns(RuntimeWarning, match="scores may mislead"), ft.check_finite(False):
+        ft.attribute(listed, {}, [problem.objective], losses=losses, trust=True)
 
 
 @pytest.mark.second_tier
@@ -561,10 +561,9 @@ def test_a_training_that_diverges():
     problem, _ = plain()
     with pytest.raises(ft.NonFiniteError, match=r"query 0: not finite: value.*\n.*step"):
         ft.attribute(problem, {"lr": jnp.array(1e20)}, QUERIES)
-    engine = ft.Reverse(check_finite=False)
-    assert not np.isfinite(
-        ft.attribute(problem, {"lr": jnp.array(1e20)}, QUERIES, engine=engine).scores
-    ).all()
+    with ft.check_finite(False):
+        found = ft.attribute(problem, {"lr": jnp.array(1e20)}, QUERIES)
+    assert not np.isfinite(found.scores).all()
 
 
 @pytest.mark.second_tier
@@ -578,23 +577,17 @@ def test_scores_that_are_not_finite_say_why():
         ft.attribute(problem, {}, QUERIES)
 
 
-class OfModel:
-    """A loss that cannot be hashed, of a model that is more than arrays."""
-
-    __hash__ = None
-
-    def __call__(self, model, hparams, batch):
-        return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
-
-
 @pytest.mark.second_tier
-def test_a_model_and_a_loss_of_other_kinds():
+def test_a_model_that_is_more_than_arrays():
     model = eqx.nn.MLP(D, "scalar", 4, 1, key=jax.random.key(0))
 
-    def of_model(state, hparams, batch):
-        return OfModel()(state.params, hparams, batch)
+    def loss(model, hparams, batch):
+        return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
 
-    training = ft.Training(OfModel(), optax.sgd(0.1))
+    def of_model(state, hparams, batch):
+        return loss(state.params, hparams, batch)
+
+    training = ft.Training(loss, optax.sgd(0.1))
     problem = problem_of(training, of_model, model)
     exact = ft.attribute(problem, {}, QUERIES)
     assert exact.scores.shape == (K, N)
@@ -651,10 +644,25 @@ def refused(kind, words, *, problem=None, queries=QUERIES, hparams=None, **optio
         ft.attribute(problem or made, used if hparams is None else hparams, queries, **options)
 
 
+def test_a_draw():
+    problem, hparams = plain()
+    start = jax.tree.map(jnp.asarray, INIT)
+
+    def draw(key):
+        return problem.replace(
+            init=jax.tree.map(lambda leaf: leaf + jax.random.uniform(key), start)
+        )
+
+    key = jax.random.key(3)
+    same(ft.attribute(draw, hparams, QUERIES, key=key), ft.attribute(draw(key), hparams, QUERIES))
+    refused(TypeError, "key=... is for a draw", key=key)
+
+
 def test_what_is_refused():
     problem, _ = plain()
+    refused(TypeError, "the problem is a `Mean`", problem=ft.Mean([problem, problem]))
     refused(ValueError, "averages its error", problem=problem.replace(trajectory=True))
-    refused(TypeError, "Give `foretune.Reverse", engine=ft.Forward())
+    refused(ValueError, "Give `foretune.Reverse", engine=ft.Forward())
     refused(ValueError, "everything", engine=ft.Reverse(store="everything"))
     refused(ValueError, r"chunk=0", chunk=0)
     refused(TypeError, "give `folder=` instead of a Checkpoint", callbacks=[ft.Checkpoint("x")])
@@ -669,8 +677,9 @@ def test_what_is_refused():
     refused(TypeError, "which do not number the examples", problem=plain(batches=(X, Y))[0])
     refused(ValueError, "groups has 3 entries for 12", groups=np.arange(3))
     refused(TypeError, "one integer for each", groups=np.linspace(0, 1, N))
-    refused(ValueError, "the lowest is -1", groups=np.arange(N) - 1)
-    refused(ValueError, "no example of group 1, but of later ones", groups=2 * (np.arange(N) % 2))
+    refused(ValueError, "these go from -1 to 10", groups=np.arange(N) - 1)
+    refused(ValueError, "without gaps; these go from 0 to 2, and 2", groups=2 * (np.arange(N) % 2))
+    refused(ValueError, "without gaps", groups=np.arange(N) % 2 + np.int64(2) ** 32)
     refused(ValueError, "Give queries like the validation", queries=(QUERIES[0][:, :2], QUERIES[1]))
     refused(ValueError, "Give queries like the validation", queries=QUERIES[0])
     named = {"lr": jnp.array(0.05), "weight": jnp.array(1.0)}

@@ -7,8 +7,14 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._problem.dynamics import Continued
 
-from ..problems import assert_trees_close, penalised, regression
+from ..problems import assert_trees_close, regression
+
+
+def continued(problem, state):
+    """Return the problem from a state on."""
+    return problem.replace(dynamics=Continued(problem.dynamics), init=state)
 
 
 @pytest.mark.filterwarnings("ignore:Truncated:RuntimeWarning")  # much is left out, on purpose
@@ -35,7 +41,7 @@ class TestTruncated:
         def through_the_state(h):
             _, middle = first.response(h)
             fixed = jax.tree.map(jax.lax.stop_gradient, hparams)
-            return last.continued(middle).response(fixed)[0]
+            return continued(last, middle).response(fixed)[0]
 
         missing = jax.jacfwd(through_the_state)(hparams)
         whole = jax.tree.map(lambda a, b: a + b, found.grad, missing)
@@ -53,17 +59,12 @@ class TestTruncated:
         indices = np.random.default_rng(0).integers(0, len(y), (9, 4))
         problem, hparams = regression(dtype=np.float64, batches=ft.Minibatches((x, y), indices))
         middle = problem.replace(batches=ft.Minibatches((x, y), indices[:5])).response(hparams)[1]
-        rest = problem.replace(batches=ft.Minibatches((x, y), indices[5:])).continued(middle)
+        rest = problem.replace(batches=ft.Minibatches((x, y), indices[5:]))
+        rest = continued(rest, middle)
         expected = ft.Reverse()(rest, hparams).grad
         assert_trees_close(ft.Truncated(4)(problem, hparams).grad, expected, 1e-12)
 
-    @pytest.mark.second_tier
-    def test_in_minimize_and_bad_options(self):
-        problem, hparams = regression(steps=20, dtype=np.float64)
-        result = ft.minimize(
-            problem, hparams, engine=ft.Truncated(5), optimizer=optax.adam(0.01), steps=3
-        )
-        assert result.history[-1]["value"] < result.history[0]["value"]
+    def test_bad_options(self):
         with pytest.raises(ValueError, match="steps=0"):
             ft.Truncated(0)
         with pytest.raises(ValueError, match="store='all'"):
@@ -85,91 +86,21 @@ def contracting(factor, steps):
     return problem, {"target": jnp.array(1.0)}
 
 
-class TestLeftOut:
-    def test_the_parts_by_step_are_those_of_the_formula(self):
-        problem, hparams = contracting(0.9, 40)
-        found = ft.Truncated(16).left_out(problem, hparams)
-        parts = 0.1 * 0.9 ** np.arange(15, -1, -1).reshape(8, 2)
-        np.testing.assert_allclose(found.kept["hparams['target']"], parts.sum(1), rtol=1e-4)
-        missing = 0.9**16 * (1 - 0.9**24) / (1 - 0.9**40)
-        assert found.fraction["hparams['target']"] == pytest.approx(missing, rel=0.01)
-        assert "the last 16 of 40 steps" in str(found)
-        assert ft.Truncated(99).left_out(problem, hparams).fraction == {"hparams['target']": 0.0}
-
-    def test_a_warning_says_so_where_it_is_much(self):
+class TestWarning:
+    def test_says_what_share_the_older_half_has(self):
         problem, hparams = contracting(0.99, 40)
-        with pytest.warns(RuntimeWarning, match=r"the first 35 of 40 .* hparams\['target'\]"):
-            ft.Truncated(5)(problem, hparams)
-        problem, hparams = contracting(0.5, 40)
-        ft.Truncated(8)(problem, hparams)  # and does not where it is not
+        # of six steps, the older three have 0.99^3 / (1 + 0.99^3) of the sum
+        with pytest.warns(RuntimeWarning, match=r"49% of the gradient of hparams\['target'\]"):
+            ft.Truncated(6)(problem, hparams)
 
+    def test_is_not_given_where_the_training_forgets_or_nothing_is_left_out(self):
+        ft.Truncated(8)(*contracting(0.5, 40))
+        ft.Truncated(40)(*contracting(0.99, 40))
 
-class TestSampled:
-    def problem(self, m=12):
-        def loss(params, hparams, batch):
-            return penalised(params, {"decay": jnp.mean(hparams["decay"])}, batch) + jnp.sum(
-                hparams["decay"] * jnp.sin(jnp.arange(1.0 * m) + params["b"])
-            )
-
-        problem, _ = regression(steps=6, dynamics=ft.Training(loss, optax.sgd(0.1)))
-        return problem, {"decay": jnp.linspace(0.01, 0.1, m)}
-
-    def test_unbiased_with_the_variance_of_the_formula(self):
-        problem, hparams = self.problem()
-        exact = np.asarray(ft.Reverse()(problem, hparams).grad["decay"])
-        found, standard_error = ft.Sampled(2000).estimate(problem, hparams)[1::2]
-        expected = np.sqrt((np.sum(exact**2) - exact**2) / 2000)
-        assert np.all(np.abs(found["decay"] - exact) < 4 * expected)
-        np.testing.assert_allclose(standard_error["decay"], expected, rtol=0.1)
-
-    def test_an_estimate_is_what_the_engine_returns_and_its_error(self):
-        problem, hparams = self.problem()
-        estimate = ft.Sampled(20).estimate(problem, hparams)
-        value, grad, state = ft.Sampled(20)(problem, hparams)
-        np.testing.assert_allclose(estimate.grad["decay"], grad["decay"], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(estimate.value, value, rtol=1e-6)
-        assert_trees_close(estimate.state.params, state.params, 1e-6)
-
-    def test_the_same_call_gives_the_same_and_other_values_other_directions(self):
-        problem, hparams = self.problem()
-        engine = ft.Sampled(2)
-        one, two = (engine(problem, hparams).grad["decay"] for _ in range(2))
-        np.testing.assert_array_equal(one, two)
-        moved = {"decay": hparams["decay"] + 1e-4}
-        signs = [np.sign(engine(problem, h).grad["decay"]) for h in (hparams, moved)]
-        assert not np.array_equal(*signs)
-
-    def test_a_descent(self):
-        problem, hparams = self.problem()
-        result = ft.minimize(
-            problem, hparams, engine=ft.Sampled(4), optimizer=optax.sgd(0.005), steps=15
-        )
-        assert result.history[-1]["value"] < result.history[0]["value"]
-
-    def test_memory_does_not_grow_with_the_hyperparameters(self):
-        sizes = []
-        for m in (20, 200):
-            problem, hparams = self.problem(m)
-            analysis = ft.Sampled(4).lower(problem, hparams).compile().memory_analysis()
-            sizes.append(analysis.temp_size_in_bytes)
-        assert sizes[1] < 10 * 200 * 4 * 4 + sizes[0]
-
-    def test_an_estimate_inside_jit(self):
-        problem, hparams = self.problem()
-        inside = jax.jit(lambda h: ft.Sampled(4).estimate(problem, h))(hparams)
-        outside = ft.Sampled(4).estimate(problem, hparams)
-        assert_trees_close(inside.grad, outside.grad, 1e-5, 1e-6)
-        assert_trees_close(inside.standard_error, outside.standard_error, 1e-5, 1e-6)
-        checked = jax.jit(lambda h: ft.Sampled(4, check_finite=True).estimate(problem, h).grad)
-        with pytest.raises(Exception, match=r"the gradient of hparams\['decay'\] is not finite"):
-            jax.block_until_ready(checked({"decay": jnp.full(12, jnp.nan)}))
-
-    def test_bad_options(self):
-        problem, hparams = self.problem()
-        with pytest.raises(ValueError, match="directions=0"):
-            ft.Sampled(0)
-        with pytest.raises(ValueError, match="two directions"):
-            ft.Sampled(1).estimate(problem, hparams)
+    def test_is_given_by_robust_mean_too(self):
+        problem, hparams = contracting(0.99, 40)
+        with pytest.warns(RuntimeWarning, match=r"Truncated\(6\)"):
+            ft.RobustMean(ft.Truncated(6))(ft.Mean([problem] * 3), hparams)
 
 
 def run_to_the_end(program, *arguments):
@@ -237,7 +168,7 @@ class TestImplicit:
         assert_trees_close(found, ft.Reverse(store=20)(problem, hparams).grad, 1e-6, 1e-9)
 
     def test_a_fixed_point_that_is_no_training(self):
-        class Average:
+        class Average(ft.Dynamics):
             """s = 0.5 s + 0.5 cos(lambda s)."""
 
             def init(self, params, hparams):
@@ -319,9 +250,6 @@ class TestImplicit:
         problem, hparams = regression(steps=5, dtype=np.float64)  # lr is the optimizer's
         with pytest.raises(ValueError, match=r"hparams\['lr'\] has no influence on the minimum"):
             jax.jit(lambda h: ft.Implicit()(problem, h).grad)(hparams)
-        batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), hparams)
-        with pytest.raises(ValueError, match=r"hparams\['lr'\] has no influence on the minimum"):
-            ft.minimize(problem, batch, engine=ft.Implicit(), steps=1, batched=True)
 
     def test_what_is_only_in_the_start_is_refused(self):
         def init(hparams):
@@ -366,24 +294,8 @@ class TestImplicit:
         problem, hparams = self.saddle(), {"a": jnp.array(0.5)}
         with pytest.raises(Exception, match="negative curvature"):
             jax.block_until_ready(jax.jit(lambda h: ft.Implicit()(problem, h).grad)(hparams))
-        with pytest.raises(Exception, match="negative curvature"):
-            ft.minimize(
-                problem, {"a": jnp.array([0.5, 0.4])}, engine=ft.Implicit(), steps=1, batched=True
-            )
 
     def test_a_training_that_has_not_converged_is_said_inside_jit(self):
         problem, hparams = self.ridge(steps=5)
         with pytest.warns(UserWarning, match=r"has not converged.*% of the length of the first"):
             run_to_the_end(jax.jit(lambda h: ft.Implicit()(problem, h).grad), hparams)
-
-    def test_in_minimize(self):
-        problem, hparams = self.ridge(steps=500)
-        result = ft.minimize(
-            problem,
-            hparams,
-            engine=ft.Implicit(),
-            optimizer=optax.adam(0.01),
-            constraints={"decay": ft.NonNegative()},
-            steps=3,
-        )
-        assert result.history[-1]["value"] < result.history[0]["value"]

@@ -5,9 +5,9 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +15,8 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._engines import auto, costs
-from foretune._engines.costs import Costs, byte_seconds, free_bytes, host_bytes
-from foretune._problem.arguments import unflatten
+from foretune._engines import auto
+from foretune._engines.memory import free_bytes, host_bytes
 from foretune._problem.problem import validated
 
 from ..problems import assert_trees_close, regression
@@ -33,32 +32,12 @@ def whole(engine, problem, hparams):
 
 @pytest.fixture
 def timeless(monkeypatch):
-    """Costs that are not measured: seconds of a step, of its adjoint, and with tangents."""
-
-    def costs(structure, arrays, limit):
-        problem, hparams = unflatten(structure, arrays)
-        start = eqx.filter_eval_shape(problem.start, hparams)
-        state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(start))
-        m = sum(leaf.size for leaf in jax.tree.leaves(hparams))
-        tangents = {1: 1.5e-3, 4: 3e-3}
-        return Costs(
-            steps=problem.steps,
-            hyperparameters=m,
-            state=state,
-            step=1e-3,
-            again=1e-3,
-            adjoint=3e-3,
-            ordinary=np.inf,
-            whole=3.5e-3,
-            kept=3.0 * state,
-            kept_gradient=2.9e-3,
-            gradient=state / 2,
-            tangents=tangents,
-        )
-
-    monkeypatch.setattr(auto, "measure_costs", costs)
-    monkeypatch.setattr(auto, "byte_seconds", lambda: 1e-10)
-    monkeypatch.setattr(auto, "run_time", lambda *_: (1.0, 0.0))
+    """A step of forward mode takes twice as long as one of reverse mode."""
+    seconds = {ft.Forward: 2e-3, ft.Reverse: 1e-3}
+    monkeypatch.setattr(auto, "_step_seconds", lambda engine, *_: seconds[type(engine)])
+    auto._CHOICES.clear()
+    yield seconds
+    auto._CHOICES.clear()
 
 
 @pytest.mark.usefixtures("x64")
@@ -74,83 +53,58 @@ def test_the_result_is_that_of_an_exact_engine():
 
 
 @pytest.mark.second_tier
-def test_both_ways_to_transpose_a_gradient_are_measured(timeless, monkeypatch):
-    problem, hparams, _ = network(30)
-    many = hparams | {"shift": jnp.full(32, 0.5)}
-    whole = auto.measure_costs
-
-    def ordinary_is(seconds):
-        auto._CHOICES.clear()
-        changed = lambda *given: whole(*given)._replace(ordinary=seconds)  # noqa: E731
-        monkeypatch.setattr(auto, "measure_costs", changed)
-        return ft.Auto().explain(problem, many)
-
-    cheap = ordinary_is(1e-3)
-    assert cheap.engine == ft.Reverse(transpose="reverse")
-    assert "Reverse(transpose='reverse')" in str(cheap)
-    assert ordinary_is(1e-1).engine.transpose == "forward"
-    auto._CHOICES.clear()
-
-
-class Halving:
-    def init(self, params, hparams):
-        return params
-
-    def step(self, state, hparams, batch):
-        return hparams["lr"] * state
-
-
-@pytest.mark.second_tier
-def test_they_are_two_programs_of_a_training_and_one_of_other_dynamics(monkeypatch):
-    monkeypatch.setattr(costs, "_CALLS", 10**9)  # however brief the training, it is measured
-    problem, hparams = regression(steps=4)
-    other = ft.Problem(Halving(), lambda s, h, _: s, jnp.array(8.0), ft.FullBatch(None, steps=4))
-    for each, two in ((problem, True), (other, False)):
-        names = hparams if two else {"lr": hparams["lr"]}
-        arrays, structure = validated(each, names)
-        assert np.isfinite(costs.measure_costs(structure, arrays, 1e9).ordinary) == two
-
-
-@pytest.mark.second_tier
 def test_it_chooses_inside_jit_where_nothing_was_chosen_before():
     auto._CHOICES.clear()
-    byte_seconds.cache_clear()
     problem, hparams = regression(steps=4)
     found = jax.jit(lambda h: ft.Auto()(problem, h).grad)(hparams)
     assert_trees_close(found, ft.Reverse()(problem, hparams).grad, 1e-5)
 
 
 @pytest.mark.second_tier
-def test_budgets_are_respected_and_smaller_ones_take_longer(timeless):
+@pytest.mark.usefixtures("timeless")
+def test_budgets_are_respected():
     problem, hparams, state = network(400)
-    hparams = hparams | {"shift": jnp.full(32, 0.5)}  # too many for forward mode to be cheap
+    hparams = hparams | {"shift": jnp.full(32, 0.5)}  # too many for forward mode to be tried
     given = whole(ft.Reverse(store=1), problem, hparams) - 9 * state
     exact = ft.Reverse()(problem, hparams).grad
-    seconds = []
-    for states in (1000, 20):
+    stores = []
+    for states in (1000, 70, 25):
         budget = int(given + states * state)
         choice = ft.Auto(budget).explain(problem, hparams)
         assert choice.bytes <= budget
         assert whole(choice.engine, problem, hparams) <= budget
-        (own,) = [c for c in choice.candidates if c.engine == choice.engine]
-        seconds.append(own.seconds)
+        stores.append(choice.engine.store)
         assert_trees_close(ft.Auto(budget)(problem, hparams).grad, exact, 1e-3, 1e-6)
-    assert seconds == sorted(seconds)
-    assert seconds[0] < seconds[-1]
+    assert stores[:2] == ["states", "segments"]
+    assert stores[2] < 25
+
+
+def test_of_few_hyperparameters_both_modes_are_timed(timeless):
+    problem, hparams = regression(steps=24)
+    choice = ft.Auto("1GiB").explain(problem, hparams)
+    assert choice.engine == ft.Reverse()
+    assert choice.timed == {"Reverse()": 1e-3, "Forward()": 2e-3}
+    timeless[ft.Forward] = 5e-4
+    auto._CHOICES.clear()
+    assert ft.Auto("1GiB").explain(problem, hparams).engine == ft.Forward()
 
 
 @pytest.mark.usefixtures("timeless")
-def test_few_hyperparameters_of_a_long_training_go_forward():
+def test_where_reverse_mode_does_not_fit_it_goes_forward():
     problem, hparams, state = network(5000)
-    choice = ft.Auto(40 * state + 2_000_000).explain(problem, hparams)
-    assert isinstance(choice.engine, ft.Forward)
+    choice = ft.Auto(8 * state + 300_000).explain(problem, hparams)
+    assert choice.bytes <= 8 * state + 300_000
+    timed = ft.Auto("1GiB").explain(problem, hparams)
+    assert timed.engine == ft.Reverse()
 
 
 @pytest.mark.usefixtures("timeless")
-def test_many_hyperparameters_go_in_reverse():
+def test_many_hyperparameters_go_in_reverse_and_nothing_is_timed():
     problem, hparams, _ = network(30)
     choice = ft.Auto("1GiB").explain(problem, hparams | {"shift": jnp.full(32, 0.5)})
-    assert isinstance(choice.engine, ft.Reverse)
+    assert choice.engine == ft.Reverse()
+    assert not choice.timed
+    assert list(choice.compiled) == ["Reverse()"]
 
 
 @pytest.mark.usefixtures("timeless")
@@ -159,77 +113,42 @@ def test_it_says_what_it_chose_and_from_what():
     choice = ft.Auto("1GiB").explain(problem, hparams)
     text = str(choice)
     assert "<- chosen" in text
-    assert "Reverse(store='everything')" in text
-    assert "Forward(chunk=1)" in text
+    assert "Reverse('segments')" in text
+    assert "Forward(1)" in text
     assert "at most 1.0 GiB" in text
     assert ft.Auto("1GiB").explain(problem, hparams) is choice  # remembered
 
 
-def test_a_training_that_takes_less_than_its_compilation_is_not_measured_further(monkeypatch):
-    programs, compile_all = [], costs.compile_all
-
-    def recording(lowered):
-        programs.append(list(lowered))
-        return compile_all(lowered)
-
-    monkeypatch.setattr(costs, "compile_all", recording)
-    monkeypatch.setattr(costs, "_CALLS", 0)
-    problem, hparams = regression(steps=22)
-    choice = ft.Auto("1GiB").explain(problem, hparams)
-    assert programs == [["plain"]]
-    assert len(choice.compiled) == 1  # the engine that is chosen
-    assert not choice.measured
-    expected = ft.Reverse()(problem, hparams).grad
-    assert_trees_close(ft.Auto("1GiB")(problem, hparams).grad, expected, 1e-4)
-
-
-def test_engines_predicted_level_are_measured(timeless, monkeypatch):
-    problem, hparams = regression(steps=21)
-    stores = {"everything": 1.6, "states": 1.5, "segments": 1.55, 3: 9.0}
-    measured = iter([0.3, 0.1, 0.2])
-
-    def level(costs, check_finite):
-        return [auto.Candidate(ft.Reverse(store=s), t, 1.0) for s, t in stores.items()]
-
-    monkeypatch.setattr(auto, "candidates", level)
-    monkeypatch.setattr(auto, "run_time", lambda *_: (next(measured), 0.0))
-    choice = ft.Auto("1GiB").explain(problem, hparams)
-    assert choice.engine == ft.Reverse(store="segments")
-    names = ["Reverse()", "Reverse(store='segments')", "Reverse(store='everything')"]
-    assert choice.measured == dict(zip(names, [0.3, 0.1, 0.2], strict=True))
-    assert "0.1s" in str(choice)
-    stores.update(states=2.1, segments=2.2, everything=2.3)  # seconds: too long to try
-    choice = ft.Auto("2GiB").explain(problem, hparams)
-    assert choice.engine == ft.Reverse()
-    assert not choice.measured
+@pytest.mark.second_tier
+def test_steps_are_timed_over_the_training_itself():
+    problem, hparams = regression(steps=3)  # fewer than are timed
+    arrays, structure = validated(problem, hparams)
+    for engine in (ft.Reverse(), ft.Forward()):
+        assert auto._step_seconds(engine, structure, arrays) > 0
 
 
 def test_only_what_was_compiled_is_said_to_be_too_large():
-    sizes = {"everything": 900.0, "states": 500.0, "segments": 100.0, 2: 800.0}
-    found = [auto.Candidate(ft.Reverse(store=s), 1.0, size) for s, size in sizes.items()]
-    compiled = {found[1].name: 1500, found[2].name: 700}
-    choice = ft.Choice(found[2].engine, 700, 1000.0, 150, found, compiled, {})
-    _, everything, states, segments, two, _ = str(choice).splitlines()
-    assert everything.endswith("900 B" + 18 * " " + "  its states are too large")  # with the data
-    assert states.endswith("1.5 KiB  too large")
-    assert segments.endswith("700 B  <- chosen")
+    sizes = {"states": 900.0, "segments": 100.0, 2: 800.0, 1: 500.0}
+    found = [auto.Candidate(ft.Reverse(store=s), size) for s, size in sizes.items()]
+    compiled = {found[3].name: 1500, found[1].name: 700}
+    choice = auto.Choice(found[1].engine, 700, 1000.0, 150, found, compiled, {})
+    _, states, segments, two, one, _ = str(choice).splitlines()
+    assert states.endswith("its states are too large")  # with the data
+    assert one.endswith("too large")
+    assert "1.5 KiB" in one
+    assert segments.endswith("<- chosen")
     assert two.rstrip().endswith("800 B")
 
 
 def test_free_memory_is_read_at_each_call(timeless, monkeypatch):
     problem, hparams = regression(steps=23)
-    monkeypatch.setattr(
-        auto,
-        "candidates",
-        lambda *_: [
-            auto.Candidate(ft.Reverse(store="everything"), 3.0, 1.0),
-            auto.Candidate(ft.Reverse(store="segments"), 6.0, 1.0),
-        ],
-    )
-    sizes = {"Reverse(store='everything')": 4_000_000, "Reverse(store='segments')": 1_000_000}
-    monkeypatch.setattr(auto, "compiled", lambda group, *_: {c.name: c.name for c in group})
+    two = [auto.Candidate(ft.Reverse(), 1.0), auto.Candidate(ft.Reverse("segments"), 1.0)]
+    monkeypatch.setattr(auto, "candidates", lambda *_: (99, two, []))
+    sizes = {"states": 4_000_000, "segments": 1_000_000}
+    lowered = lambda engine, *_: SimpleNamespace(compile=lambda: engine.store)  # noqa: E731
+    monkeypatch.setattr(auto, "compute", SimpleNamespace(lower=lowered))
     monkeypatch.setattr(auto, "program_bytes", sizes.get)
-    for free, store in ((5e6, "everything"), (2e6, "segments"), (5e6, "segments")):
+    for free, store in ((5e6, "states"), (2e6, "segments"), (5e6, "segments")):
         monkeypatch.setattr(auto, "free_bytes", lambda free=free: free)
         assert ft.Auto().explain(problem, hparams).engine == ft.Reverse(store=store)
     monkeypatch.setattr(auto, "free_bytes", lambda: 5e5)
@@ -258,7 +177,7 @@ def test_all_processes_choose_alike():
         for child in children:
             child.kill()
     (one, limit), (two, _) = (json.loads(output.splitlines()[-1]) for output in outputs)
-    assert one == two  # to the last digit of the predicted times
+    assert one == two  # to the last digit of the measured times
     assert limit == 2**30  # the least of what they have
 
 
@@ -308,7 +227,7 @@ def test_in_minimize_and_with_folds():
     problem, hparams = regression(steps=10)
     result = ft.minimize(problem, hparams, engine=ft.Auto(), optimizer=optax.adam(0.01), steps=3)
     assert result.history[-1]["value"] < result.history[0]["value"]
-    folds = ft.CrossValidated(lambda k: regression(steps=10)[0], folds=2)
+    folds = ft.Mean([regression(steps=10)[0] for _ in range(2)])
     assert_trees_close(
         ft.Auto()(folds, hparams).grad, ft.Reverse()(folds, hparams).grad, 1e-4, 1e-6
     )
@@ -324,9 +243,8 @@ def test_a_step_that_one_mode_cannot_differentiate():
 
     doubled.defvjp(lambda w: (2 * w, None), lambda _, g: (2 * g,))  # and this no forward mode
 
-    class Dynamics:
-        def __init__(self, change):
-            self.change = change
+    class Changing(ft.Dynamics):
+        change: Callable
 
         def init(self, params, hparams):
             return params
@@ -337,7 +255,7 @@ def test_a_step_that_one_mode_cannot_differentiate():
     hparams = {"factor": jnp.array(0.9)}
     for change, engine in ((halved, ft.Forward), (doubled, ft.Reverse)):
         problem = ft.Problem(
-            Dynamics(change),
+            Changing(change),
             lambda s, h, _: jnp.sum(s**2),
             jnp.ones(3),
             ft.FullBatch(None, steps=5),

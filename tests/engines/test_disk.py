@@ -1,5 +1,7 @@
 """Reverse mode with states on a disk: the same result, damage that is told, calls that continue."""
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +21,11 @@ from .test_schedules import noisy
 ROOT = Path(__file__).parents[2]
 
 
+def left_in(folder):
+    """Return the names of files, but for the lock."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("segment", [3, 4, None])
 def test_it_equals_states_on_the_device(segment, tmp_path):
@@ -28,7 +35,7 @@ def test_it_equals_states_on_the_device(segment, tmp_path):
     assert_trees_close(found.grad, expected.grad, 1e-12)
     assert_trees_close(found.value, expected.value, 1e-14)
     assert_trees_close(found.state.params, expected.state.params, 1e-14)
-    assert not list((tmp_path / "new").iterdir())  # nothing is left behind
+    assert left_in(tmp_path / "new") == []
 
 
 @pytest.mark.usefixtures("x64")
@@ -76,7 +83,7 @@ def test_a_call_that_was_killed_continues(program, forward, back, tmp_path, monk
         killed_at(patch, program, 3)
         with pytest.raises(Killed):
             engine(problem, hparams)
-    assert list(tmp_path.iterdir())
+    assert left_in(tmp_path)
     with monkeypatch.context() as patch:
         advances, backs = counted(patch, "_advance"), counted(patch, "_back")
         found = engine(problem, hparams)
@@ -127,7 +134,7 @@ def test_files_of_other_numbers_are_not_continued(tmp_path, monkeypatch):
             engine(problem, hparams)
     other = {**hparams, "lr": hparams["lr"] * 2}
     assert_trees_close(engine(problem, other).grad, ft.Reverse()(problem, other).grad, 1e-4)
-    assert not list(tmp_path.iterdir())
+    assert left_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
@@ -140,27 +147,142 @@ def test_a_damaged_file_is_named_with_its_step(damage, tmp_path, monkeypatch):
             engine(problem, hparams)
     path = tmp_path / "state_000000004.foretune"
     content = bytearray(path.read_bytes())
-    content[-3] ^= 1
+    content[150] ^= 1  # in an array
     if damage == "remove":
         path.unlink()
     else:
         path.write_bytes(content if damage == "flip" else content[:-3])
-    why = {"flip": "its checksum is wrong", "cut": "bytes in place of", "remove": "missing"}
-    with pytest.raises(
-        OSError, match=f"state_000000004.foretune, the state before step 5.*{why[damage]}"
+    why = {"flip": "its checksum is wrong", "cut": "missing", "remove": "missing"}
+    set_aside = pytest.warns(UserWarning, match="is kept as state_000000004.foretune.damaged")
+    with (
+        set_aside if damage == "cut" else contextlib.nullcontext(),
+        pytest.raises(OSError, match=f"the state before step 5 .*{why[damage]}") as error,
     ):
         engine(problem, hparams)
+    assert "state_000000004.foretune" in str(error.value)
 
 
 def test_a_disk_that_is_full_stops_the_call(tmp_path, monkeypatch):
     problem, hparams = regression(steps=10)
+    engine = ft.ReverseOnDisk(tmp_path, segment=2)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk.os, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        ft.ReverseOnDisk(tmp_path, segment=2)(problem, hparams)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        message = f"cannot write state_.* to {tmp_path} .No space left.*make room"
+        with pytest.raises(OSError, match=message) as error:
+            engine(problem, hparams)
+    assert error.value.errno == 28
+    assert left_in(tmp_path) == []  # no part of a file
+    assert_trees_close(engine(problem, hparams).grad, ft.Reverse()(problem, hparams).grad, 1e-5)
+
+
+def killed_on_the_way_back(monkeypatch, folder, problem, hparams):
+    engine = ft.ReverseOnDisk(folder, segment=2)
+    with monkeypatch.context() as patch:
+        killed_at(patch, "_back", 3)
+        with pytest.raises(Killed):
+            engine(problem, hparams)
+    assert left_in(folder)
+    return engine
+
+
+def cubed_error(state, hparams, batch):
+    return jnp.mean(jnp.abs(batch[0] @ state.params["w"] - batch[1]) ** 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "other"),
+    [
+        ({"trajectory": True}, {}),
+        ({"objective": cubed_error}, {}),
+    ],
+)
+def test_files_of_another_error_are_not_continued(change, other, tmp_path, monkeypatch):
+    problem, hparams = regression(steps=10, **change)
+    engine = killed_on_the_way_back(monkeypatch, tmp_path, problem, hparams)
+    problem, _ = regression(steps=10, **other)
+    found, expected = engine(problem, hparams), ft.Reverse()(problem, hparams)
+    assert_trees_close(found.grad, expected.grad, 1e-4)
+
+
+def test_files_of_another_constant_in_the_error_are_not_continued(tmp_path, monkeypatch):
+    weights = jnp.linspace(1.0, 2.0, 20)
+
+    def weighted_by(weights):
+        return lambda s, h, b: jnp.mean((weights * (b[0] @ s.params["w"] - b[1])) ** 2)
+
+    problem, hparams = regression(steps=10, objective=weighted_by(weights))
+    engine = killed_on_the_way_back(monkeypatch, tmp_path, problem, hparams)
+    problem, _ = regression(steps=10, objective=weighted_by(weights[::-1]))
+    found, expected = engine(problem, hparams), ft.Reverse()(problem, hparams)
+    assert_trees_close(found.grad, expected.grad, 1e-4)
+
+
+def test_two_calls_do_not_share_a_folder(tmp_path, monkeypatch):
+    problem, hparams = regression(steps=10)
+    engine, whole = ft.ReverseOnDisk(tmp_path, segment=2), disk._back
+    refused = []
+
+    def meanwhile(*arguments):
+        if not refused:
+            with pytest.raises(ValueError, match=f"{tmp_path} is in use by another run") as error:
+                engine(problem, hparams | {"lr": hparams["lr"] * 2})
+            refused.append(error)
+        return whole(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_back", meanwhile)
+        found = engine(problem, hparams)
+    assert refused
+    assert_trees_close(found.grad, ft.Reverse()(problem, hparams).grad, 1e-5)
+
+
+def test_a_state_of_another_call_is_not_read(tmp_path, monkeypatch):
+    """Though its checksum is right: as a copy of the folder's files would have it."""
+    problem, hparams = regression(steps=10)
+    killed_on_the_way_back(
+        monkeypatch, tmp_path / "other", problem, hparams | {"lr": jnp.array(0.2)}
+    )
+    engine = ft.ReverseOnDisk(tmp_path / "mine", segment=2)
+    whole = disk._end
+
+    def swapped(*arguments):
+        name = "state_000000002.foretune"
+        os.replace(tmp_path / "other" / name, tmp_path / "mine" / name)
+        return whole(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_end", swapped)
+        with pytest.raises(OSError, match="it belongs to another call"):
+            engine(problem, hparams)
+
+
+def test_what_it_did_not_write_is_left_alone(tmp_path, monkeypatch):
+    problem, hparams = regression(steps=10)
+    folder = tmp_path / "states"
+    folder.mkdir()
+    (tmp_path / "mine.txt").write_text("mine")
+    for name in ("notes.foretune", "state_of_mind.foretune", ".notes.0123456789abcdef"):
+        (folder / name).write_text(name)
+    (folder / "state_000000000.foretune").symlink_to(tmp_path / "mine.txt")
+    (folder / ".end.foretune.new").symlink_to(tmp_path / "mine.txt")
+    before = left_in(folder)
+    with pytest.warns(UserWarning, match="state_000000000.foretune is no file of ReverseOnDisk"):
+        ft.ReverseOnDisk(folder, segment=2)(problem, hparams)
+    aside = {"state_000000000.foretune": "state_000000000.foretune.damaged"}
+    assert left_in(folder) == sorted(aside.get(name, name) for name in before)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    assert (folder / "notes.foretune").read_text() == "notes.foretune"
+
+
+def test_what_a_kill_left_half_written_is_removed(tmp_path):
+    problem, hparams = regression(steps=10)
+    (tmp_path / ".state_000000002.foretune.0123456789abcdef").write_text("half")
+    ft.ReverseOnDisk(tmp_path, segment=2)(problem, hparams)
+    assert left_in(tmp_path) == []
 
 
 def test_the_segment_follows_the_memory():
@@ -177,6 +299,8 @@ def test_what_it_cannot_do_is_said(tmp_path):
         jax.jit(lambda h: ft.ReverseOnDisk(tmp_path)(problem, h).grad)(hparams)
     with pytest.raises(TypeError, match="give a folder"):
         ft.ReverseOnDisk(problem)
+    with pytest.raises(ValueError, match="the path has no name"):
+        ft.ReverseOnDisk("")
     with pytest.raises(ValueError, match="store='most'"):
         ft.ReverseOnDisk(tmp_path, store="most")
     nan = {**hparams, "lr": hparams["lr"] * 1e30}

@@ -206,7 +206,7 @@ def test_result_unpacks_in_order():
 def test_an_error_that_depends_on_hyperparameters_alone():
     """No state has a say: only the explicit term dE/dlambda is left."""
 
-    class Counter:
+    class Counter(ft.Dynamics):
         def init(self, params, hparams):
             return jnp.array(0)
 
@@ -264,7 +264,7 @@ def test_an_objective_may_be_a_module_that_holds_arrays(engine, compilations):
     assert len(compilations) == 1
 
 
-class HeavyBall:
+class HeavyBall(ft.Dynamics):
     """Gradient descent with momentum whose state, like its hyperparameters, is a list."""
 
     def init(self, params, hparams):

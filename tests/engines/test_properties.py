@@ -35,7 +35,7 @@ def total(tree, f):
     return sum(jnp.sum(f(leaf)) for leaf in jax.tree.leaves(tree))
 
 
-class Iteration:
+class Iteration(ft.Dynamics):
     """A smooth map of any state by any hyperparameters, with a counter and data in it."""
 
     def init(self, params, hparams):

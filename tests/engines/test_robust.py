@@ -40,6 +40,10 @@ def problem_of_fold(k, far=1.0, **options):
     return ft.Problem(training, validation=x[0] * (far if k == 2 else 1.0), **settings)
 
 
+def mean(problem_of):
+    return ft.Mean([problem_of(k) for k in range(FOLDS)])
+
+
 def hyper():
     return jax.tree.map(jnp.asarray, HPARAMS)
 
@@ -75,7 +79,7 @@ def of_each(problems, hparams, engine):
 )
 @pytest.mark.filterwarnings("ignore:Truncated")
 def test_is_the_weighted_mean_of_the_folds_own(engine):
-    problem = ft.CrossValidated(problem_of_fold, FOLDS)
+    problem = mean(problem_of_fold)
     found = ft.RobustMean(engine)(problem, hyper())
     value, grad = of_each(map(problem_of_fold, range(FOLDS)), hyper(), engine)
     assert_trees_close(found.grad, grad, rtol=1e-10)
@@ -89,7 +93,7 @@ def test_of_objectives_by_name_and_of_a_mean_over_the_steps():
     def of_fold(k):
         return problem_of_fold(k, objective={"lr": rate_error, "scale": error}, trajectory=True)
 
-    found = ft.RobustMean()(ft.CrossValidated(of_fold, FOLDS), hyper())
+    found = ft.RobustMean()(mean(of_fold), hyper())
     # an error's weights are by its gradient in all hyperparameters, its own or not
     for name, objective in {"lr": rate_error, "scale": error}.items():
         alone = [problem_of_fold(k, objective=objective, trajectory=True) for k in range(FOLDS)]
@@ -98,24 +102,8 @@ def test_of_objectives_by_name_and_of_a_mean_over_the_steps():
 
 
 @pytest.mark.second_tier
-@pytest.mark.usefixtures("x64")
-def test_of_a_training_that_is_continued():
-    problem = ft.CrossValidated(problem_of_fold, FOLDS)
-    state = problem.response(hyper())[1]
-    again = problem.continued(state)
-    each = [
-        problem_of_fold(k).continued(jax.tree.map(lambda leaf, k=k: leaf[k], state))
-        for k in range(FOLDS)
-    ]
-    found = ft.RobustMean()(again, hyper())
-    assert_trees_close(found.grad, of_each(each, hyper(), ft.Reverse())[1], rtol=1e-10)
-
-
-@pytest.mark.second_tier
 def test_one_fold_does_not_move_it():
-    near, far = (
-        ft.CrossValidated(lambda k, far=far: problem_of_fold(k, far), FOLDS) for far in (1.0, 1e3)
-    )
+    near, far = (mean(lambda k, far=far: problem_of_fold(k, far)) for far in (1.0, 1e3))
     lengths = [
         float(optax.tree.norm(engine(problem, hyper()).grad))
         for engine in (ft.Reverse(), ft.RobustMean())
@@ -126,15 +114,11 @@ def test_one_fold_does_not_move_it():
 
 
 @pytest.mark.second_tier
-def test_inside_a_program_and_in_a_descent():
-    problem = ft.CrossValidated(problem_of_fold, FOLDS)
-    engine = ft.RobustMean(ft.Reverse(store="segments"))
-    outside = engine(problem, hyper())
+def test_inside_a_program():
+    problem = mean(problem_of_fold)
+    engine = ft.RobustMean(ft.Reverse("segments"))
     inside = jax.jit(lambda h: engine(problem, h))(hyper())
-    assert_trees_close(inside.grad, outside.grad, rtol=1e-5)
-    alike = ft.CrossValidated(lambda k: problem_of_fold(0), FOLDS)
-    result = ft.minimize(alike, hyper(), steps=5, engine=engine, optimizer=optax.sgd(1e-3))
-    assert result.history[-1]["value"] < result.history[0]["value"]
+    assert_trees_close(inside.grad, engine(problem, hyper()).grad, rtol=1e-5)
 
 
 @pytest.mark.second_tier
@@ -148,9 +132,9 @@ def test_units_do_not_count():
         )
         return problem.replace(dynamics=training, objective=lambda s, h, x: error(s, of(h), x))
 
-    plain = ft.RobustMean()(ft.CrossValidated(problem_of_fold, FOLDS), hyper()).grad
+    plain = ft.RobustMean()(mean(problem_of_fold), hyper()).grad
     h = hyper() | {"lr": hyper()["lr"] * 1e3}
-    found = ft.RobustMean()(ft.CrossValidated(rescaled, FOLDS), h).grad
+    found = ft.RobustMean()(mean(rescaled), h).grad
     assert_trees_close(found | {"lr": found["lr"] * 1e3}, plain, rtol=1e-10)
 
 
@@ -159,7 +143,7 @@ def test_folds_that_agree_and_leaves_of_zeros():
     def idle(state, hparams, x):
         return error(state, hparams, x) + 0 * jnp.sum(hparams["idle"])
 
-    same = ft.CrossValidated(lambda k: problem_of_fold(0, objective=idle), FOLDS)
+    same = mean(lambda k: problem_of_fold(0, objective=idle))
     h = hyper() | {"idle": jnp.ones(2)}
     assert_trees_close(ft.RobustMean()(same, h).grad, ft.Reverse()(same, h).grad, rtol=1e-5)
     assert fold_weights({"a": jnp.zeros((4, 2))}).tolist() == [0.25] * 4
@@ -181,15 +165,13 @@ def test_weights():
 
 
 def test_is_not_finite_where_a_fold_is_not():
-    problem = ft.CrossValidated(lambda k: problem_of_fold(k, far=jnp.nan), FOLDS)
+    problem = mean(lambda k: problem_of_fold(k, far=jnp.nan))
     with pytest.raises(ft.NonFiniteError, match="hparams"):
         ft.RobustMean()(problem, hyper())
 
 
 def test_what_it_takes():
-    with pytest.raises(TypeError, match=r"CrossValidated.*got .*Problem"):
+    with pytest.raises(TypeError, match=r"foretune.Mean.*got .*Problem.*of_draws"):
         ft.RobustMean()(problem_of_fold(0), hyper())
     with pytest.raises(TypeError, match=r"give `Reverse\(\)`, `Forward\(\)` or `Truncated\(k\)`"):
         ft.RobustMean(ft.Auto())
-    with pytest.raises(TypeError, match="check_finite"):
-        ft.RobustMean(check_finite=1)  # pyright: ignore[reportArgumentType]

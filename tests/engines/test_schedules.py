@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +44,7 @@ def test_over_a_thousand_steps(store):
     assert_trees_close(found.grad, ft.Forward()(problem, hparams).grad, 1e-10)
 
 
-class Noisy(eqx.Module):
+class Noisy(ft.Dynamics):
     """A dynamics with a random key and a counter in its state, whose s_0 depends on lambda."""
 
     def init(self, params, hparams):
@@ -97,7 +96,7 @@ def test_folds(store):
         )
 
     _, hparams = regression(steps=9, dtype=np.float64)
-    folds = ft.CrossValidated(fold, folds=2)
+    folds = ft.Mean([fold(k) for k in range(2)])
     assert_trees_close(
         ft.Reverse(store=store)(folds, hparams).grad, ft.Reverse()(folds, hparams).grad, 1e-12
     )

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 import foretune as ft
 from foretune._engines import segments
-from foretune._engines.costs import measure_costs
+from foretune._engines.auto import candidates
 from foretune._engines.segments import lengths_of, price_of_segments
 from foretune._engines.split import split_step
 from foretune._problem.problem import validated
@@ -111,8 +110,8 @@ def test_several_objectives_folds_and_frozen_weights():
     other = lambda state, h, batch: jnp.sum(state.params["b"] ** 2)  # noqa: E731
     plain, hparams = problem(TRAININGS["adam"], 23)
     several = plain.replace(objective={"lr": plain.objective, "l2": other})
-    folds = ft.CrossValidated(
-        lambda k: plain.replace(validation=(np.full((4, 5), 0.1 + k), np.ones(4))), 2
+    folds = ft.Mean(
+        [plain.replace(validation=(np.full((4, 5), 0.1 + k), np.ones(4))) for k in range(2)]
     )
     frozen, _ = problem(
         ft.Training(
@@ -157,7 +156,7 @@ def test_the_parts_of_a_step():
     assert_trees_close(of_known, of_step, 1e-13)
 
 
-class Descent(eqx.Module):
+class Descent(ft.Dynamics):
     """A dynamics without a gradient that is marked."""
 
     def init(self, params, hparams):
@@ -234,8 +233,8 @@ def test_less_memory_where_updates_cost_nothing():
 def test_where_they_are_split():
     for rows, split in ((30, False), (3000, True)):
         made, hparams = problem(TRAININGS["adam"], 10, rows=rows, width=100)
-        costs = measure_costs(*reversed(validated(made, hparams)), 2**33)
-        assert costs.split is split
+        _, reverses, _ = candidates(*reversed(validated(made, hparams)))
+        assert (reverses[0].engine.store == "gradients") is split
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 32, 97, 100, 1000, 9973])

@@ -49,7 +49,8 @@ CHILD = textwrap.dedent("""
 
 def start_child(folder, last=-1):
     root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": root, "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     return subprocess.Popen(
         [sys.executable, "-c", CHILD, str(folder), str(last)], text=True, cwd=root,
         env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -166,21 +167,13 @@ def test_a_signal_saves(tmp_path, number):
     assert resumed.history == expected.history
 
 
-@pytest.mark.second_tier
-def test_warm_starts_resume_too(tmp_path):
-    run(tmp_path / "parts", steps=3, warm_start=True)
-    resumed = run(tmp_path / "parts", warm_start=True)
-    assert resumed.history == run(tmp_path / "whole", warm_start=True).history
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"optimizer": optax.sgd(0.1)},
         {"constraints": {"lr": ft.NonNegative()}},
-        {"warm_start": True},
     ],
-    ids=["optimizer", "constraints", "warm start"],
+    ids=["optimizer", "constraints"],
 )
 def test_the_folder_of_another_run_is_refused(tmp_path, options):
     run(tmp_path)
@@ -216,19 +209,6 @@ def test_another_start_or_error_is_refused(tmp_path, change, difference):
         ft.minimize(problem.replace(**change), hparams, **given)
 
 
-@pytest.mark.second_tier
-def test_a_run_that_diverged_goes_on_with_a_smaller_step(tmp_path):
-    problem, hparams = regression(steps=100)
-    for rate in (-100.0, 0.0):
-        options = {"optimizer": optax.sgd(rate), "callbacks": [ft.Checkpoint(tmp_path)]}
-        options["take_back"] = False
-        if rate:
-            with pytest.raises(ft.NonFiniteError):
-                ft.minimize(problem, hparams, steps=50, **options)
-        else:
-            assert ft.minimize(problem, hparams, steps=50, **options).stopped == "50 steps done"
-
-
 def test_few_checkpoints_are_kept(tmp_path):
     problem, hparams = regression(steps=4)
     ft.minimize(problem, hparams, steps=7, callbacks=[ft.Checkpoint(tmp_path, every=2, keep=3)])
@@ -256,8 +236,8 @@ def test_a_flipped_byte_in_the_metadata_is_damage(tmp_path):
     run(tmp_path / "sound", steps=3)
     name = "foretune_3/meta/metadata"
     text = (tmp_path / "sound" / name).read_bytes()
-    # A record's number, what the run belongs to, the step and the name of the digest.
-    for i, before in enumerate([b'"value": 1.', b'"inner steps": "', b'"step": ', b'"dig']):
+    # The number of records, what the run belongs to, the step and the name of the digest.
+    for i, before in enumerate([b'"records": ', b'"inner steps": "', b'"step": ', b'"dig']):
         at = text.index(before) + len(before)
         folder = tmp_path / str(i)
         shutil.copytree(tmp_path / "sound", folder)
@@ -279,8 +259,8 @@ def flip(path, line):
 def test_records_that_are_damaged_are_made_again_where_a_checkpoint_is_before_them(tmp_path):
     expected = run(tmp_path / "whole", steps=6)
     run(tmp_path / "damaged", steps=4)
-    flip(tmp_path / "damaged" / "foretune.records", 2)
-    with pytest.warns(UserWarning, match=r"step 4 .* lacks records: 1 of 4 in foretune.records"):
+    flip(tmp_path / "damaged" / "foretune.records", 4)
+    with pytest.warns(UserWarning, match=r"step 4 .* lacks records: 1 of 5 in foretune.records"):
         resumed = run(tmp_path / "damaged", steps=6)
     assert resumed.history == expected.history
     assert same(resumed.hparams, expected.hparams)
@@ -298,7 +278,7 @@ def test_records_that_are_lost_are_named_and_cost_nothing_else(tmp_path, damage)
         records.write_bytes(records.read_bytes()[:1]) if damage == "cut" else records.unlink()
     with pytest.warns(UserWarning, match="records"):
         resumed = run(tmp_path / "damaged", steps=5)
-    lost = [0] if damage == "flip" else [0, 1, 2]
+    lost = [0] if damage == "flip" else [0, 1, 2, 3, 4]
     kept = [record for record in expected.history if record["step"] not in lost]
     assert resumed.history == kept[:-1]
     assert "foretune.records.damaged" in names(tmp_path / "damaged") or damage == "remove"
@@ -312,9 +292,10 @@ def test_records_are_written_once(tmp_path):
 
     class Watch(ft.Callback):
         def step(self, run):
-            sizes.append((tmp_path / "foretune.records").stat().st_size)
-            (meta,) = tmp_path.glob(f"foretune_{run.step}/meta/metadata")
-            sizes.append(meta.stat().st_size)
+            if run.step:  # the step before has been saved
+                sizes.append((tmp_path / "foretune.records").stat().st_size)
+                (meta,) = tmp_path.glob(f"foretune_{run.step - 1}/meta/metadata")
+                sizes.append(meta.stat().st_size)
 
     run(tmp_path, steps=12, callbacks=[Watch()])
     records, metas = sizes[4::2], sizes[5::2]
@@ -443,7 +424,7 @@ def tune(callbacks, at=lambda point, window: None, **options):
         params={"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)},
         hparams={"lr": jnp.array(0.01), "decay": jnp.array(0.02)}, window=2, steps=5,
         callbacks=[*callbacks, Watch()], stop=lambda run: at("stop", run.step), score=score,
-        evaluate=evaluate, evaluate_every=3,
+        evaluate=evaluate,
     )  # fmt: skip
 
 
@@ -498,9 +479,6 @@ def test_best_after_a_score_that_failed(tmp_path):
     [
         ({"discount": 1.0}, r"discount: 0\.9 there, 1\.0 here"),
         ({"rollback": None}, r"rollback: 1\.5 there, None here"),
-        ({"reset": 2}, "reset: None there, 2 here"),
-        ({"z_cap": 3.0}, r"z_cap: None there, 3\.0 here"),
-        ({"tangents": jnp.bfloat16}, "tangents: None there, bfloat16 here"),
     ],
 )
 @pytest.mark.second_tier
@@ -585,12 +563,12 @@ def test_a_resumed_history_is_equal_whatever_holds_the_hyperparameters(tmp_path,
 
 
 @pytest.mark.second_tier
-def test_a_folder_belongs_to_one_process(tmp_path):
+def test_a_folder_belongs_to_one_run(tmp_path):
     """The lock goes with its owner, however that ends."""
     script = """if True:
         import sys
-        from foretune._files.files import FolderLock
-        with FolderLock(sys.argv[1]):
+        from foretune._files.files import locked
+        with locked(sys.argv[1]):
             print("locked", flush=True)
             sys.stdin.read()
     """
@@ -600,7 +578,7 @@ def test_a_folder_belongs_to_one_process(tmp_path):
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "locked\n"
-        with pytest.raises(ValueError, match=f"in use by another process .pid {child.pid}"):
+        with pytest.raises(ValueError, match=f"in use by another run .process {child.pid}"):
             ft.minimize(problem, hparams, **options)
         child.kill()
     ft.minimize(problem, hparams, **options)

@@ -64,6 +64,7 @@ class FakeRun:
         return found
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("resumed_after", [0, 1, 3])
 def test_a_rule_that_has_served_in_a_run_before(resumed_after):
     rule = ft.Vanished("lr", below=0.1, patience=2)

@@ -1,17 +1,18 @@
 """Bad input: a clear error with the path, the shape and the remedy, before any compilation."""
 
-import types
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxtyping import PyTree
 
 import foretune as ft
-from foretune._engines.base import check_options
+from foretune._engines.base import check_not_problem
 from foretune._problem.checks import check_count, check_objective
-from foretune._problem.problem import validated
+from foretune._problem.draws import as_problem
 
 from ..problems import penalised, regression, squared_error
 
@@ -27,7 +28,7 @@ def nothing_is_compiled(request):
     seen = []
 
     def listen(event, duration, fun_name="", **_):
-        if "backend_compile" in event and "_compute" in fun_name:
+        if "backend_compile" in event and fun_name == "jit(compute)":
             seen.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -170,11 +171,11 @@ def test_objectives_that_are_no_scalar(objective, pattern):
     rejects((ValueError, TypeError), pattern, problem, hparams)
 
 
-class Grows:
+class Grows(ft.Dynamics):
     """A dynamics whose step returns `change(state)`."""
 
-    def __init__(self, start, change):
-        self.start, self.change = start, change
+    start: PyTree
+    change: Callable
 
     def init(self, params, hparams):
         return self.start
@@ -259,8 +260,6 @@ def test_batches(batches, pattern):
 
 
 def test_the_parts_of_a_problem():
-    with pytest.raises(TypeError, match=r"no method `init\(params, hparams\)`"):
-        regression(dynamics=penalised)
     # Called directly: the tests' own type checker would catch these first.
     with pytest.raises(TypeError, match="must be a function"):
         check_objective(3.0)
@@ -312,10 +311,10 @@ def test_training_says_what_it_cannot_train():
         (lambda: regression(batches=None), r"FullBatch\(None, steps=T\)"),
         # These two are called directly: the tests' own type checker would catch them first.
         (
-            lambda: check_options(types.SimpleNamespace(chunk=regression()[0])),
+            lambda: check_not_problem("Forward", regression()[0]),
             r"the problem goes to the engine, not to its class",
         ),
-        (lambda: validated(*reversed(regression())), "first argument must be a `foretune.Problem`"),
+        (lambda: as_problem(regression()[1]), "first argument must be a `foretune.Problem`"),
     ],
 )
 def test_first_day_mistakes(make, pattern):
@@ -445,7 +444,7 @@ def test_python_floats_are_hyperparameters():
 
 
 def test_a_loop_of_unknown_length_points_to_forward_mode():
-    class Searching:
+    class Searching(ft.Dynamics):
         def init(self, params, hparams):
             return params
 

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._realtime.tangents import part_of
 
 from ..compilations import compilations
 from ..problems import assert_trees_close, penalised, squared_error, squares
@@ -306,11 +305,6 @@ class Decay:
         return state * hparams["rate"] + batch
 
 
-def test_bfloat16_tangents_need_a_training():
-    with pytest.raises(TypeError, match="in_precision"):
-        ft.RealTime(Decay(), lambda state, h, batch: state, tangents=jnp.bfloat16)
-
-
 def test_a_dynamics_that_is_no_training_has_no_loss():
     realtime = ft.RealTime(Decay(), lambda state, h, target: (state - target) ** 2, STILL)
     state = realtime.init(jnp.array(1.0), {"rate": jnp.array(0.5)})
@@ -344,7 +338,7 @@ def test_batch_statistics_and_keys_are_replayed():
     assert_trees_close(state.train.model_state, train.model_state, 1e-6)
 
 
-def test_a_diverging_window_is_undone():
+def test_a_diverging_window_is_rolled_back():
     windows, validation = data(windows=40)
     params, hparams = start(lr=50.0)
     constraints = {
@@ -355,14 +349,14 @@ def test_a_diverging_window_is_undone():
     realtime = tuner(outer=None, constraints=constraints)
     state = realtime.init(params, hparams)
     state, log = realtime.update(state, windows[0], validation)
-    assert log["undone"]
+    assert log["rolled_back"]
     assert_trees_close(state.train.params, params, 0)
     assert int(state.train.step) == 0
     assert np.isclose(state.hparams["lr"], 25.0)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.Z))
     for window in windows[1:]:
         state, log = realtime.update(state, window, validation)
-    assert not log["undone"]
+    assert not log["rolled_back"]
     assert log["value"] < 0.1
 
 
@@ -452,7 +446,7 @@ def test_a_hypergradient_that_is_not_finite_leaves_the_hyperparameters():
     with pytest.warns(RuntimeWarning, match="the hypergradient is not finite"):
         state, log = realtime.update(realtime.init(params, hparams), window, validation)
     assert log["dropped"]
-    assert not log["undone"]
+    assert not log["rolled_back"]
     assert_trees_close(state.hparams, hparams, 0)
     assert not np.allclose(state.train.params["w"], params["w"])
     assert all(np.all(np.asarray(z) == 0) for z in jax.tree.leaves(state.Z))
@@ -488,11 +482,11 @@ def test_a_network_that_dies_is_brought_back():
         constraints={"lr": ft.NonNegative()},
     )
     state = realtime.init(params, {"lr": jnp.array(1.5)})
-    undone = []
+    rolled_back = []
     for window in zip(x, y, strict=True):
         state, log = realtime.update(state, window, validation)
-        undone.append(bool(log["undone"]))
-    assert undone[:2] == [True, True]
+        rolled_back.append(bool(log["rolled_back"]))
+    assert rolled_back[:2] == [True, True]
     assert state.hparams["lr"] < 0.5
     assert np.any(state.train["a"] != 0)
 
@@ -557,7 +551,7 @@ def corrupted(count, size, at=9, every=10):
 
 @pytest.mark.second_tier
 @pytest.mark.parametrize(("size", "at"), [(100.0, 9), (1e25, 5), (1e6, 0)])
-def test_outliers_are_passed_over(size, at):
+def test_outliers_are_skipped(size, at):
     _, validation = data()
     params, hparams = start()
     constraints = {
@@ -572,9 +566,9 @@ def test_outliers_are_passed_over(size, at):
     assert len(rates) == 100
     assert 0.005 <= min(rates) < max(rates) < 0.5
     assert result.history[-1]["value"] < 0.01 * squares(params, validation)
-    assert all(record["outliers"] == 1 for record in result.history[1:])
+    assert all(record["skipped"] == 1 for record in result.history[1:])
     # The very first minibatch of all is no outlier: there is nothing yet to compare it with.
-    assert not any(record["undone"] for record in result.history[1:])
+    assert not any(record["rolled_back"] for record in result.history[1:])
     assert max(record["loss"] for record in result.history[1:]) < 100
 
 
@@ -587,7 +581,7 @@ def test_an_outlier_leaves_training_and_z_as_they_are():
     worse = [np.insert(leaf, 3, leaf[0], 0) for leaf in (x, y)]
     worse[1][3] = 1e4
     state, other = realtime.update(realtime.init(params, hparams), tuple(worse), validation)
-    assert int(other["outliers"]) == 1
+    assert int(other["skipped"]) == 1
     assert_trees_close(state.train, whole.train, 1e-6)
     assert_trees_close(state.Z, whole.Z, 1e-5)
     assert_trees_close(other["hypergradient"], log["hypergradient"], 1e-5)
@@ -602,7 +596,7 @@ def test_data_that_has_changed_is_no_outlier():
     counts = []
     for k, (x, y) in enumerate(windows):
         state, log = realtime.update(state, (x, y + 100 * (k >= 2)), (validation[0], y[0, 0] + 100))
-        counts.append(int(log["outliers"]))
+        counts.append(int(log["skipped"]))
     assert counts == [0, 0, 1, 0, 0, 0]
 
 
@@ -620,94 +614,8 @@ def test_backing_off_stops_short_of_0(constraint):
     state = realtime.init(jnp.array(1.0), {"rate": jnp.array(2e-38)})
     for _ in range(3):
         state, log = realtime.update(state, np.ones(2), None)
-        assert log["undone"]
+        assert log["rolled_back"]
         assert state.hparams["rate"] >= np.finfo(np.float32).tiny
-
-
-@pytest.mark.second_tier
-def test_discount_reset_cap_and_clip():
-    windows, validation = data()
-    params, hparams = start()
-
-    def run(outer=STILL, **options):
-        realtime = tuner(outer=outer, **(EXACT | options))
-        state, logs = realtime.init(params, hparams), []
-        for window in windows:
-            state, log = realtime.update(state, window, validation)
-            logs.append(log)
-        return state, logs
-
-    _state, logs = run()
-    _, discounted = run(discount=0.5)
-    _, again = run(reset=2)
-    capped_state, _ = run(z_cap=1e-3)
-    assert_trees_close(discounted[0]["hypergradient"], logs[0]["hypergradient"], 1e-6)
-    assert discounted[2]["z_norm"]["lr"] < logs[2]["z_norm"]["lr"]
-    assert_trees_close(again[1]["hypergradient"], logs[1]["hypergradient"], 1e-6)
-    fresh = tuner(**EXACT)
-    second = fresh.update(fresh.init(params, hparams), windows[0], validation)[0]
-    second, _ = fresh.update(second, windows[1], validation)
-    alone = fresh.init(second.train.params, hparams)
-    alone = alone._replace(train=jax.tree.map(jnp.copy, second.train))
-    assert_trees_close(
-        again[2]["hypergradient"],
-        fresh.update(alone, windows[2], validation)[1]["hypergradient"],
-        1e-4,
-    )
-    columns = jax.vmap(optax.tree.norm)(capped_state.Z)
-    assert np.all(columns <= 1.001e-3)
-    moved, _ = run(optax.sgd(1.0), clip=1e-6)
-    changes = jax.tree.map(lambda a, b: float(abs(a - b)), moved.hparams, hparams)
-    assert 0 < max(changes.values()) < 1e-5
-
-
-@pytest.mark.second_tier
-def test_bfloat16_tangents_leave_the_training_as_it_is():
-    windows, validation = data(d=16, n=32)
-    params, hparams = start(d=16)
-    exact, rough = tuner(**EXACT), tuner(tangents=jnp.bfloat16, **EXACT)
-    states = [exact.init(params, hparams), rough.init(params, hparams)]
-    for window in windows:
-        states[0], log = exact.update(states[0], window, validation)
-        states[1], low = rough.update(states[1], window, validation)
-    assert_trees_close(states[1].train.params, states[0].train.params, 1e-6)
-    assert jax.tree.leaves(states[1].Z)[0].dtype == jnp.float32
-    a, b = (np.array(jax.tree.leaves(x["hypergradient"])) for x in (log, low))
-    assert a @ b > 0.99 * np.linalg.norm(a) * np.linalg.norm(b)
-    assert np.any(a != b)
-
-
-def test_tangents_on_a_part_of_the_rows_leave_the_training_as_it_is():
-    windows, validation = data()
-    params, hparams = start()
-    exact, part = tuner(**EXACT), tuner(tangents=0.5, **EXACT)
-    states = [exact.init(params, hparams), part.init(params, hparams)]
-    for window in windows:
-        states[0], log = exact.update(states[0], window, validation)
-        states[1], rough = part.update(states[1], window, validation)
-    assert_trees_close(states[1].train.params, states[0].train.params, 1e-6)
-    a, b = (np.array(jax.tree.leaves(x["hypergradient"])) for x in (log, rough))
-    assert a @ b > 0.9 * np.linalg.norm(a) * np.linalg.norm(b)
-    assert np.any(a != b)
-    # all rows are the exact tangents again
-    whole = tuner(tangents=(1.0, None), **EXACT)
-    _, again = whole.update(whole.init(params, hparams), windows[0], validation)
-    _, first = exact.update(exact.init(params, hparams), windows[0], validation)
-    assert_trees_close(again["hypergradient"], first["hypergradient"], 0)
-
-
-@pytest.mark.parametrize(("rows", "share"), [(8, 0.25), (10, 0.3), (7, 0.5), (5, 0.01)])
-def test_each_row_has_its_turn_equally_often(rows, share):
-    batch = {"x": jnp.arange(rows), "key": jax.random.key(0)}
-    taken = [part_of(batch, share, t)["x"].tolist() for t in range(rows)]
-    assert all(len(set(part)) == max(round(share * rows), 1) for part in taken)
-    counts = np.bincount(np.concatenate(taken), minlength=rows)
-    assert np.all(counts == counts[0])
-
-
-def test_a_part_of_rows_needs_rows():
-    with pytest.raises(ValueError, match=r"same leading axis.*minibatch\['a'\]: 3.*'b'\]: 2"):
-        part_of({"a": jnp.zeros(3), "b": jnp.zeros(2)}, 0.5, 0)
 
 
 def test_a_state_can_be_used_again_unless_it_is_donated():
@@ -761,18 +669,10 @@ def test_inside_jit_and_vmap():
     assert_trees_close(first_log["hypergradient"], outside[1]["hypergradient"], 1e-4)
 
 
-@pytest.mark.parametrize("name", ["discount", "rollback", "z_cap", "clip"])
-@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, "1", True, 1j, np.ones(1), [2.0]])
+@pytest.mark.parametrize("name", ["discount", "rollback"])
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])
 def test_options_that_are_no_number_that_fits(name, value):
-    number = type(value) is float
-    with pytest.raises(ValueError if number else TypeError, match=rf"RealTime\({name}="):
-        tuner(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["reset", "chunk"])
-@pytest.mark.parametrize("value", [0, -1, 2.0, np.nan, "1", True, 1j])
-def test_options_that_are_no_count(name, value):
-    with pytest.raises(ValueError, match=rf"RealTime\({name}=.*whole number"):
+    with pytest.raises(ValueError, match=rf"RealTime\({name}="):
         tuner(**{name: value})
 
 
@@ -780,22 +680,27 @@ def test_options_that_are_no_count(name, value):
     ("options", "error", "message"),
     [
         ({"discount": 1.5}, ValueError, r"\(0, 1\]"),
-        ({"discount": None}, TypeError, "discount"),
         ({"rollback": 1.0}, ValueError, "a factor over 1"),
-        ({"tangents": np.int8}, TypeError, "tangents=.*floating-point"),
-        ({"tangents": bool}, TypeError, "tangents=.*floating-point"),
-        ({"tangents": "float"}, None, ""),
-        ({"tangents": 1.5}, ValueError, r"tangents=1.5.*share of the rows"),
-        ({"tangents": (0.0, jnp.bfloat16)}, ValueError, r"tangents=0.0.*share of the rows"),
-        ({"tangents": "number"}, TypeError, "tangents=.*floating-point"),
-        ({"tangents": complex}, TypeError, "tangents=.*floating-point"),
-        ({"donate": None}, TypeError, "donate=None"),
-        ({"discount": np.float32(0.5), "rollback": 2, "z_cap": 1, "reset": np.int64(3)}, None, ""),
+        ({"chunk": 0}, ValueError, r"RealTime\(chunk=0\).*whole number"),
+        ({"discount": 1, "rollback": 2}, None, ""),
     ],
 )
 def test_options(options, error, message):
     with pytest.raises(error, match=message) if error else contextlib.nullcontext():
         tuner(**options)
+
+
+def test_a_discount_forgets_earlier_windows():
+    windows, validation = data()
+    logs = {}
+    for discount in (1.0, 0.5):
+        realtime = tuner(**(EXACT | {"discount": discount}))
+        state, logs[discount] = realtime.init(*start()), []
+        for window in windows:
+            state, log = realtime.update(state, window, validation)
+            logs[discount].append(log)
+    assert_trees_close(logs[0.5][0]["hypergradient"], logs[1.0][0]["hypergradient"], 1e-6)
+    assert logs[0.5][2]["z_norm"]["lr"] < logs[1.0][2]["z_norm"]["lr"]
 
 
 def test_windows_and_validation_that_are_no_data():
@@ -808,9 +713,9 @@ def test_windows_and_validation_that_are_no_data():
         with pytest.raises(ValueError, match="the window is empty"):
             realtime.update(state, empty, validation)
     lists = jax.tree.map(lambda leaf: leaf.tolist(), (window, validation))
-    with pytest.raises(TypeError, match=r"window\[0\] is a list of 4.*numpy.asarray"):
+    with pytest.raises(TypeError, match=r"window\[0\] is a Python list of 4.*asarray"):
         realtime.update(state, lists[0], validation)
-    with pytest.raises(TypeError, match=r"validation\[0\] is a list of 20.*numpy.asarray"):
+    with pytest.raises(TypeError, match=r"validation\[0\] is a Python list of 20.*asarray"):
         realtime.update(state, window, lists[1])
 
 
@@ -863,8 +768,6 @@ def test_states_of_other_tuners():
     }.items():
         with pytest.raises(ValueError, match=re.escape(path)):
             realtime.update(state, window, validation)
-    with pytest.raises(TypeError, match="the state that `init` or the last `update` returned"):
-        realtime.update(mine.train, window, validation)
 
 
 def test_bad_input_is_refused_before_compilation():
@@ -897,12 +800,12 @@ def test_the_paper_setting():
 
 
 @pytest.mark.second_tier
-def test_divergence_in_the_last_step_is_undone_too():
+def test_divergence_in_the_last_step_is_rolled_back_too():
     windows, validation = data(delta=1, windows=3)
     params, hparams = start(lr=1e25)
     realtime = tuner(outer=None, constraints={"lr": ft.NonNegative()})
     state, log = realtime.update(realtime.init(params, hparams), windows[0], validation)
-    assert log["undone"]
+    assert log["rolled_back"]
     assert np.isclose(state.hparams["lr"], 5e24)
     assert_trees_close(state.train.params, params, 0)
 

@@ -106,14 +106,12 @@ class TestWindows:
     def test_one_batch_is_no_stream(self, one):
         with pytest.raises(TypeError, match=r"looks like one batch(.|\n)*itertools.repeat"):
             ft.windows(one, 2)
-        with pytest.raises(TypeError, match="iterable of batches"):
-            ft.windows(3, 2)
 
     def test_lists_of_numbers_are_no_data(self):
         lists = [(x.tolist(), y) for x, y in batches(4)]
-        with pytest.raises(TypeError, match=r"batch\[0\] is a list of 8.*numpy.asarray"):
+        with pytest.raises(TypeError, match=r"batch\[0\] is a Python list of 8.*asarray"):
             next(ft.windows(lists, 2))
-        with pytest.raises(TypeError, match=r"validation\[0\] is a list of 20.*numpy.asarray"):
+        with pytest.raises(TypeError, match=r"validation\[0\] is a Python list of 20.*asarray"):
             run(batches(4), [(VALIDATION[0].tolist(), VALIDATION[1])])
 
     def test_a_count(self):
@@ -185,13 +183,12 @@ class TestRun:
         result = run(
             batches(200),
             evaluate=lambda state, h: {"norm": jnp.linalg.norm(state.params["w"])},
-            evaluate_every=2,
             score=lambda record: -record["norm"],
             stop=[ft.NoImprovement(10), lambda run: "enough" if run.step == 9 else None],
         )
         assert result.stopped == "enough"
-        assert [("norm" in r) for r in result.history[:4]] == [False, True, False, True]
-        assert int(result.best.step) % 2 == 0
+        norms = [record["norm"] for record in result.history]
+        assert result.best.step == 1 + np.argmax(norms)
 
     def test_a_learning_rate_that_has_gone_to_0_ends_the_run(self):
         rule = ft.Vanished("lr", patience=3)
@@ -285,7 +282,7 @@ class TestRun:
         result = run(
             batches(40), itertools.repeat(None), using=using, hparams=hparams(1e2), callbacks=[bias]
         )
-        assert result.history[0]["undone"]
+        assert result.history[0]["rolled_back"]
         assert np.isfinite(result.history[-1]["value"])
 
     @pytest.mark.second_tier
@@ -304,11 +301,11 @@ class TestRun:
             realtime.run(batches(20), [VALIDATION], params=params(), hparams=begin, window=4)
         assert len(said) == 1
 
-    def test_windows_that_are_all_undone_warn_once(self):
-        with pytest.warns(RuntimeWarning, match="the last 10 windows were undone") as caught:
+    def test_windows_that_are_all_rolled_back_warn_once(self):
+        with pytest.warns(RuntimeWarning, match="the last 10 windows were rolled back") as caught:
             result = run(batches(240), hparams=hparams(1e12))
-        assert sum("were undone" in str(warning.message) for warning in caught) == 1
-        assert not result.history[-1]["undone"]  # and it recovers
+        assert sum("were rolled back" in str(warning.message) for warning in caught) == 1
+        assert not result.history[-1]["rolled_back"]  # and it recovers
         assert result.history[-1]["value"] < 1
 
     @pytest.mark.parametrize("killed_after", [1, pytest.param(5, marks=pytest.mark.second_tier)])
@@ -327,12 +324,6 @@ class TestRun:
         assert again.history == done.history
         assert isinstance(again.value, jax.Array)
         assert (again.value, again.value.dtype) == (done.value, done.value.dtype)
-
-    def test_a_stream_that_goes_on_by_itself_is_not_skipped(self, tmp_path):
-        stream = batches(32)
-        run(stream, steps=3, callbacks=[ft.Checkpoint(tmp_path)])
-        result = run(stream, callbacks=[ft.Checkpoint(tmp_path)], skip=False)
-        assert len(result.history) == 8
 
     def test_another_run_in_the_folder_is_refused(self, tmp_path):
         run(batches(8), callbacks=[ft.Checkpoint(tmp_path)])
@@ -381,23 +372,14 @@ class TestRun:
     def test_bad_arguments(self):
         with pytest.raises(ValueError, match="steps=0"):
             run(batches(4), steps=0)
-        with pytest.raises(TypeError, match="callbacks must be a list"):
-            run(batches(4), callbacks=ft.Progress())
 
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"steps": 2.5}, ValueError, r"run\(steps=2\.5\)"),
             ({"steps": True}, ValueError, r"run\(steps=True\)"),
             ({"window": 0}, ValueError, r"run\(window=0\)"),
-            ({"window": "4"}, ValueError, r"run\(window='4'\)"),
-            ({"evaluate_every": None}, ValueError, r"run\(evaluate_every=None\)"),
-            ({"evaluate": 3}, TypeError, r"evaluate\(state, hparams\)`; got the int 3"),
             ({"evaluate": lambda state: {}}, TypeError, r"`evaluate\(state, hparams\)` is how"),
-            ({"score": "value"}, TypeError, r"score\(record\)`; got the str 'value'"),
             ({"score": lambda: 0.0}, TypeError, r"`score\(record\)` is how"),
-            ({"stop": 5}, TypeError, r"stop must be a rule.*got the int 5"),
-            ({"stop": [ft.NoImprovement(3), 5]}, TypeError, r"`stop\(run\)`; got the int 5"),
             ({"stop": ft.NoImprovement}, TypeError, "got the class NoImprovement"),
         ],
     )

@@ -50,9 +50,9 @@ class TestRelativeAdam:
     def test_a_box_is_approached_but_not_reached(self):
         box = ft.Box(0.0, 1.0)
         u = jnp.array(0.9)
-        reach = box.reach(u, jnp.array(0.5))
-        assert np.isclose(reach, 0.1)
-        assert box.reach(jnp.array(1.0), jnp.array(0.0)) > 0
+        scale = box.scale(u, jnp.array(0.5))
+        assert np.isclose(scale, 0.1)
+        assert box.scale(jnp.array(1.0), jnp.array(0.0)) > 0
 
     def test_in_minimize(self):
         problem = ft.Problem(
@@ -389,29 +389,6 @@ class TestTuned:
         assert not np.allclose(state.params["w"], params["w"])
         assert state.hparams["learning_rate"] != np.float32(0.01)
 
-    @pytest.mark.second_tier
-    def test_with_a_horizon_it_is_real_time_tuning_with_it(self):
-        params, (_, validation) = start()[0], data()
-        batches = self.batches(32)
-        optimizer = ft.tuned(optax.sgd, self.loss, every=4, horizon=32, learning_rate=0.01)
-        state = optimizer.init(params)
-        for batch in batches:
-            state, _ = optimizer.update(state, batch, validation)
-        tuner = ft.RealTime(
-            ft.Training(
-                lambda p, h, batch: self.loss(p, batch), lambda h: optax.sgd(h["learning_rate"])
-            ),
-            lambda s, h, batch: self.loss(s.params, batch),
-            constraints={"learning_rate": ft.NonNegative()},
-            horizon=32,
-        )
-        other = tuner.init(params, {"learning_rate": jnp.array(0.01)})
-        for window in ft.windows(batches, 4):
-            other, _ = tuner.update(other, window, validation)
-        assert_trees_close(state.params, other.train.params, 1e-5)
-        assert_trees_close(state.hparams, other.hparams, 1e-5)
-        assert not state.log["tuned"]
-
     def test_it_does_not_wait_for_the_device(self, monkeypatch):
         _, validation = data()
         optimizer = ft.tuned(optax.sgd, self.loss, every=4, learning_rate=0.01)
@@ -534,17 +511,8 @@ class TestTuned:
             ({"learning_rate": -0.1}, ValueError, r"learning_rate=-0\.1.* outside NonNegative"),
             ({}, ValueError, "nothing to tune"),
             ({"every": 0}, ValueError, "every=0"),
-            ({"every": 2.5}, ValueError, r"every=2\.5"),
             ({"every": True}, ValueError, "every=True"),
-            ({"optimizer": optax.sgd(0.1)}, TypeError, "makes the optimizer itself"),
-            ({"optimizer": 3}, TypeError, "optimizer.* got the int 3"),
-            ({"loss": None}, TypeError, r"loss\(params, batch\).*None"),
             ({"loss": lambda params: 0.0}, TypeError, r"loss\(params, batch\)"),
-            ({"error": 1.0}, TypeError, r"error\(params, validation\).* the float"),
-            ({"constraints": ft.NonNegative()}, TypeError, r"constraints=\.\.\.\) must be a dict"),
-            ({"has_state": 1}, TypeError, "has_state=.*True or False"),
-            ({"donate": "yes"}, TypeError, "donate=.*True or False"),
-            ({"key": 3}, TypeError, "key=.*one random key"),
             ({"key": jax.random.key(0)}, TypeError, r"loss\(params, batch, key=\.\.\.\)"),
             ({"has_state": True}, TypeError, r"loss\(params, batch, model_state\)"),
             ({"loss_hparams": {"noise": 0.1}}, TypeError, r"loss\(params, hparams, batch\)"),
@@ -558,22 +526,17 @@ class TestTuned:
                 TypeError,
                 r"error\(params, validation, model_state\)",
             ),
-            ({"loss_hparams": 0.1}, TypeError, r"loss_hparams=\.\.\.\) must be a dict"),
             (
                 {"loss_hparams": {"noise": "0.1"}} | BOTH,
                 TypeError,
                 "noise='0.1'.*Keep it in the loss",
             ),
-            ({"loss_hparams": {1: 0.1}} | BOTH, TypeError, "the key 1"),
             ({"loss_hparams": {"learning_rate": 1}} | BOTH, ValueError, "one name for two"),
             ({"loss_hparams": {"spin": 1.0}} | BOTH, ValueError, "no usual set for spin"),
             ({"loss_hparams": {"dropout": 1.0}} | BOTH, ValueError, r"dropout=1\.0.* outside"),
             ({"trainable": 3}, TypeError, "trainable=.*trainable is the int 3"),
             ({"trainable": {"w": 1}}, TypeError, r"trainable\['w'\] is the int 1"),
             ({"trainable": {}}, TypeError, "trainable=.*a prefix"),
-            ({"options": {"horizon": 9}}, TypeError, r"give `tuned\(horizon=...\)`"),
-            ({"options": "discount"}, TypeError, r"options=\.\.\.\) must be a dict"),
-            ({"options": {"discount": "1"}}, TypeError, "discount"),
             ({"options": {"donate": True}}, TypeError, r"give `tuned\(donate="),
         ],
     )
@@ -594,9 +557,8 @@ class TestTuned:
             with pytest.raises(error, match=message):
                 optimizer.update(state, batch, validation)
 
-        refused(TypeError, r"batch\[0\] is a list of 8", batch=(batch[0].tolist(), batch[1]))
+        refused(TypeError, r"batch\[0\] is a Python list of 8", batch=(batch[0].tolist(), batch[1]))
         optimizer.update(state, batch, validation)
-        refused(TypeError, "the state that `init` or `update` returned", state=params)
         refused(
             ValueError,
             r"validation\['x'\] is float32\[20,3\], it was absent",

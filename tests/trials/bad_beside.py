@@ -69,7 +69,7 @@ ROWS = [
     ("a checkpoint under a file", lambda: minimized(callbacks=[ft.Checkpoint(file("a", "x") / "b")]), OSError, "cannot write to the folder"),
     ("a checkpoint in /proc", lambda: minimized(callbacks=[ft.Checkpoint("/proc/none")]), OSError, "cannot write to the folder"),
     ("all checkpoints cut", lambda: resumed(cut), ValueError, "none of the checkpoints", "can be read"),
-    ("the newest checkpoint cut", lambda: resumed(cut_newest), UserWarning, "step 2", "is passed over"),
+    ("the newest checkpoint cut", lambda: resumed(cut_newest), UserWarning, "step 2", "is skipped"),
     ("the metadata of all cut", lambda: resumed(lambda w: cut(w, "metadata")), ValueError, "none of the checkpoints"),
     ("a checkpoint of another start", lambda: resumed(lambda w: None, hparams=hparams(lr=0.2)), ValueError, "initial hyperparameters"),
     ("a checkpoint of other constraints", lambda: resumed(lambda w: None, constraints={"lr": ft.NonNegative()}), ValueError, "constraints"),

@@ -12,15 +12,12 @@ import foretune as ft
 from .given import INF, KEY, NAN, data, holed, hparams, minimized, problem
 
 X, Y = data()
-STARTS = {"lr": jnp.array([0.1, 0.2]), "decay": jnp.array([0.1, 0.1])}
 
 
-def accuracy(state, hparams):
-    return {"accuracy": jnp.mean(state.params["w"])}
 
 
-def batched(starts, **options):
-    return minimized(starts, batched=True, **options)
+def drawn(key):
+    return problem()
 
 
 ROWS = [
@@ -71,37 +68,17 @@ ROWS = [
     ("evaluate uses NumPy", lambda: minimized(evaluate=lambda s, h: {"a": np.sum(np.asarray(s.params["w"]))}), TypeError, "is compiled"),
     ("evaluate does not find a name", lambda: minimized(evaluate=lambda s, h: {"a": s.params["v"]}), ValueError, "evaluate(state, hparams)", "'v'"),
     ("evaluate does not find an attribute", lambda: minimized(evaluate=lambda s, h: {"a": s.weights}), AttributeError, "evaluate(state, hparams)"),
-    ("evaluate_every 0", lambda: minimized(evaluate=accuracy, evaluate_every=0), ValueError, "evaluate_every=0"),
-    ("evaluate_every 1.5", lambda: minimized(evaluate=accuracy, evaluate_every=1.5), ValueError, "evaluate_every=1.5"),
-    ("batches is no function", lambda: minimized(batches=ft.FullBatch((X, Y), 3)), TypeError, "batches must be a function"),
-    ("batches takes nothing", lambda: minimized(batches=lambda: None), TypeError, "`batches(step)`"),
-    ("batches takes no key", lambda: minimized(batches=lambda step: None, key=KEY), TypeError, "`batches(step, key)`"),
-    ("batches wants a key", lambda: minimized(batches=lambda step, key: None), TypeError, "`batches(step)`"),
-    ("batches returns nothing", lambda: minimized(batches=lambda step: None), ValueError, "batches", "None"),
-    ("batches of another shape", lambda: minimized(batches=lambda step: ft.FullBatch((X[:, :2], Y), 3)), TypeError, "step(state", "float32[6,2]"),
-    ("batches with NaN", lambda: minimized(batches=lambda step: ft.FullBatch((holed(X) if step else X, Y), 3)), RuntimeWarning, "The data hold NaN", "step 1 of minimize"),
-    ("a key without batches", lambda: minimized(key=KEY), ValueError, "key", "batches"),
-    ("the key is a seed", lambda: minimized(batches=lambda s, k: ft.FullBatch((X, Y), 3), key=0), TypeError, "one random key"),
-    ("the key is two", lambda: minimized(batches=lambda s, k: ft.FullBatch((X, Y), 3), key=jax.random.split(KEY)), TypeError, "one random key"),
-    ("the key is text", lambda: minimized(batches=lambda s, k: ft.FullBatch((X, Y), 3), key="a"), TypeError, "one random key"),
-    ("warm_start is text", lambda: minimized(warm_start="yes"), TypeError, "warm_start='yes'"),
-    ("warm_start is a state", lambda: minimized(warm_start=jnp.zeros(3)), TypeError, "warm_start"),
-    ("batched is text", lambda: minimized(batched="yes"), TypeError, "batched='yes'"),
-    ("batched is a number", lambda: minimized(STARTS, batched=2), TypeError, "batched=2"),
-    ("batched and warm", lambda: batched(STARTS, warm_start=True), ValueError, "not both"),
-    ("batched without an axis", lambda: batched(hparams()), ValueError, "leading axis", "the descents"),
-    ("batched with axes that differ", lambda: batched({"lr": jnp.ones(2), "decay": jnp.ones(3)}), ValueError, "differ", "the descents"),
-    ("batched with no descent", lambda: batched({"lr": jnp.ones(0), "decay": jnp.ones(0)}), ValueError, "holds no number"),
-    ("batched with a score too many", lambda: batched(STARTS, score=lambda r: np.zeros(3)), TypeError, "each of the 2 descents"),
-    ("one descent at NaN", lambda: batched(STARTS | {"lr": jnp.array([0.1, NAN])}), RuntimeWarning, "descent 1", "step 0", "hparams['lr']"),
-    ("one descent that diverges", lambda: batched(STARTS | {"lr": jnp.array([0.1, 1e30])}), RuntimeWarning, "descent 1", "step 0"),
-    ("all descents at NaN", lambda: batched(STARTS | {"lr": jnp.full(2, NAN)}), ft.NonFiniteError, "all 2 descents", "hparams['lr']"),
-    ("NaN in all descents' data", lambda: batched(STARTS, given=problem(batches=ft.FullBatch((holed(X), Y), 3))), ft.NonFiniteError, "all 2 descents", "The data hold NaN"),
+    ("a key for a problem", lambda: minimized(key=KEY), TypeError, "key=... is for a draw"),
+    ("a draw without a key", lambda: minimized(given=drawn), TypeError, "give the key too"),
+    ("a draw with a seed", lambda: minimized(given=drawn, key=0), TypeError, "one random key"),
+    ("a draw with two keys", lambda: minimized(given=drawn, key=jax.random.split(KEY)), TypeError, "one random key"),
+    ("a draw that takes nothing", lambda: minimized(given=lambda: problem(), key=KEY), TypeError, "`draw(key)`"),
+    ("a draw that returns nothing", lambda: minimized(given=lambda key: None, key=KEY), TypeError, "draw(key) returned None"),
+    ("a draw of data that do not fit", lambda: minimized(given=lambda key: problem(batches=ft.FullBatch((X[:, :2], Y), 3)), key=KEY), TypeError, "step(state", "float32[6,2]"),
     ("a start at NaN", lambda: minimized(hparams(lr=NAN)), ft.NonFiniteError, "hparams['lr'] itself is not finite", "step 0 of minimize"),
     ("a start at infinity", lambda: minimized(hparams(lr=INF)), ft.NonFiniteError, "hparams['lr'] itself"),
     ("a start at NaN inside a set", lambda: minimized(hparams(lr=NAN), constraints={"lr": ft.Box(0.0, 1.0)}), ft.NonFiniteError, "hparams['lr'] itself"),
-    ("an outer step that diverges", lambda: minimized(optimizer=optax.sgd(1e30), steps=3), RuntimeWarning, "step 1 of minimize", "not finite", "taken back"),
-    ("an outer step that diverges and stays", lambda: minimized(optimizer=optax.sgd(1e30), steps=3, take_back=False), ft.NonFiniteError, "of minimize", "attribute `run`"),
+    ("an outer step that diverges", lambda: minimized(optimizer=optax.sgd(1e30), steps=3), RuntimeWarning, "step 1 of minimize", "not finite", "rejected"),
     ("an outer optimizer at NaN", lambda: minimized(optimizer=optax.sgd(NAN)), RuntimeWarning, "itself is not finite", "step 1 of minimize"),
     ("NaN in the data", lambda: minimized(given=problem(batches=ft.FullBatch((holed(X), Y), 3))), ft.NonFiniteError, "The data hold NaN"),
     ("NaN in the validation data", lambda: minimized(given=problem(validation=(holed(X), Y))), ft.NonFiniteError, "The validation data hold NaN"),

@@ -1,17 +1,19 @@
 """What an attribution returns."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-from zipfile import BadZipFile
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int, PyTree
+from jaxtyping import Array, ArrayLike, Float, Int, PyTree
 
-from .._outer.callbacks import as_path
-from .._problem.checks import check_count
+from .._files.arrays import Damaged, load_arrays, save_arrays
+from .._files.files import as_path
+from .._problem.checks import check_count, check_outside_programs
 from .._problem.problem import Problem
-from .parts import load, save
-from .validation import Validation, validate
+from .queries import as_queries
+from .validation import Retraining, Validation, validate
+from .weighted import weighted_problem
 
 
 class Attribution(NamedTuple):
@@ -19,7 +21,7 @@ class Attribution(NamedTuple):
 
     `scores[k, i]` is the derivative of the error of query k in the weight of example i, at the weights
     of the training: negative where the example helps, positive where it harms, 0 where it was not
-    trained on. `errors[k]` is the error itself, `keep` the weight that all examples had.
+    trained on. `errors[k]` is the error itself, `share` the weight that all examples had.
 
     >>> import foretune as ft, numpy as np
     >>> found = ft.Attribution(np.array([[0.1, -0.3, 0.0, 0.2]]), np.array([1.0]))
@@ -31,7 +33,7 @@ class Attribution(NamedTuple):
 
     scores: Float[np.ndarray, "K n"]
     errors: Float[np.ndarray, " K"]
-    keep: float = 1.0
+    share: float = 1.0
 
     def top(self, k: int) -> Int[np.ndarray, "K k"]:
         """Return the k most helpful examples of each query: the lowest scores, the lowest first."""
@@ -41,35 +43,46 @@ class Attribution(NamedTuple):
         """Return the k most harmful examples of each query: the highest scores, the highest first."""
         return _first(-self.scores, k, "bottom")
 
-    def change(self, left_out: Any) -> Float[np.ndarray, " K"]:
+    def change(self, left_out: ArrayLike | Sequence[int]) -> Float[np.ndarray, " K"]:
         """Return the predicted change of each error where some examples are left out.
 
         Args:
-            left_out: their numbers, or a mask.
+            left_out: their numbers, each once, or a mask.
 
         It is minus the sum of their scores: to first order, and for weights of 1.
         """
-        try:
-            return -self.scores[:, np.asarray(left_out)].sum(1)
-        except IndexError as error:
-            raise ValueError(
-                f"change(left_out): give numbers of examples below {self.scores.shape[1]}, or a mask "
-                f"of that length ({error})."
-            ) from error
+        chosen, n = np.asarray(left_out), self.scores.shape[1]
+        if chosen.dtype != bool:
+            numbers = chosen.ndim == 1 and np.issubdtype(chosen.dtype, np.integer) and chosen.size
+            if not numbers or chosen.min() < 0 or chosen.max() >= n:
+                raise ValueError(
+                    f"change({left_out!r:.60}): give numbers of examples, from 0 to {n - 1}, or a mask "
+                    f"of {n}."
+                )
+            if len(np.unique(chosen)) < len(chosen):
+                raise ValueError(f"change({left_out!r:.60}): an example is left out once, or not.")
+        elif chosen.shape != (n,):
+            raise ValueError(f"change(...): the mask has the shape {chosen.shape}, not ({n},).")
+        return -self.scores[:, chosen].sum(1)
 
     def save(self, path: str | Path) -> None:
         """Write it as a NumPy file, `.npz`."""
-        keep = np.asarray(self.keep)
-        save(as_path(path, "Attribution.save"), scores=self.scores, errors=self.errors, keep=keep)
+        arrays = {"scores": self.scores, "errors": self.errors}
+        save_arrays(as_path(path, "Attribution.save"), arrays, {"share": self.share})
 
     @classmethod
     def load(cls, path: str | Path) -> "Attribution":
         """Return what was saved."""
         path = as_path(path, "Attribution.load")
         try:
-            scores, errors, keep = load(path, "scores", "errors", keep=1.0)
-            return cls(scores, errors, float(keep))
-        except (KeyError, TypeError, ValueError, EOFError, BadZipFile) as error:
+            header, arrays = load_arrays(path)
+            scores, errors, share = arrays["scores"], arrays["errors"], header["share"]
+            if scores.ndim != 2 or errors.shape != scores.shape[:1] or not isinstance(share, float):
+                raise ValueError(
+                    f"scores {scores.shape}, errors {errors.shape}, share {share!r:.20}"
+                )
+            return cls(scores, errors, share)
+        except (Damaged, KeyError, ValueError) as error:
             raise ValueError(
                 f"{path} is no attribution: a file that `Attribution.save` wrote is expected "
                 f"({type(error).__name__}: {error!s:.100})."
@@ -79,15 +92,15 @@ class Attribution(NamedTuple):
         self,
         problem: Problem,
         hparams: PyTree,
-        queries: Any,
+        queries: PyTree,
         *,
         weights: str = "weight",
-        losses: Any = None,
-        groups: Any = None,
-        subsets: Any = 50,
-        drop: Any = 0.5,
-        key: Any = None,
-        chunk: Any = None,
+        losses: Callable[..., PyTree] | None = None,
+        groups: object = None,
+        subsets: int = 50,
+        drop: float = 0.5,
+        key: Array | None = None,
+        chunk: int | None = None,
     ) -> Validation:
         """Train again without random subsets of the examples: do the scores predict the errors?
 
@@ -99,9 +112,19 @@ class Attribution(NamedTuple):
             key: the random key of the draws.
             chunk: how many trainings run side by side; by default as many as memory allows.
         """
-        given = problem, hparams, queries, weights, losses, groups
-        errors = self.errors if self.keep == 1 else None
-        return validate(self.scores, errors, given, subsets, drop, key, chunk)
+        check_outside_programs("Attribution.validate", problem, hparams)
+        asked = as_queries(problem, queries)
+        wanted, point, asked = weighted_problem(problem, hparams, asked, weights, losses, groups)
+        K, n = asked.count, len(point[weights])
+        if self.scores.shape != (K, n):
+            raise ValueError(
+                f"the scores are {self.scores.shape[0]} x {self.scores.shape[1]}, but here are {K} "
+                f"queries and {n} weights: give validate the problem, queries and groups that "
+                "attribute had."
+            )
+        errors = self.errors if self.share == 1 else None
+        retrain = Retraining(wanted, weights, np.asarray(point[weights]), asked, chunk)
+        return validate(self.scores, errors, retrain, subsets, drop, key)
 
     def __repr__(self) -> str:
         K, n = self.scores.shape

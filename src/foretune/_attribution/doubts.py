@@ -6,42 +6,25 @@ themselves come from a training that multiplies small changes.
 """
 
 import warnings
-from typing import Any
 
-import equinox as eqx
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Float, PyTree
 
 from .._diagnostics.slopes import TRUST
 from .._diagnostics.trust import trust as report_trust
 from .._diagnostics.verdicts import Trust
+from .._engines.reverse import Reverse
 from .._problem.problem import Problem
-from .queries import is_functions
-from .weighted import HeldObjective
+from .queries import Queries
 
 SCALE = 0.3  # a change of all weights by it, of random sign, is as long as leaving out a tenth
 PART = 0.1  # of the examples, whose leaving out is judged by the size of the scores
 BEYOND = 100  # times the mean error
 
 
-class MeanObjective(eqx.Module):
-    """The mean of several objectives."""
-
-    objectives: list[Any]
-
-    def __call__(self, state: Any, hparams: PyTree, validation: PyTree) -> Float[Array, ""]:
-        errors = [objective(state, hparams, validation) for objective in self.objectives]
-        return jnp.mean(jnp.stack(errors))
-
-
-def warn_first(problem: Problem, weights: PyTree, queries: Any, engine: Any) -> None:
+def warn_first(problem: Problem, weights: PyTree, queries: Queries, engine: Reverse) -> None:
     """Warn where the mean error over the queries does not follow its gradient in the weights."""
-    if is_functions(queries):
-        held = [HeldObjective(objective, problem.dynamics.hparams) for objective in queries]
-        problem = problem.replace(objective=MeanObjective(held))
-    else:
-        problem = problem.replace(validation=queries)
+    problem = problem.replace(objective=queries.mean)
     report = report_trust(problem, weights, engine=engine, scale=SCALE, advice=False, verbose=False)
     if not report.ok:
         warnings.warn(_reason(report), RuntimeWarning, stacklevel=3)
@@ -49,7 +32,8 @@ def warn_first(problem: Problem, weights: PyTree, queries: Any, engine: Any) -> 
 
 def _reason(report: Trust) -> str:
     verdicts = ", ".join(f"{name}: {v}" for name, v in report.verdicts.items() if v != TRUST)
-    why = f"; {report.growth}" if report.growth is not None and report.growth.factor >= 2 else ""
+    grows = report.sensitivity is not None and report.sensitivity.factor >= 2
+    why = f"; {report.sensitivity}" if grows else ""
     return (
         f"scores may mislead: over a change of the weights as large as leaving out a tenth of the "
         f"examples, the mean error does not follow its derivative ({verdicts}{why}). Make the training "

@@ -6,7 +6,8 @@ much comes out alike. What the user's losses leave out must be the same for othe
 the parameters.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 import equinox as eqx
 import jax
@@ -19,8 +20,13 @@ from .._problem.arguments import filtered
 from .._problem.batches import Minibatches
 from .._problem.checks import check_leading_axis, check_signature, describe_tree
 from .._problem.problem import Problem
-from .._problem.training import Training
+from .._problem.training import Training, TrainState
 from .._problem.validation import noting
+
+if TYPE_CHECKING:
+    from .weighted import Weighted
+
+ValueAndGradient: TypeAlias = tuple[Float[Array, ""], PyTree]
 
 COUPLED = 1e-3  # relative difference from which on a mean of losses is not the loss,
 LOW = 0.05  # and where it is computed below single precision
@@ -43,13 +49,15 @@ NOT_THE_LOSSES = (
 class WeightedLoss(eqx.Module):
     """The loss of a minibatch with a weight for each of its examples."""
 
-    loss: Any
-    losses: Any
+    loss: Callable[..., PyTree]
+    losses: Callable[..., PyTree] | None
     has_state: bool = eqx.field(static=True)
     more: bool = eqx.field(static=True)
     weights: Float[Array, " b"]
 
-    def __call__(self, params: PyTree, hparams: PyTree, batch: PyTree, *state: Any, **key: Any):
+    def __call__(
+        self, params: PyTree, hparams: PyTree, batch: PyTree, *state: PyTree, **key: Array
+    ) -> PyTree:
         l, model_state = self.each(params, hparams, batch, *state, **key)
         w = self.weights.astype(l.dtype)
         B = w.size
@@ -61,7 +69,9 @@ class WeightedLoss(eqx.Module):
             value = jnp.sum(w * l) / B
         return (value, model_state) if self.has_state else value
 
-    def each(self, params: PyTree, hparams: PyTree, batch: PyTree, *state: Any, **key: Any):
+    def each(
+        self, params: PyTree, hparams: PyTree, batch: PyTree, *state: PyTree, **key: Array
+    ) -> tuple[Float[Array, " b"], PyTree]:
         """Return the losses of the examples, and the model state."""
         if self.losses is not None:
             result = self.losses(params, hparams, batch, *state, **key)
@@ -80,27 +90,12 @@ class WeightedLoss(eqx.Module):
         return jax.vmap(one)(batch), model_state
 
 
-class Difference(NamedTuple):
-    """How far two functions of the parameters are apart: in their values, and in their gradients."""
-
-    value: Float[Array, ""]
-    size: Float[Array, ""]
-    gradient: Float[Array, ""]
-    length: Float[Array, ""]
-
-    def exceeds(self, tolerance: float) -> bool:
-        """Return whether one of the two is larger, relative to the size; what is not finite is not."""
-        return bool(self.value > tolerance * self.size) or bool(
-            self.gradient > tolerance * self.length
-        )
-
-
-def check_losses(problem: Problem, weighted: Any, hparams: PyTree, losses: Any) -> tuple[bool, Any]:
+def check_losses(problem: Problem, weighted: "Weighted", hparams: PyTree) -> tuple[bool, jnp.dtype]:
     """Return whether the loss is more than the mean of the losses, and its type, or raise.
 
-    `weighted` is the `Weighted` training, on the mean of the losses alone.
+    `weighted` is the training on the mean of the losses alone.
     """
-    training: Training = weighted.inner
+    training, losses = weighted.training, weighted.losses
     if losses is not None:
         form = "losses(params, hparams, batch{}{})".format(
             ", model_state" if training.has_state else "",
@@ -121,52 +116,51 @@ def check_losses(problem: Problem, weighted: Any, hparams: PyTree, losses: Any) 
         half = jax.tree.map(lambda leaf: leaf[np.arange(B) // 2], batch)
         halves = _at(weighted, state, hparams, half) if losses is not None else (L, M)
 
-    def wrong(difference):
-        return difference.exceeds(COUPLED) and not (
-            low_precision(problem, hparams) and not difference.exceeds(LOW)
-        )
+    def wrong(apart):
+        far = float(apart.max())
+        return far > LOW or (far > COUPLED and not low_precision(problem, hparams))
 
-    apart = _difference(L, M, (L, M))
+    apart = _apart(L, M, L, M)
     if losses is None and wrong(apart):
-        off = float(apart.gradient / apart.length)
-        raise ValueError(NOT_A_MEAN.format(loss=float(L.value), mean=float(M.value), off=off))
+        numbers = {"loss": L[0], "mean": M[0], "off": apart[1]}
+        raise ValueError(NOT_A_MEAN.format(**{name: float(x) for name, x in numbers.items()}))
     if losses is not None:
         rest, other = (jax.tree.map(jnp.subtract, *both) for both in ((L, M), halves))
-        if wrong(_difference(rest, other, (L, halves[0]))):
-            one, two = float(rest.value), float(other.value)
-            raise ValueError(NOT_THE_LOSSES.format(one=one, two=two))
-    dtype = L.value.dtype
-    return apart.exceeds(ROUNDING * float(jnp.finfo(dtype).eps)), dtype
-
-
-class Slope(NamedTuple):
-    """A function of the parameters at a point."""
-
-    value: Float[Array, ""]
-    gradient: PyTree
+        if wrong(_apart(rest, other, L, halves[0])):
+            raise ValueError(NOT_THE_LOSSES.format(one=float(rest[0]), two=float(other[0])))
+    dtype = L[0].dtype
+    return bool(apart.max() > ROUNDING * float(jnp.finfo(dtype).eps)), dtype
 
 
 @filtered
-def _at(weighted: Any, state: Any, hparams: PyTree, batch: PyTree) -> tuple[Slope, Slope]:
+def _at(
+    weighted: "Weighted", state: TrainState, hparams: PyTree, batch: PyTree
+) -> tuple[ValueAndGradient, ValueAndGradient]:
     """Return the loss and the mean of the losses, at parameters that are changed a little."""
     state = state._replace(params=_changed(state.params))
 
-    def at(training):
-        weights, _, objective = training._objective(state, hparams, batch)
+    def at(training: Training) -> ValueAndGradient:
+        weights, _, objective = training.objective(state, hparams, batch)
         (value, _), gradient = jax.value_and_grad(objective, has_aux=True)(weights)
-        return Slope(value, gradient)
+        return value, gradient
 
     ones = jnp.ones(len(jax.tree.leaves(batch)[0]))
-    return at(weighted.inner), at(weighted.with_weights(ones))
+    return at(weighted.training), at(weighted.with_weights(ones))
 
 
 @filtered
-def _difference(a: Slope, b: Slope, sizes: tuple[Slope, Slope]) -> Difference:
-    """Return how far two are apart, and the sizes that it is relative to."""
-    size = abs(sizes[0].value) + abs(sizes[1].value)
-    length = _length(sizes[0].gradient) + _length(sizes[1].gradient)
-    off = jax.tree.map(jnp.subtract, a.gradient, b.gradient)
-    return Difference(abs(a.value - b.value), size, _length(off), length)
+def _apart(
+    a: ValueAndGradient, b: ValueAndGradient, one: ValueAndGradient, other: ValueAndGradient
+) -> Float[Array, "2"]:
+    """Return how far two values, and two gradients, are apart, relative to the sizes of others.
+
+    What is not finite is not apart.
+    """
+    off = jax.tree.map(jnp.subtract, a, b)
+    ratios = [
+        _length(d) / (_length(x) + _length(y)) for d, x, y in zip(off, one, other, strict=True)
+    ]
+    return jnp.nan_to_num(jnp.stack(ratios), nan=0.0, posinf=jnp.inf)
 
 
 def _changed(params: PyTree) -> PyTree:
@@ -185,7 +179,7 @@ def _length(tree: PyTree) -> Float[Array, ""]:
     return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
-def _check_shape(values: Any, B: int) -> None:
+def _check_shape(values: PyTree, B: int) -> None:
     if getattr(values, "shape", None) != (B,) or not jnp.issubdtype(values.dtype, jnp.floating):
         raise TypeError(
             f"`losses` must return one floating-point number for each of the {B} examples of a "

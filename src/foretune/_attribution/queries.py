@@ -1,10 +1,13 @@
 """Queries: the errors that are attributed, validation examples or objectives."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from .._problem.checks import (
     as_arrays,
@@ -13,20 +16,57 @@ from .._problem.checks import (
     check_objective,
     describe_tree,
 )
+from .._problem.definition import Objective
 from .._problem.problem import Problem
 
-
-def is_functions(queries: Any) -> bool:
-    """Return whether queries are objectives, not examples."""
-    return isinstance(queries, list | tuple) and bool(queries) and all(map(callable, queries))
+T = TypeVar("T")
 
 
-def as_queries(problem: Problem, queries: Any) -> tuple[Any, int]:
-    """Return the queries, stacked examples or a list of objectives, and how many there are."""
-    if is_functions(queries):
+class Queries(eqx.Module):
+    """K errors: an objective on each of K examples, or K objectives on the same data."""
+
+    objectives: tuple[Objective, ...]
+    validation: PyTree
+    stacked: bool = eqx.field(static=True)
+    """Whether `validation` has a leading axis of K, for the only objective."""
+
+    @property
+    def count(self) -> int:
+        """K."""
+        return len(jax.tree.leaves(self.validation)[0]) if self.stacked else len(self.objectives)
+
+    def each(self, f: Callable[[Objective, PyTree], T]) -> T:
+        """Return f of each query's objective and validation data, stacked."""
+        if self.stacked:
+            (objective,) = self.objectives
+            return jax.vmap(
+                lambda example: f(objective, jax.tree.map(lambda leaf: leaf[None], example))
+            )(self.validation)
+        rows = [f(objective, self.validation) for objective in self.objectives]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+
+    def of(self, convert: Callable[[Objective], Objective]) -> "Queries":
+        """Return the same with other objectives."""
+        return Queries(tuple(map(convert, self.objectives)), self.validation, self.stacked)
+
+    def chosen(self, rows: np.ndarray) -> "Queries":
+        """Return some of them."""
+        if not self.stacked:
+            return Queries(tuple(self.objectives[k] for k in rows), self.validation, False)
+        examples = jax.tree.map(lambda leaf: leaf[rows], self.validation)
+        return Queries(self.objectives, examples, True)
+
+    def mean(self, state: PyTree, hparams: PyTree, validation: PyTree) -> Float[Array, ""]:
+        """Return the mean error: an objective, whatever the validation data."""
+        return jnp.mean(self.each(lambda objective, data: objective(state, hparams, data)))
+
+
+def as_queries(problem: Problem, queries: PyTree) -> Queries:
+    """Return the queries that a user gives, stacked examples or a list of objectives, or raise."""
+    if isinstance(queries, list | tuple) and queries and all(map(callable, queries)):
         for objective in queries:
             check_objective(objective)
-        return list(queries), len(queries)
+        return Queries(tuple(queries), problem.validation, False)
     if callable(queries):
         raise TypeError("queries is a function: give a list of objectives, `[f]`.")
     if isinstance(problem.objective, dict):
@@ -37,8 +77,7 @@ def as_queries(problem: Problem, queries: Any) -> tuple[Any, int]:
         )
     check_data(queries, "queries")
     queries = as_arrays(queries, "queries")
-    K = check_leading_axis(queries, "queries", "the queries")
-    if K == 0:
+    if check_leading_axis(queries, "queries", "the queries") == 0:
         raise ValueError("queries holds no example: its leading axis has the length 0.")
     if not _alike(queries, problem.validation):
         raise ValueError(
@@ -46,7 +85,7 @@ def as_queries(problem: Problem, queries: Any) -> tuple[Any, int]:
             f"{describe_tree(problem.validation, 'validation')}\nGive queries like the validation "
             "examples: the same pytree, and the same shapes behind the leading axis."
         )
-    return queries, K
+    return Queries((problem.objective,), queries, True)
 
 
 def _alike(queries: PyTree, validation: PyTree) -> bool:
@@ -58,22 +97,3 @@ def _alike(queries: PyTree, validation: PyTree) -> bool:
         return False
     pairs = zip(leaves, jax.tree.leaves(queries), strict=True)
     return all(np.shape(a)[1:] == np.shape(b)[1:] for a, b in pairs)
-
-
-def with_query(problem: Problem, queries: Any, k: int) -> Problem:
-    """Return the problem with one query's error as its own."""
-    if is_functions(queries):
-        return problem.replace(objective=queries[k])
-    return problem.replace(validation=jax.tree.map(lambda leaf: leaf[k : k + 1], queries))
-
-
-def chosen(queries: Any, rows: np.ndarray) -> Any:
-    """Return some of the queries."""
-    if is_functions(queries):
-        return [queries[k] for k in rows]
-    return jax.tree.map(lambda leaf: leaf[rows], queries)
-
-
-def as_batch(example: PyTree) -> PyTree:
-    """Return one example as a batch of one."""
-    return jax.tree.map(lambda leaf: leaf[None], example)

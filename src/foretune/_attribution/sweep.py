@@ -13,24 +13,25 @@ Memory: the states, and for each error of a chunk n scores, alpha and what is in
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from .._engines.auto import program_bytes
-from .._engines.costs import free_bytes, show_bytes
+from .._engines.memory import free_bytes, program_bytes, show_bytes
 from .._engines.products import pull_rows
 from .._engines.reverse import Reverse
 from .._engines.schedules import Adjoint
-from .._problem.arguments import Compiled, Structure, filtered, unflatten
-from .._problem.problem import Problem
+from .._problem.arguments import Compiled, Structure, filtered
+from .._problem.problem import Problem, opened
 from .._problem.system import System, make_system
-from .queries import as_batch, is_functions
-from .weighted import HeldObjective, Seen, Weighted
+from .queries import Queries
+from .weighted import Numbered, Seen, Weighted
 
 MOST = 64  # errors in work together, where memory allows
 TOO_LITTLE = (
@@ -43,9 +44,10 @@ TOO_LITTLE = (
 def weighted_system(problem: Problem, weights: dict[str, Array]) -> System:
     """Return the system, whose steps see the weights of their own examples alone."""
     system = make_system(problem, weights)
-    if not isinstance(problem.dynamics, Weighted):
+    dynamics, batches = problem.dynamics, problem.batches
+    if not isinstance(dynamics, Weighted) or not isinstance(batches, Numbered):
         return system
-    batches, name = problem.batches, problem.dynamics.name
+    name = dynamics.name
 
     def seen(weights, x):
         return {name: Seen(weights[name][batches.numbers(x)])}
@@ -56,18 +58,18 @@ def weighted_system(problem: Problem, weights: dict[str, Array]) -> System:
     return system._replace(seen=seen, add=add)
 
 
-def _train(engine: Reverse, structure: Structure, arrays: list[Array]) -> tuple[PyTree, Any]:
-    problem, weights = unflatten(structure, arrays)
+def _train(engine: Reverse, structure: Structure, arrays: list[Array]) -> tuple[PyTree, PyTree]:
+    problem, weights = opened(structure, arrays)
     system = engine.transposing(weighted_system(problem, weights))
     return engine.schedule.forward(system, weights, system.initial(weights))
 
 
 def _pull(
-    engine: Reverse, structure: Structure, arrays: list[Array], memory: Any, adjoint: Adjoint
+    engine: Reverse, structure: Structure, arrays: list[Array], stored: PyTree, adjoint: Adjoint
 ) -> Float[Array, "c n"]:
-    problem, weights = unflatten(structure, arrays)
+    problem, weights = opened(structure, arrays)
     system = engine.transposing(weighted_system(problem, weights))
-    alpha_0, g = engine.schedule.backward(system, weights, memory, adjoint)
+    alpha_0, g = engine.schedule.backward(system, weights, stored, adjoint)
     _, pull_initial = eqx.filter_vjp(system.initial, weights)
     (g_initial,) = pull_rows(pull_initial, alpha_0)
     (scores,) = jax.tree.leaves(jax.tree.map(lambda a, b: a + b, g, g_initial))
@@ -77,17 +79,14 @@ def _pull(
 forward = Compiled(_train, 2)
 """(engine, structure, arrays) -> s_T, and what `backward` needs: plain training."""
 backward = Compiled(_pull, 2)
-"""(engine, structure, arrays, memory, adjoint) -> the scores of a chunk of errors."""
+"""(engine, structure, arrays, stored, adjoint) -> the scores of a chunk of errors."""
 
 
 @filtered
 def ends(
-    problem: Problem, weights: PyTree, s_T: PyTree, queries: PyTree
+    problem: Problem, weights: PyTree, s_T: PyTree, queries: Queries
 ) -> tuple[Float[Array, " c"], Adjoint]:
-    """Return the errors of a chunk, and their adjoints at the end: alpha_T and dE/dw.
-
-    The queries are stacked, or a list of objectives.
-    """
+    """Return the errors of a chunk, and their adjoints at the end: alpha_T and dE/dw."""
     system = make_system(problem, weights)
 
     def end(objective, validation):
@@ -96,11 +95,7 @@ def ends(
         )
         return E, Adjoint(*pull(jnp.ones_like(E)))
 
-    if is_functions(queries):
-        held = (HeldObjective(f, problem.dynamics.hparams) for f in queries)
-        rows = [end(objective, problem.validation) for objective in held]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
-    return jax.vmap(lambda query: end(problem.objective, as_batch(query)))(queries)
+    return queries.each(end)
 
 
 class Spread(NamedTuple):
@@ -109,7 +104,7 @@ class Spread(NamedTuple):
     Adjoints do not know of each other, so nothing is exchanged on the way back.
     """
 
-    mesh: Any = None
+    mesh: Mesh | None = None
 
     @property
     def devices(self) -> int:
@@ -117,15 +112,19 @@ class Spread(NamedTuple):
         return 1 if self.mesh is None else self.mesh.shape["queries"]
 
     @property
-    def sharding(self) -> Any:
+    def sharding(self) -> NamedSharding | None:
         """How arrays with a leading axis of queries lie."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec("queries"))
 
     def place(self, rows: PyTree) -> PyTree:
-        """Return arrays, or objectives, in their places."""
-        if self.mesh is None or is_functions(rows):
-            return rows
-        return jax.device_put(rows, self.sharding)
+        """Return arrays with a leading axis of queries in their places."""
+        return rows if self.mesh is None else jax.device_put(rows, self.sharding)
+
+    def place_queries(self, queries: Queries) -> Queries:
+        """Return the queries with their examples in their places."""
+        if not queries.stacked:
+            return queries
+        return Queries(queries.objectives, self.place(queries.validation), True)
 
 
 def fitting(
@@ -141,7 +140,7 @@ def fitting(
     free = free_bytes() + given
     limit = min(free, math.inf if memory is None else memory)
     s_T, stored = forward.lower(engine, structure, arrays).out_info  # traced once, by `forward` too
-    _, weights = unflatten(structure, arrays)
+    _, weights = opened(structure, arrays)
 
     def rows(tree, c):
         floats = eqx.filter(tree, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
@@ -169,3 +168,30 @@ def fitting(
             given=show_bytes(given),
         )
     )
+
+
+def sweep(
+    engine: Reverse,
+    program: tuple[list[Array], Structure],
+    queries: Queries,
+    missing: np.ndarray,
+    chunk: int | None,
+    memory: int | None,
+    spread: Spread,
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Train, then yield the numbers, errors and scores of one chunk of the missing queries at a time.
+
+    `program` is the weighted problem and its weights, as `validated` returns them.
+    """
+    if not len(missing):
+        return
+    arrays, structure = program
+    problem, weights = opened(structure, arrays)
+    most = min(len(missing), chunk or MOST * spread.devices)
+    c = fitting(engine, structure, arrays, most, memory, spread)
+    s_T, stored = forward(engine, structure, arrays)
+    for rows in np.split(missing, range(c, len(missing), c)):
+        filled = np.append(rows, np.repeat(rows[-1], c - len(rows)))  # for one program
+        E, adjoint = ends(problem, weights, s_T, spread.place_queries(queries.chosen(filled)))
+        found = backward(engine, structure, arrays, stored, spread.place(adjoint))
+        yield rows, np.asarray(E)[: len(rows)], np.asarray(found)[: len(rows)]

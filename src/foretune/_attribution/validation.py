@@ -8,22 +8,23 @@ Reference: Park et al., TRAK: Attributing model behavior at scale, ICML 2023, se
 """
 
 import warnings
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
-from .._diagnostics.slopes import Trainings
+from .._diagnostics.slopes import side_by_side
 from .._engines.nonfinite import NonFiniteError
-from .._outer.run import check_outside_programs
 from .._problem.arguments import filtered
 from .._problem.checks import check_count, check_key
 from .._problem.problem import Problem
 from .._problem.system import make_system
-from .queries import as_batch, as_queries, is_functions, with_query
-from .weighted import HeldObjective, weighted_problem
+from .queries import Queries
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 RESAMPLES = 200  # for the standard error
 
@@ -47,7 +48,7 @@ class Validation(NamedTuple):
     left_out: Float[np.ndarray, "m n"]
     """The weights that each subset takes away: those of its examples, and 0 for the others."""
 
-    def of(self, scores: Any) -> "Validation":
+    def of(self, scores: ArrayLike) -> "Validation":
         """Return the validation of other scores, K x n, by the same trainings.
 
         >>> import foretune as ft, numpy as np
@@ -75,7 +76,7 @@ class Validation(NamedTuple):
 
     __repr__ = __str__
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw actual changes over predicted ones, a colour for each query; return the axes."""
         import matplotlib.pyplot as plt
 
@@ -89,45 +90,56 @@ class Validation(NamedTuple):
         return ax
 
 
+class Retraining(NamedTuple):
+    """The training as a function of the weights of its examples, and the queries."""
+
+    problem: Problem
+    name: str
+    weights: Float[np.ndarray, " n"]
+    queries: Queries
+    chunk: int | None
+    """How many trainings run side by side; None for as many as memory allows."""
+
+    def errors(self, kept: Bool[np.ndarray, "m n"]) -> Float[np.ndarray, "m K"]:
+        """Return the errors of the queries, trained on each of the subsets that are kept."""
+        m, point = len(kept), {self.name: jnp.asarray(self.weights)}
+        chunk = min(m, self.chunk or side_by_side(self.problem, point))
+        found = []
+        for i in range(0, m, chunk):
+            rows = np.minimum(np.arange(i, i + chunk), m - 1)  # the last chunk is filled up
+            points = {self.name: jnp.asarray(self.weights * kept[rows])}
+            found.append(np.asarray(_errors(self.problem, points, self.queries))[: m - i])
+        return np.concatenate(found)
+
+
 def validate(
     scores: Float[np.ndarray, "K n"],
     errors: Float[np.ndarray, " K"] | None,
-    given: tuple[Any, ...],
-    subsets: Any,
-    drop: Any,
-    key: Any,
-    chunk: Any,
+    retraining: Retraining,
+    subsets: int,
+    drop: float,
+    key: Array | None,
 ) -> Validation:
     """Return the validation of scores by trainings without subsets.
 
     `errors` are those of the training on all examples, where they are known.
     """
-    problem, hparams, queries, name, losses, groups = given
-    check_outside_programs("Attribution.validate", problem, hparams)
     check_count(subsets, f"validate(subsets={subsets!r:.60})")
     if subsets < 3:
         raise ValueError(f"validate(subsets={subsets}): a correlation needs 3 or more.")
-    if isinstance(drop, bool) or not isinstance(drop, int | float) or not 0 < drop < 1:
+    if not isinstance(drop, int | float) or not 0 < drop < 1:
         raise ValueError(f"validate(drop={drop!r:.60}): give a part between 0 and 1, 0.1 say.")
-    if chunk is not None:
-        check_count(chunk, f"validate(chunk={chunk!r:.60})")
+    if retraining.chunk is not None:
+        check_count(retraining.chunk, f"validate(chunk={retraining.chunk!r:.60})")
     key = jax.random.key(0) if key is None else key
     check_key(key, "the key of validate")
-    queries, K = as_queries(problem, queries)
-    one = with_query(problem, queries, 0)
-    wanted, point = weighted_problem(one, hparams, name, losses, groups)
-    w = np.asarray(point[name])
-    if scores.shape != (K, len(w)):
-        raise ValueError(
-            f"the scores are {scores.shape[0]} x {scores.shape[1]}, but here are {K} queries and "
-            f"{len(w)} weights: give validate the problem, queries and groups that attribute had."
-        )
+    w = retraining.weights
     count = min(max(round(drop * len(w)), 1), len(w) - 1)
     keys = jax.random.split(key, subsets)
     order = jax.vmap(lambda key: jax.random.permutation(key, len(w)))(keys)
     kept = np.asarray(order >= count)
-    rows = np.concatenate([np.ones((1, len(w)), bool), kept])  # the first with all examples
-    whole, *parts = _retrained(wanted, name, w, rows, queries, chunk)
+    all_examples = np.ones((1, len(w)), bool)
+    whole, *parts = retraining.errors(np.concatenate([all_examples, kept]))
     if errors is not None and np.median(abs(whole - errors)) > 0.1 * np.median(abs(errors)):
         warnings.warn(
             f"trained on all examples, the errors are {np.median(whole):.4g} in the median; those of "
@@ -153,31 +165,12 @@ def _compared(predicted: np.ndarray, actual: np.ndarray, left_out: np.ndarray) -
     return Validation(predicted, actual, correlations, mean, deviation, left_out)
 
 
-def _retrained(
-    problem: Problem, name: str, w: np.ndarray, kept: np.ndarray, queries: Any, chunk: int | None
-) -> Float[np.ndarray, "m K"]:
-    """Return the errors of the queries, trained on each of the subsets that are kept."""
-    m = len(kept)
-    chunk = min(m, Trainings(chunk, lambda count: None).beside(problem, {name: jnp.asarray(w)}))
-    found = []
-    for i in range(0, m, chunk):
-        rows = np.minimum(np.arange(i, i + chunk), m - 1)  # the last chunk is filled up
-        points = {name: jnp.asarray(w * kept[rows])}
-        found.append(np.asarray(_errors(problem, points, queries))[: m - i])
-    return np.concatenate(found)
-
-
 @filtered
-def _errors(problem: Problem, points: PyTree, queries: PyTree) -> Float[Array, "c K"]:
-    objective: Any = problem.objective
-
+def _errors(problem: Problem, points: PyTree, queries: Queries) -> Float[Array, "c K"]:
     def at(weights):
         system = make_system(problem, weights)
         state = system.restore(system.run(weights))
-        if is_functions(queries):
-            held = (HeldObjective(f, problem.dynamics.hparams) for f in queries)
-            return jnp.stack([f(state, weights, problem.validation) for f in held])
-        return jax.vmap(lambda query: objective(state, weights, as_batch(query)))(queries)
+        return queries.each(lambda objective, data: objective(state, weights, data))
 
     if len(jax.tree.leaves(points)[0]) == 1:  # a training of one, without a batch axis
         return at(jax.tree.map(lambda leaf: leaf[0], points))[None]
@@ -190,15 +183,11 @@ def spearman(a: Float[np.ndarray, "K m"], b: Float[np.ndarray, "K m"]) -> Float[
     >>> spearman(np.array([[1.0, 2.0, 9.0]]), np.array([[0.0, 5.0, 5.0]])).round(3)
     array([0.866])
     """
-    a, b = (_ranks(x) - (x.shape[1] - 1) / 2 for x in (a, b))
-    sizes = np.sqrt((a**2).sum(1) * (b**2).sum(1))
-    return (a * b).sum(1) / np.where(sizes > 0, sizes, 1)
+    from scipy.stats import rankdata
 
-
-def _ranks(x: Float[np.ndarray, "K m"]) -> Float[np.ndarray, "K m"]:
-    """Return the rank of each number in its row, from 0; equal ones share the mean of theirs."""
-    less, equal = x[:, None] < x[:, :, None], x[:, None] == x[:, :, None]
-    return less.sum(2) + (equal.sum(2) - 1) / 2
+    a, b = (rankdata(x, axis=1) - (x.shape[1] + 1) / 2 for x in (a, b))
+    lengths = np.sqrt((a**2).sum(1) * (b**2).sum(1))
+    return (a * b).sum(1) / np.where(lengths > 0, lengths, 1)
 
 
 def _standard_error(predicted: np.ndarray, actual: np.ndarray) -> float:

@@ -8,12 +8,12 @@ the same at w = 1. B does not change with the weights: a weight of 0 leaves an e
 others count as before. Where the loss is the mean of the l_i and something more (a penalty on the
 parameters), it becomes loss + (1/B) sum_i (w_i - 1) l_i, and what is more counts whole.
 
-A problem whose own hyperparameters hold the weights already stays as it is, with the others held.
+A problem whose own hyperparameters hold the weights already stays as it is, with the others fixed.
 """
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,17 +23,18 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .._problem.batches import Batches, FullBatch, Minibatches
 from .._problem.checks import (
-    as_arrays,
     check_hparams,
     check_leading_axis,
     describe,
     describe_tree,
     named_leaves,
 )
-from .._problem.dynamics import Wrapper, as_held
+from .._problem.definition import Objective
+from .._problem.dynamics import Wrapper
 from .._problem.problem import Problem
 from .._problem.training import Training
 from .losses import WeightedLoss, check_losses
+from .queries import Queries
 
 
 class Seen(NamedTuple):
@@ -45,11 +46,11 @@ class Seen(NamedTuple):
 class Numbered(Batches):
     """The minibatches of a problem, each with the numbers of its examples, or of their groups."""
 
-    batches: Any
+    batches: FullBatch | Minibatches
     groups: Int[Array, " n"] | None
 
     @property
-    def xs(self) -> Any:
+    def xs(self) -> PyTree:
         """What the training loop scans over."""
         return self.batches.xs
 
@@ -58,121 +59,136 @@ class Numbered(Batches):
         """T, the number of steps."""
         return self.batches.steps
 
-    def numbers(self, x: Any) -> Int[Array, " b"]:
+    def numbers(self, x: PyTree) -> Int[Array, " b"]:
         """Return the numbers of a minibatch's examples."""
         if x is None:  # the full batch
             x = jnp.arange(jax.tree.leaves(self.batches.data)[0].shape[0])
         return x if self.groups is None else self.groups[x]
 
-    def batch(self, x: Any) -> tuple[PyTree, Int[Array, " b"]]:
+    def batch(self, x: PyTree) -> tuple[PyTree, Int[Array, " b"]]:
         """Return the minibatch of one entry of `xs`, and its numbers."""
         return self.batches.batch(x), self.numbers(x)
 
 
-class Holding(eqx.Module):
-    """The user's hyperparameters as a function of the weights: all others are held."""
+class FixedHparams(eqx.Module):
+    """The user's hyperparameters as a function of the weights: all others are fixed."""
 
     hparams: PyTree
     own: str | None = eqx.field(static=True)
     """The name of the weights among them; None where they are not."""
 
-    def __call__(self, weights: dict[str, Any]) -> PyTree:
+    def __call__(self, weights: PyTree) -> PyTree:
         return self.hparams if self.own is None else {**self.hparams, self.own: weights[self.own]}
 
 
-class HeldObjective(eqx.Module):
+class FixedObjective(eqx.Module):
     """An objective as a function of the weights."""
 
-    objective: Callable[..., Any]
-    hparams: Holding
+    objective: Objective
+    hparams: FixedHparams
 
-    def __call__(self, state: Any, weights: PyTree, validation: PyTree) -> Float[Array, ""]:
+    def __call__(self, state: PyTree, weights: PyTree, validation: PyTree) -> Float[Array, ""]:
         return self.objective(state, self.hparams(weights), validation)
 
 
-class Held(Wrapper):
+class FixedDynamics(Wrapper):
     """A dynamics as a function of the weights, which are among its own hyperparameters."""
 
-    hparams: Holding
-    begin: Callable[..., Any] | None = eqx.field(static=True)
+    hparams: FixedHparams
+    begin: Callable[[PyTree], PyTree] | None = eqx.field(static=True)
     """The initial parameters as a function of the hyperparameters, where they are one."""
 
-    def init(self, params: Any, hparams: Any) -> Any:
+    def init(self, params: PyTree, hparams: PyTree) -> PyTree:
         """Return s_0."""
         hparams = self.hparams(hparams)
-        return self.inner.init(self.begin(hparams) if self.begin else params, hparams)
+        return self.dynamics.init(self.begin(hparams) if self.begin else params, hparams)
 
-    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
-        """Return s_t, and the loss or None."""
-        return super().advance(state, self.hparams(hparams), batch)
+    def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
+        """Return s_t."""
+        return self.dynamics.step(state, self.hparams(hparams), batch)
 
 
-class Weighted(Held):
+class Weighted(FixedDynamics):
     """Training with weights that are added to its loss."""
 
-    losses: Any  # a function, or None: the loss of batches of one
+    losses: Callable[..., PyTree] | None  # None: the loss of batches of one
     more: bool = eqx.field(static=True)
     """Whether the loss is more than the mean of the losses."""
     name: str = eqx.field(static=True)
 
-    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
-        """Return s_t, and the loss."""
+    @property
+    def training(self) -> Training:
+        """The training without weights."""
+        assert isinstance(self.dynamics, Training)
+        return self.dynamics
+
+    def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
+        """Return s_t."""
         batch, numbers = batch
         weights = hparams[self.name]
         weights = weights.weights if isinstance(weights, Seen) else weights[numbers]
-        return self.with_weights(weights).advance(state, self.hparams(hparams), batch)
+        return self.with_weights(weights).step(state, self.hparams(hparams), batch)
 
     def with_weights(self, weights: Float[Array, " b"]) -> Training:
         """Return the training on a minibatch with these weights."""
-        loss = WeightedLoss(self.inner.loss, self.losses, self.inner.has_state, self.more, weights)
-        return eqx.tree_at(lambda training: training.loss, self.inner, loss)
+        training = self.training
+        loss = WeightedLoss(training.loss, self.losses, training.has_state, self.more, weights)
+        return eqx.tree_at(lambda training: training.loss, training, loss)
 
 
 def weighted_problem(
-    problem: Problem, hparams: PyTree, name: str, losses: Any, groups: Any, keep: float = 1.0
-) -> tuple[Problem, dict[str, Float[Array, " n"]]]:
-    """Return the problem as a function of the weights alone, and the weights as it is.
+    problem: Problem,
+    hparams: PyTree,
+    queries: Queries,
+    name: str,
+    losses: Callable[..., PyTree] | None,
+    groups: object,
+    share: float = 1.0,
+) -> tuple[Problem, dict[str, Float[Array, " n"]], Queries]:
+    """Return problem and queries as functions of the weights alone, and the weights.
 
-    Weights that are added are `keep`. Its objective and validation data are those of `problem`.
+    Weights that are added are `share`. The problem's own error is the mean of a query.
     """
     own = isinstance(hparams, dict) and name in hparams
     hparams = check_hparams(hparams) if jax.tree.leaves(hparams) else hparams
-    begin = problem.init if problem._starts_from_function() else None
-    changes: dict[str, Any] = {"init": None if begin else problem.init}
+    begin = problem.init if problem.starts_from_function else None
+    batches = problem.batches
     if own:
-        weights = _own_weights(hparams, name, losses=losses, groups=groups, keep=keep)
-        rest = {key: leaf for key, leaf in hparams.items() if key != name}
-        holding = Holding(rest, name)
-        changes["dynamics"] = Held(as_held(problem.dynamics), holding, begin)
+        added = share != 1 or losses is not None or groups is not None
+        weights = _own_weights(hparams, name, added)
+        fixed = FixedHparams({k: leaf for k, leaf in hparams.items() if k != name}, name)
+        dynamics = FixedDynamics(problem.dynamics, fixed, begin)
     else:
-        _check_training(problem, name)
-        n = examples_of(problem.batches)
+        training = _training(problem, name)
+        n = examples_of(batches)
         _warn_of_weights(hparams, name, n)
-        groups = as_groups(groups, n)
-        count = n if groups is None else int(groups.max()) + 1
-        holding = Holding(hparams, None)
-        numbered = Numbered(problem.batches, groups)
-        weighted = Weighted(as_held(problem.dynamics), holding, begin, losses, False, name)
-        more, dtype = check_losses(problem, weighted, hparams, losses)
-        weights = jnp.full(count, keep, np.promote_types(dtype, np.float32))
-        changes["dynamics"] = Weighted(
-            as_held(problem.dynamics), holding, begin, losses, more, name
-        )
-        changes["batches"] = numbered
-    if not isinstance(problem.objective, dict):
-        changes["objective"] = HeldObjective(problem.objective, holding)
-    return problem.replace(**changes), {name: weights}
+        numbers = as_groups(groups, n)
+        fixed = FixedHparams(hparams, None)
+        dynamics = Weighted(training, fixed, begin, losses, False, name)
+        more, dtype = check_losses(problem, dynamics, hparams)
+        dynamics = Weighted(training, fixed, begin, losses, more, name)
+        count = n if numbers is None else int(numbers.max()) + 1
+        weights = jnp.full(count, share, np.promote_types(dtype, np.float32))
+        batches = Numbered(batches, numbers)  # pyright: ignore[reportCallIssue]
+    asked = queries.of(lambda objective: FixedObjective(objective, fixed))
+    wanted = problem.replace(
+        dynamics=dynamics,
+        objective=asked.chosen(np.array([0])).mean,
+        init=None if begin else problem.init,
+        batches=batches,
+    )
+    return wanted, {name: weights}, asked
 
 
-def _check_training(problem: Problem, name: str) -> None:
+def _training(problem: Problem, name: str) -> Training:
     dynamics = problem.dynamics
-    dynamics = dynamics.inner if type(dynamics) is Wrapper else dynamics
     if not isinstance(dynamics, Training):
         raise TypeError(
             f"the dynamics is {describe(dynamics)}: weights of examples can be added to "
             f"`foretune.Training` alone. Put them into the dynamics as a hyperparameter, "
             f"hparams[{name!r}], a vector, or name that with `weights=`."
         )
+    return dynamics
 
 
 def _warn_of_weights(hparams: PyTree, name: str, n: int) -> None:
@@ -185,7 +201,7 @@ def _warn_of_weights(hparams: PyTree, name: str, n: int) -> None:
             )
 
 
-def _own_weights(hparams: dict[str, Any], name: str, **options: Any) -> Float[Array, " n"]:
+def _own_weights(hparams: dict[str, Array], name: str, added: bool) -> Float[Array, " n"]:
     weights = hparams[name]
     if not eqx.is_array(weights) or weights.ndim != 1:
         raise ValueError(
@@ -193,17 +209,16 @@ def _own_weights(hparams: dict[str, Any], name: str, **options: Any) -> Float[Ar
             "examples are a vector. Where it is something else, name the weights otherwise, "
             '`weights="example"` say: weights of that name are then added to the loss.'
         )
-    for option, given in options.items():
-        if given is not None and not (option == "keep" and given == 1):
-            raise ValueError(
-                f"attribute({option}=...) is for weights that are added to the loss, but "
-                f"hparams[{name!r}] holds weights already. Leave it out, or give `weights=` a name "
-                "that is not in hparams."
-            )
+    if added:
+        raise ValueError(
+            "attribute's `losses`, `groups` and `share` are for weights that are added to the loss; "
+            f"hparams[{name!r}] holds weights already. Leave them out, or give `weights=` a name that "
+            "is not in hparams."
+        )
     return weights
 
 
-def examples_of(batches: Any) -> int:
+def examples_of(batches: Batches) -> int:
     """Return n, the number of training examples, or raise where they cannot be told apart."""
     remedy = (
         "Give `FullBatch(data, steps)` or `Minibatches(data, indices)`, whose indices say which "
@@ -225,24 +240,22 @@ def examples_of(batches: Any) -> int:
     return jax.tree.leaves(batches.data)[0].shape[0]
 
 
-def as_groups(groups: Any, n: int) -> Int[Array, " n"] | None:
+def as_groups(groups: object, n: int) -> Int[Array, " n"] | None:
     """Return the group of each example, or raise unless they are whole numbers from 0 on."""
     if groups is None:
         return None
-    found = as_arrays(np.asarray(groups), "groups")
-    if found.ndim != 1 or not jnp.issubdtype(found.dtype, jnp.integer):
+    found = np.asarray(groups)
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
         raise TypeError(
             f"groups must be one integer for each of {n} examples, got {describe(found)}. Number "
             "names with `np.unique(names, return_inverse=True)`."
         )
-    if found.shape[0] != n:
-        raise ValueError(f"groups has {found.shape[0]} entries for {n} training examples.")
-    if int(found.min()) < 0:
-        raise ValueError(f"groups are numbered from 0 on; the lowest is {int(found.min())}.")
-    empty = np.flatnonzero(np.bincount(found) == 0)
-    if len(empty):
+    if len(found) != n:
+        raise ValueError(f"groups has {len(found)} entries for {n} training examples.")
+    if found.min() < 0 or found.max() >= n or not np.bincount(found).all():
         raise ValueError(
-            f"groups has no example of group {empty[0]}, but of later ones. Number them without gaps: "
+            f"groups are numbered 0, 1, ... without gaps; these go from {found.min()} to "
+            f"{found.max()}, and {len(np.unique(found))} have examples. Number them by "
             "`np.unique(groups, return_inverse=True)[1]`."
         )
-    return found
+    return jnp.asarray(found, jnp.int32)

@@ -1,4 +1,4 @@
-"""Constraints: where hyperparameters may be, and in which variable they are searched for.
+"""Constraints: where hyperparameters may be, and the unconstrained variable that is moved instead.
 
 They are given as a prefix of the hyperparameters: `{"weight": CappedSimplex(1000.0), "lr":
 NonNegative()}`. Where these are a NamedTuple, an `equinox.Module` or another container with fields, the
@@ -11,24 +11,25 @@ together, as one vector; `None`, or a name left out, means none.
 
 import abc
 import functools
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeAlias, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Float, PyTree
 
+from .._problem.arguments import filtered
 from .._problem.checks import describe, named_leaves
 
-Number = Any  # a real number of any type; `numbers_in` says what was given instead
+Number: TypeAlias = object  # a real number of any type; `numbers_in` reports what is none
 
 
 class AbstractConstraint(eqx.Module):
-    """Where a hyperparameter may be, and the variable in which it is searched for."""
+    """Where a hyperparameter may be, and the unconstrained variable that the optimizer moves."""
 
     @abc.abstractmethod
     def project(self, x: PyTree) -> PyTree:
@@ -39,20 +40,19 @@ class AbstractConstraint(eqx.Module):
         distance, size = norm(jax.tree.map(jnp.subtract, x, self.project(x))), norm(x)
         return distance <= tolerance * jnp.maximum(size, 1.0)
 
-    def check_start(self, x: PyTree) -> PyTree:
-        """Return x, or raise where a run cannot start from it (nor from its projection)."""
-        return x
+    def check_start(self, x: PyTree) -> None:
+        """Raise where a run can start neither from x nor from its projection."""
 
-    def to_search(self, x: PyTree) -> PyTree:
+    def to_unconstrained(self, x: PyTree) -> PyTree:
         """Return the variable that the outer optimizer moves: x itself, for a set."""
         return x
 
-    def from_search(self, u: PyTree) -> PyTree:
+    def from_unconstrained(self, u: PyTree) -> PyTree:
         """Return x from the variable that the outer optimizer moves."""
         return u
 
-    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
-        """Return the natural size of a change: u's own, and `unit` where u is near 0."""
+    def scale(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return the natural scale of a change: |u|, and `unit` where u is near 0."""
         return jax.tree.map(lambda u, unit: jnp.abs(u) + unit, u, unit)
 
 
@@ -64,7 +64,7 @@ class Free(AbstractConstraint):
         return x
 
 
-def check_constraints(constraints: Any, hparams: PyTree, path: str = "hparams") -> PyTree:
+def check_constraints(constraints: object, hparams: PyTree, path: str = "hparams") -> PyTree:
     """Return the constraints as a full prefix of the hyperparameters, or raise where none fits."""
     if constraints is None:
         return Free()
@@ -81,9 +81,9 @@ def check_constraints(constraints: Any, hparams: PyTree, path: str = "hparams") 
                     f"the bounds of {constraints} do not fit {name}, which is {describe(leaf)}."
                 )
         return constraints
-    parts, structure = _parts(hparams)
+    parts = _parts(hparams)
     names = {_name(key): key for key in parts}
-    same = type(constraints) is type(hparams) and structure != jax.tree.structure(0)  # no leaf
+    same = type(constraints) is type(hparams) and not jax.tree_util.all_leaves([hparams])
     if isinstance(constraints, Mapping) and names and None not in names:
         unknown = sorted(set(constraints) - set(names), key=str)
         if unknown:
@@ -92,17 +92,18 @@ def check_constraints(constraints: Any, hparams: PyTree, path: str = "hparams") 
                 f"{sorted(names, key=str)}."
             )
         given = {key: constraints.get(name) for name, key in names.items()}
-    elif same and _parts(constraints)[0].keys() == parts.keys():
-        given = _parts(constraints)[0]
+    elif same and _parts(constraints).keys() == parts.keys():
+        given = _parts(constraints)
     else:
         raise TypeError(_misfit(constraints, hparams, path))
+    structure = jax.tree.structure(hparams, is_leaf=lambda node: node is not hparams)
     return structure.unflatten(
         check_constraints(given[key], part, path + jax.tree_util.keystr((key,)))
         for key, part in parts.items()
     )
 
 
-def _misfit(constraints: Any, hparams: PyTree, path: str) -> str:
+def _misfit(constraints: object, hparams: PyTree, path: str) -> str:
     if isinstance(constraints, type):
         return f"the constraint of {path} is a class; write `{constraints.__name__}(...)`."
     if type(constraints) is type(hparams) and isinstance(constraints, list | tuple):
@@ -117,32 +118,41 @@ def _misfit(constraints: Any, hparams: PyTree, path: str) -> str:
     )
 
 
-def _parts(tree: PyTree) -> tuple[dict[Any, PyTree], Any]:
-    """Return the parts of a container by JAX's keys (none for a leaf), and its structure."""
-    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda n: n is not tree)
-    return {path[0]: part for path, part in flat if path}, structure
+def _parts(tree: PyTree) -> dict[Hashable, PyTree]:
+    """Return the parts of a container by JAX's keys; none for a leaf."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    return {path[0]: part for path, part in flat if path}
 
 
-def _name(key: Any) -> Any:
+def _name(key: Any) -> Hashable:
     """Return the name that a dict gives to a part: its key or field, or None for a position."""
     if isinstance(key, jax.tree_util.DictKey):
         return key.key
     return key.name if isinstance(key, jax.tree_util.GetAttrKey) else None
 
 
-def apply_constraints(constraints: PyTree, how: str, x: PyTree, *more: PyTree) -> PyTree:
-    """Return `project`, `to_search`, `reach`, ... of each constraint on its part of x."""
-    return jax.tree.map(
-        lambda constraint, *parts: getattr(constraint, how)(*parts),
-        constraints,
-        x,
-        *more,
-        is_leaf=_is_constraint,
-    )
+def to_unconstrained(constraints: PyTree, x: PyTree) -> PyTree:
+    """Return the unconstrained variable u of the hyperparameters x."""
+    return _map(lambda constraint, x: constraint.to_unconstrained(x), constraints, x)
 
 
-def sizes(constraints: PyTree, u: PyTree) -> PyTree:
-    """Return the natural size of each entry of a search variable.
+def from_unconstrained(constraints: PyTree, u: PyTree) -> PyTree:
+    """Return the hyperparameters from the unconstrained variable u."""
+    return _map(lambda constraint, u: constraint.from_unconstrained(u), constraints, u)
+
+
+def project(constraints: PyTree, x: PyTree) -> PyTree:
+    """Return the nearest point to x that lies in the constraints."""
+    return _map(lambda constraint, x: constraint.project(x), constraints, x)
+
+
+def scales_with(constraints: PyTree, u: PyTree, units: PyTree) -> PyTree:
+    """Return the scale of each entry of u, where `units` are added to its magnitude."""
+    return _map(lambda constraint, u, unit: constraint.scale(u, unit), constraints, u, units)
+
+
+def scales(constraints: PyTree, u: PyTree) -> PyTree:
+    """Return the natural scale of each entry of an unconstrained variable.
 
     That is its own magnitude; 1 under `Log` and `Logit`; the way to the upper bound of a `Box` where
     that is shorter, but a tenth of the rest at least, since at the bound there is no way left. An entry
@@ -154,13 +164,41 @@ def sizes(constraints: PyTree, u: PyTree) -> PyTree:
         return jnp.where(leaf == 0, jnp.where(typical == 0, 1.0, typical), 0.0).astype(leaf.dtype)
 
     units = jax.tree.map(unit, u)
-    reach = apply_constraints(constraints, "reach", u, units)
     return jax.tree.map(
-        lambda u, unit, r: jnp.maximum(r, 0.1 * jnp.minimum(jnp.abs(u) + unit, 1.0)),
+        lambda u, unit, scale: jnp.maximum(scale, 0.1 * jnp.minimum(jnp.abs(u) + unit, 1.0)),
         u,
         units,
-        reach,
+        scales_with(constraints, u, units),
     )
+
+
+def moved(constraints: PyTree, hparams: PyTree, change: PyTree) -> PyTree:
+    """Return the hyperparameters after a change in units of their scales, inside constraints."""
+    u = to_unconstrained(constraints, hparams)
+    there = jax.tree.map(
+        lambda u, c, d: u + (c * d).astype(u.dtype), u, scales(constraints, u), change
+    )
+    return project(constraints, from_unconstrained(constraints, there))
+
+
+def feasible(constraints: PyTree, hparams: PyTree) -> PyTree:
+    """Return the projection of a start onto its constraints, with a warning where it moves."""
+    check_starts(constraints, hparams)
+    inside = _project(constraints, hparams)
+    for (path, given), after in zip(
+        named_leaves(hparams, "hparams").items(), jax.tree.leaves(inside), strict=True
+    ):
+        distance = float(jnp.linalg.norm(jnp.ravel(given - after)))
+        if distance > 1e-5 * max(1.0, float(jnp.linalg.norm(jnp.ravel(given)))):
+            warnings.warn(
+                f"{path} starts outside its constraint, at a distance of {distance:.3g}; it is "
+                "projected onto it.",
+                stacklevel=4,
+            )
+    return inside
+
+
+_project = filtered(project)
 
 
 def check_starts(constraints: PyTree, x: PyTree) -> None:
@@ -175,7 +213,12 @@ def check_starts(constraints: PyTree, x: PyTree) -> None:
     jax.tree_util.tree_map_with_path(check, constraints, x, is_leaf=_is_constraint)
 
 
-def _is_constraint(node: Any) -> bool:
+def _map(f: Callable[..., PyTree], constraints: PyTree, *trees: PyTree) -> PyTree:
+    """Return f of each constraint and of its part of the trees."""
+    return jax.tree.map(f, constraints, *trees, is_leaf=_is_constraint)
+
+
+def _is_constraint(node: object) -> bool:
     return isinstance(node, AbstractConstraint)
 
 
@@ -183,32 +226,23 @@ def all_true(tree: PyTree) -> Bool[Array, ""]:
     return jnp.all(jnp.array([jnp.all(leaf) for leaf in jax.tree.leaves(tree)]))
 
 
-def like(leaf: Any, *bounds: Any) -> tuple[Array, ...]:
+def as_type(dtype: DTypeLike, *bounds: Number) -> tuple[Array, ...]:
+    """Return the bounds in the type of what they bound."""
     with np.errstate(over="ignore"):  # beyond the type's range: infinite, as it should be
-        return tuple(jnp.asarray(bound, jnp.asarray(leaf).dtype) for bound in bounds)
-
-
-def wide(x: Array) -> Array:
-    """Return x in single precision at least: sums of many numbers overflow in half precision."""
-    return x.astype(np.promote_types(x.dtype, np.float32))
-
-
-def scaled_square(x: PyTree) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return the largest entry's size c and sum (x / c)^2, which cannot overflow."""
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
-    dtype = functools.reduce(np.promote_types, [leaf.dtype for leaf in leaves], np.float32)
-    leaves = [leaf.astype(dtype) for leaf in leaves]
-    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(leaf), initial=0) for leaf in leaves])
-    unit = lax.stop_gradient(jnp.where(largest > 0, largest, 1.0))
-    return unit, functools.reduce(jnp.add, [jnp.sum((leaf / unit) ** 2) for leaf in leaves])
+        return tuple(jnp.asarray(cast(ArrayLike, bound), dtype) for bound in bounds)
 
 
 def norm(x: PyTree) -> Float[Array, ""]:
-    unit, square = scaled_square(x)
-    return unit * jnp.sqrt(square)
+    """Return the length of x as one vector, scaled so that no square overflows."""
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
+    dtype = functools.reduce(np.promote_types, [leaf.dtype for leaf in leaves], np.float32)
+    vector = jnp.concatenate([jnp.ravel(leaf).astype(dtype) for leaf in leaves])
+    largest = jnp.max(jnp.abs(vector), initial=0)
+    unit = jnp.where(largest > 0, largest, 1.0)
+    return unit * jnp.linalg.norm(vector / unit)
 
 
-def numbers_in(given: str, value: Any, *, one: bool = False) -> np.ndarray | None:
+def numbers_in(given: str, value: Number, *, one: bool = False) -> np.ndarray | None:
     """Return real numbers (`one`: a single one) on the host, None for traced ones, or raise."""
     if isinstance(value, Tracer):
         return None

@@ -6,7 +6,6 @@ the vector, where Optax's sort it and have no value at radius 0.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +13,13 @@ import numpy as np
 import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._problem.checks import describe, named_leaves
-from .base import (
-    AbstractConstraint,
-    Number,
-    all_true,
-    like,
-    norm,
-    numbers_in,
-    scaled_square,
-    wide,
-)
-from .variables import Log, Logit
+from .base import AbstractConstraint, Number, as_type, numbers_in
 
 NEWTON_STEPS = 100
 PARTS = 3  # of a common shift
-DYKSTRA_STEPS = 1000
 
 
 class Box(AbstractConstraint):
@@ -42,8 +30,8 @@ class Box(AbstractConstraint):
     Array([0. , 0.5, 1. ], dtype=float32)
     """
 
-    lower: Any
-    upper: Any
+    lower: Number
+    upper: Number
 
     def __check_init__(self):
         given = f"Box({self.lower}, {self.upper})"
@@ -64,19 +52,20 @@ class Box(AbstractConstraint):
         """Return x with each entry clipped to the bounds."""
         return jax.tree.map(lambda leaf: jnp.clip(leaf, *self._bounds(leaf)), x)
 
-    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
-        """Return the natural size of a change: no more than the way to the upper bound is long."""
+    def scale(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return the natural scale of a change: at most the distance to the upper bound."""
 
-        def size(u, unit):
+        def scale(u, unit):
             own = jnp.abs(u) + unit
             _, upper = self._bounds(u)
             return jnp.minimum(own, jnp.maximum(upper - u, 1e-3 * own))  # it can leave the bound
 
-        return jax.tree.map(size, u, unit)
+        return jax.tree.map(scale, u, unit)
 
-    def _bounds(self, leaf: Any) -> list[Array]:
+    def _bounds(self, leaf: ArrayLike) -> list[Array]:
         """Return the bounds in the type of a leaf, and with all its axes."""
-        bounds, axes = like(leaf, self.lower, self.upper), jnp.ndim(leaf)
+        bounds = as_type(jnp.asarray(leaf).dtype, self.lower, self.upper)
+        axes = jnp.ndim(leaf)
         return [bound.reshape((1,) * (axes - bound.ndim) + bound.shape) for bound in bounds]
 
 
@@ -91,50 +80,6 @@ class NonNegative(AbstractConstraint):
     def project(self, x: PyTree) -> PyTree:
         """Return x with negative entries set to 0."""
         return optax.projections.projection_non_negative(x)
-
-
-class L1Ball(AbstractConstraint):
-    """{sum |x| <= radius}.
-
-    >>> import foretune as ft, jax.numpy as jnp
-    >>> ft.L1Ball(1.0).project(jnp.array([2.0, -1.5]))
-    Array([ 0.75, -0.25], dtype=float32)
-    """
-
-    radius: Number
-
-    def __check_init__(self):
-        _check_size("L1Ball", "radius", self.radius)
-
-    def project(self, x: PyTree) -> PyTree:
-        """Return the nearest point of the ball: entries shrink by a common amount."""
-        # |x| onto {0 <= y, sum y <= radius}, with the signs put back.
-        magnitude = CappedSimplex(self.radius, np.inf).project(jax.tree.map(jnp.abs, x))
-        return jax.tree.map(lambda leaf, m: jnp.where(leaf < 0, -m, m), x, magnitude)
-
-
-class L2Ball(AbstractConstraint):
-    """{sqrt(sum x^2) <= radius}.
-
-    >>> import foretune as ft, jax.numpy as jnp
-    >>> ft.L2Ball(1.0).project(jnp.array([3.0, 4.0]))
-    Array([0.6, 0.8], dtype=float32)
-    """
-
-    radius: Number
-
-    def __check_init__(self):
-        _check_size("L2Ball", "radius", self.radius)
-
-    def project(self, x: PyTree) -> PyTree:
-        """Return x, scaled down if it is too long."""
-        unit, square = scaled_square(x)
-        (radius,) = like(unit, self.radius)
-        outside = unit * jnp.sqrt(square) > radius
-        # A root of 1 inside the ball: at 0 Optax's has no value (radius 0).
-        length = unit * jnp.sqrt(jnp.where(outside, square, 1.0))
-        scale = jnp.where(outside, radius / length, 1.0)
-        return jax.tree.map(lambda leaf: (leaf.astype(scale.dtype) * scale).astype(leaf.dtype), x)
 
 
 class Simplex(AbstractConstraint):
@@ -175,40 +120,6 @@ class CappedSimplex(AbstractConstraint):
         return _on_vector(lambda v: _shift(v, self.total, self.upper, at_most=True), x)
 
 
-class Symmetric(AbstractConstraint):
-    """{C = C', C in inner}, for an inner set that holds C' whenever it holds C.
-
-    >>> import foretune as ft, jax.numpy as jnp
-    >>> ft.Symmetric(ft.Box(0.0, 1.0)).project(jnp.array([[0.5, 3.0], [-1.0, 0.0]]))
-    Array([[0.5, 1. ],
-           [1. , 0. ]], dtype=float32)
-    """
-
-    inner: Any
-
-    def __check_init__(self):
-        _check_set("Symmetric", self.inner)
-        if isinstance(self.inner, Box):
-            for bound in (self.inner.lower, self.inner.upper):
-                array = numbers_in("a bound of Symmetric(Box(...))", bound)
-                if array is not None and array.ndim:
-                    matrix = np.atleast_2d(array)
-                    if not np.array_equal(matrix, np.swapaxes(matrix, -1, -2)):
-                        raise ValueError(
-                            f"Symmetric(Box(...)): the bound {describe(array)} is not symmetric."
-                        )
-
-    def project(self, x: PyTree) -> PyTree:
-        """Return the inner projection of (C + C') / 2, symmetric to the bit."""
-        for path, leaf in named_leaves(x, "x").items():
-            if jnp.ndim(leaf) < 2 or jnp.shape(leaf)[-1] != jnp.shape(leaf)[-2]:
-                raise ValueError(
-                    f"Symmetric needs square matrices, but {path} is {describe(leaf)}."
-                )
-        symmetric = jax.tree.map(lambda C: (C + jnp.swapaxes(C, -1, -2)) / 2, x)
-        return self.inner.project(symmetric)
-
-
 class SymmetricNonNegative(AbstractConstraint):
     """{C = C', C >= 0, sum C <= total}: the paper's set for task interactions.
 
@@ -225,76 +136,18 @@ class SymmetricNonNegative(AbstractConstraint):
             _check_size("SymmetricNonNegative", "total", self.total)
 
     def project(self, x: PyTree) -> PyTree:
-        """Return the nearest point of the set."""
+        """Return the nearest point of {C >= 0, sum C <= total} to (C + C') / 2."""
+        for path, leaf in named_leaves(x, "x").items():
+            if jnp.ndim(leaf) < 2 or jnp.shape(leaf)[-1] != jnp.shape(leaf)[-2]:
+                raise ValueError(f"{self} needs square matrices, but {path} is {describe(leaf)}.")
+        symmetric = jax.tree.map(lambda C: (C + jnp.swapaxes(C, -1, -2)) / 2, x)
         inner = NonNegative() if self.total is None else CappedSimplex(self.total, np.inf)
-        return Symmetric(inner).project(x)
+        return inner.project(symmetric)
 
 
-class Intersection(AbstractConstraint):
-    """The points that lie in all of several sets, by Dykstra's alternating projections.
-
-    It stops when a round moves the point by less than `tolerance` times its size, so the result lies
-    in the sets to about that tolerance; the named sets are exact and cheaper where they fit.
-
-    >>> import foretune as ft, jax.numpy as jnp
-    >>> both = ft.Intersection(ft.Box(0.0, 1.0), ft.L2Ball(1.0))
-    >>> both.project(jnp.array([3.0, 4.0]))
-    Array([0.6, 0.8], dtype=float32)
-    """
-
-    sets: tuple[Any, ...]
-    tolerance: Number
-
-    def __init__(self, *sets: Any, tolerance: Number = 1e-6):
-        self.sets, self.tolerance = sets, tolerance
-        if len(sets) < 2:
-            raise ValueError(f"Intersection needs two sets or more, got {len(sets)}.")
-        for constraint in sets:
-            _check_set("Intersection", constraint)
-        size = numbers_in(f"Intersection(tolerance={tolerance!r})", tolerance, one=True)
-        if size is not None and not 0 < size < np.inf:
-            raise ValueError(
-                f"Intersection(tolerance={tolerance}): it must be positive and finite."
-            )
-
-    def contains(self, x: PyTree, tolerance: float = 1e-5) -> Bool[Array, ""]:
-        """Return whether x lies in all the sets, up to `tolerance` times its size."""
-        return all_true([constraint.contains(x, tolerance) for constraint in self.sets])
-
-    def check_start(self, x: PyTree) -> PyTree:
-        """Return x, or raise where the sets have no point in common."""
-        if not self.contains(self.project(x), 1e-3):
-            raise ValueError(
-                f"the sets of {self} have no point in common (none was found in {DYKSTRA_STEPS} "
-                "rounds of projections)."
-            )
-        return x
-
-    def project(self, x: PyTree) -> PyTree:
-        """Return the nearest point of the intersection."""
-
-        def one_round(carry):
-            count, _, y, corrections = carry
-            before, updated = y, []
-            for constraint, correction in zip(self.sets, corrections, strict=True):
-                moved = jax.tree.map(jnp.add, y, correction)
-                y = constraint.project(moved)
-                updated.append(jax.tree.map(jnp.subtract, moved, y))
-            # A round may leave y where it was while the corrections still build up.
-            moves = [(y, before), *zip(updated, corrections, strict=True)]
-            change = jnp.stack([norm(jax.tree.map(jnp.subtract, a, b)) for a, b in moves]).max()
-            return count + 1, change, y, tuple(updated)
-
-        def unfinished(carry):
-            count, change, y, _ = carry
-            return (count < DYKSTRA_STEPS) & (change > self.tolerance * jnp.maximum(norm(y), 1.0))
-
-        zeros = tuple(jax.tree.map(jnp.zeros_like, x) for _ in self.sets)
-        start = one_round((0, jnp.inf, x, zeros))
-        return lax.while_loop(unfinished, one_round, start)[2]
-
-
-def _shift(v: Float[Array, " n"], total: Any, upper: Any, *, at_most: bool) -> Float[Array, " n"]:
+def _shift(
+    v: Float[Array, " n"], total: Number, upper: Number, *, at_most: bool
+) -> Float[Array, " n"]:
     """Return clip(v - tau, 0, upper) with sum = total, or (`at_most`) tau = 0 if that is enough.
 
     The sum is piecewise linear and decreasing in tau. Newton's method on it, kept inside a
@@ -304,8 +157,9 @@ def _shift(v: Float[Array, " n"], total: Any, upper: Any, *, at_most: bool) -> F
     error of n eps |tau| in the sum. So it is found in parts, tau = tau_1 + tau_2 + ..., each the
     root for the entries less the parts before it: v - tau_1 is exact for the entries near tau_1.
     """
-    given, v, n = v.dtype, wide(v), v.size
-    total, upper = like(v, total, upper)
+    given, n = v.dtype, v.size
+    v = v.astype(np.promote_types(given, np.float32))  # sums overflow in half precision
+    total, upper = as_type(v.dtype, total, upper)
 
     def pieces(w):
         return (w > 0) & (w < upper), w >= upper
@@ -350,7 +204,7 @@ def _on_vector(f: Callable[[Array], Array], x: PyTree) -> PyTree:
     return restore(f(vector))
 
 
-def _check_size(name: str, field: str, value: Any, *, infinite: bool = False) -> None:
+def _check_size(name: str, field: str, value: Number, *, infinite: bool = False) -> None:
     """Raise unless the value is a number from 0 on."""
     size = numbers_in(f"{name}({field}={value!r:.60})", value, one=True)
     if size is None:
@@ -359,15 +213,3 @@ def _check_size(name: str, field: str, value: Any, *, infinite: bool = False) ->
         raise ValueError(f"an empty set: {name}({field}={value}); the {field} must be 0 or more.")
     if np.isinf(size) and not infinite:
         raise ValueError(f"{name}({field}={value}): the {field} must be finite.")
-
-
-def _check_set(name: str, inner: Any) -> None:
-    """Raise unless `inner` is a set, which Log and Logit are not."""
-    if isinstance(inner, type):
-        raise TypeError(f"{name} takes sets; got a class: write `{inner.__name__}(...)`.")
-    if not isinstance(inner, AbstractConstraint):
-        raise TypeError(
-            f"{name} takes sets, `foretune.Box(0.0, 1.0)` and the like; got {describe(inner)}."
-        )
-    if isinstance(inner, Log | Logit):
-        raise ValueError(f"{name} takes sets; Log and Logit are changes of variable.")

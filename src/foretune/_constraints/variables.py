@@ -3,14 +3,12 @@
 A learning rate then changes by factors rather than by differences, and never leaves its range.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, DTypeLike, PyTree
 
-from .base import AbstractConstraint, Number, all_true, like, numbers_in
+from .base import AbstractConstraint, Number, all_true, as_type, numbers_in
 
 HAIR = 1e-7  # of an interval; nearer a bound, Adam's epsilon of 1e-8 would outweigh the slope
 
@@ -21,7 +19,7 @@ class Log(AbstractConstraint):
     It cannot start at 0, which no factor changes.
 
     >>> import foretune as ft, jax.numpy as jnp
-    >>> float(ft.Log().from_search(ft.Log().to_search(jnp.array(0.5))))
+    >>> float(ft.Log().from_unconstrained(ft.Log().to_unconstrained(jnp.array(0.5))))
     0.5
     """
 
@@ -31,7 +29,7 @@ class Log(AbstractConstraint):
         def inside(leaf):
             # A factor of 4 from the ends: log(x) is rounded, and exp of it must stay a normal number.
             least, most = 4 * jnp.finfo(leaf.dtype).tiny, jnp.finfo(leaf.dtype).max / 4
-            return jnp.clip(leaf, *like(leaf, least, most))
+            return jnp.clip(leaf, *as_type(leaf.dtype, least, most))
 
         return jax.tree.map(inside, x)
 
@@ -39,19 +37,19 @@ class Log(AbstractConstraint):
         """Return whether all of x is positive and finite."""
         return all_true(jax.tree.map(lambda leaf: (leaf > 0) & jnp.isfinite(leaf), x))
 
-    def check_start(self, x: PyTree) -> PyTree:
-        """Return x if it is positive, or raise."""
-        return _inside(self, x)
+    def check_start(self, x: PyTree) -> None:
+        """Raise unless x is positive."""
+        _check_inside(self, x)
 
-    def to_search(self, x: PyTree) -> PyTree:
+    def to_unconstrained(self, x: PyTree) -> PyTree:
         """Return log(x)."""
         return jax.tree.map(jnp.log, x)
 
-    def from_search(self, u: PyTree) -> PyTree:
+    def from_unconstrained(self, u: PyTree) -> PyTree:
         """Return exp(u)."""
         return jax.tree.map(jnp.exp, u)
 
-    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
+    def scale(self, u: PyTree, unit: PyTree) -> PyTree:
         """Return 1: a change of log(x) is relative already."""
         return jax.tree.map(jnp.ones_like, u)
 
@@ -60,7 +58,7 @@ class Logit(AbstractConstraint):
     """lower < x < upper, moved as log((x - lower) / (upper - x)). For momenta and shares.
 
     >>> import foretune as ft, jax.numpy as jnp
-    >>> float(ft.Logit(0.0, 1.0).to_search(jnp.array(0.5)))
+    >>> float(ft.Logit(0.0, 1.0).to_unconstrained(jnp.array(0.5)))
     0.0
     """
 
@@ -81,14 +79,14 @@ class Logit(AbstractConstraint):
         """Return x, moved inside the open interval by a hair where it is not."""
         return jax.tree.map(lambda leaf: jnp.clip(leaf, *self._ends(leaf.dtype)), x)
 
-    def _ends(self, dtype: Any) -> tuple[Array, Array]:
+    def _ends(self, dtype: DTypeLike) -> tuple[Array, Array]:
         """Return the ends of what a hyperparameter may be, from where it can still come back.
 
         The logit's slope there is that of the hair's share of the interval, which an optimizer must
         be able to see; and around a bound b numbers lie eps |b| apart, of which the hair must hold
         several, or x + dx would be rounded to x.
         """
-        lower, upper = like(jnp.zeros((), dtype), self.lower, self.upper)
+        lower, upper = as_type(dtype, self.lower, self.upper)
         span, eps = upper - lower, float(jnp.finfo(dtype).eps)
 
         def hair(bound):
@@ -100,29 +98,39 @@ class Logit(AbstractConstraint):
 
     def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
         """Return whether all of x lies strictly between the bounds."""
-        return all_true(jax.tree.map(lambda leaf: (leaf > self.lower) & (leaf < self.upper), x))
 
-    def check_start(self, x: PyTree) -> PyTree:
-        """Return x if it lies strictly between the bounds, or raise."""
+        def inside(leaf):
+            lower, upper = as_type(leaf.dtype, self.lower, self.upper)
+            return (leaf > lower) & (leaf < upper)
+
+        return all_true(jax.tree.map(inside, x))
+
+    def check_start(self, x: PyTree) -> None:
+        """Raise unless x lies strictly between the bounds."""
         for leaf in jax.tree.leaves(x):
-            lower, upper = like(leaf, self.lower, self.upper)
+            lower, upper = as_type(leaf.dtype, self.lower, self.upper)
             low, high = self._ends(leaf.dtype)
             if not (lower < low <= high < upper and jnp.isfinite(upper - lower)):
                 raise ValueError(
                     f"{leaf.dtype} has no numbers between the bounds of {self}, which it rounds to "
                     f"{lower} and {upper}. Take others, or hyperparameters of a wider type."
                 )
-        return _inside(self, x)
+        _check_inside(self, x)
 
-    def to_search(self, x: PyTree) -> PyTree:
+    def to_unconstrained(self, x: PyTree) -> PyTree:
         """Return the logit of x between the bounds."""
-        return jax.tree.map(lambda x: jnp.log(x - self.lower) - jnp.log(self.upper - x), x)
 
-    def from_search(self, u: PyTree) -> PyTree:
+        def logit(leaf):
+            lower, upper = as_type(leaf.dtype, self.lower, self.upper)
+            return jnp.log(leaf - lower) - jnp.log(upper - leaf)
+
+        return jax.tree.map(logit, x)
+
+    def from_unconstrained(self, u: PyTree) -> PyTree:
         """Return x from its logit."""
 
         def between(u):
-            lower, upper = like(u, self.lower, self.upper)
+            lower, upper = as_type(u.dtype, self.lower, self.upper)
             span = upper - lower
             # From the nearer bound, where it is not rounded to the bound's own precision.
             from_lower, from_upper = span * jax.nn.sigmoid(u), span * jax.nn.sigmoid(-u)
@@ -130,16 +138,15 @@ class Logit(AbstractConstraint):
 
         return jax.tree.map(between, u)
 
-    def reach(self, u: PyTree, unit: PyTree) -> PyTree:
+    def scale(self, u: PyTree, unit: PyTree) -> PyTree:
         """Return 1: a change of the logit is relative already."""
         return jax.tree.map(jnp.ones_like, u)
 
 
-def _inside(constraint: AbstractConstraint, x: PyTree) -> PyTree:
+def _check_inside(constraint: AbstractConstraint, x: PyTree) -> None:
     if not constraint.contains(x):
         starts = ", ".join(str(np.asarray(leaf)) for leaf in jax.tree.leaves(x))
         raise ValueError(
             f"a hyperparameter under {constraint} starts at {starts:.100}, outside it or "
             "on its border, from where it cannot move. Start inside."
         )
-    return x

@@ -11,19 +11,20 @@ they are not trusted further than they can be.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from .._engines.products import directional
 from .._engines.reverse import Reverse
-from .._problem.arguments import filtered, unflatten
+from .._problem.arguments import filtered
 from .._problem.checks import check_count, check_key, named_leaves
-from .._problem.problem import Problem, validated
+from .._problem.draws import as_problem
+from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import make_system, owners, rows_of
 
 FIRST_STEP = 0.05  # relative to the hyperparameter's own size
@@ -69,12 +70,12 @@ class HypergradientCheck(NamedTuple):
 
 
 def check_hypergradient(
-    problem: Problem,
+    problem: ProblemLike,
     hparams: PyTree,
     *,
     directions: int = 2,
     tolerance: float | None = None,
-    key: Key[Array, ""] | None = None,
+    key: Array | None = None,
     verbose: bool = True,
 ) -> HypergradientCheck:
     """Check that forward mode = reverse mode = finite differences, or raise where they are not.
@@ -84,13 +85,13 @@ def check_hypergradient(
     the gradient times the hyperparameter's size, and there is only one direction.
 
     Args:
-        problem: the problem.
+        problem: the problem, or a function `draw(key)` that returns it.
         hparams: where to check; not on a kink of the dynamics, where there is no gradient.
         directions: random directions for each hyperparameter leaf.
         tolerance: relative tolerance between forward and reverse; 10 times it against the
             differences. Default: 3 sqrt(eps) of the lowest precision in use, 1e-3 in float32
             and 4.5e-8 in float64.
-        key: the random key of the directions.
+        key: the random key of the draw, and of the directions.
         verbose: print each row as soon as it is known.
 
     Raises:
@@ -112,14 +113,15 @@ def check_hypergradient(
     {'agree'}
     """
     check_count(directions, f"directions={directions}")
-    if tolerance is not None and not (isinstance(tolerance, int | float) and tolerance > 0):
-        raise ValueError(f"tolerance={tolerance!r:.60}: it must be a number above 0, or None.")
     if key is not None:
         check_key(key, "the key of check_hypergradient")
-    arrays, structure = validated(problem, hparams)
-    problem, hparams = unflatten(structure, arrays)
+    given = as_problem(problem, None if isinstance(problem, Problem) else key)
+    arrays, structure = validated(given, hparams)
+    problem, hparams = opened(structure, arrays)
     eps = _precision(problem, hparams)
     tolerance = 3 * eps**0.5 if tolerance is None else tolerance
+    if not isinstance(tolerance, int | float) or not tolerance > 0:
+        raise ValueError(f"tolerance={tolerance!r:.60}: it must be a number above 0, or None.")
     key = jax.random.key(0) if key is None else key
     check = HypergradientCheck([], list(named_leaves(hparams, "hparams")))
     if verbose:
@@ -136,7 +138,9 @@ def check_hypergradient(
     return check
 
 
-def _rows(problem, hparams, count, tolerance, eps, key) -> Iterator[CheckRow]:
+def _rows(
+    problem: Problem, hparams: PyTree, count: int, tolerance: float, eps: float, key: Array
+) -> Iterator[CheckRow]:
     _, grad, _ = Reverse()(problem, hparams)
     names = named_leaves(hparams, "hparams")
     for i, (name, owner) in enumerate(zip(names, owners(problem, hparams), strict=True)):
@@ -195,7 +199,7 @@ def finite_difference(
     return float(best), float(error)
 
 
-def _directions(hparams: PyTree, index: int, key: Any, count: int) -> list[PyTree]:
+def _directions(hparams: PyTree, index: int, key: Array, count: int) -> list[PyTree]:
     """Return random directions in one leaf, each entry a random sign times the entry's size."""
     leaves, treedef = jax.tree.flatten(hparams)
     leaf, typical = leaves[index], jnp.mean(jnp.abs(leaves[index]))

@@ -1,28 +1,29 @@
 """The drawing of a trust report."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from .slopes import Slope
+from .verdicts import Trust
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {"trust": "#2f855a", "size": "#b7791f", "misleads": "#c53030"}
 
 
-def plot_trust(report: Any, axes: Any = None) -> Any:
+def plot_trust(report: Trust, axes: "Sequence[Axes] | None" = None) -> "Sequence[Axes]":
     """Draw the error along the first direction of each leaf, and what the gradient predicts.
 
-    The last picture is how a small change of the weights grows in training.
-
-    Args:
-        report: a `foretune.Trust`.
-        axes: Matplotlib axes, one for each leaf (and one for the growth); by default new ones.
-
-    Returns the axes.
+    The last picture is how a small change of the weights grows in training. `axes` are one for each
+    leaf, and one for the sensitivity; by default new ones, which are returned.
     """
     import matplotlib.pyplot as plt
 
     leaves = list(report.verdicts)
-    grows = report.growth is not None
-    count = len(leaves) + grows
+    count = len(leaves) + (report.sensitivity is not None)
     if axes is None:
         columns = min(count, 3)
         rows = -(-count // columns)
@@ -31,27 +32,24 @@ def plot_trust(report: Any, axes: Any = None) -> Any:
         )
         for spare in grid.flat[count:]:
             figure.delaxes(spare)
-        axes = grid.flat[:count]
-    elif len(np.atleast_1d(axes)) != count:
+        axes = list(grid.flat[:count])
+    if len(axes) != count:
         raise ValueError(
-            f"the plot needs {count} axes: one for each of {leaves}"
-            f"{', and one for the growth' if grows else ''}; got {len(np.atleast_1d(axes))}."
+            f"the plot needs {count} axes: one for each of {leaves}, and one for the sensitivity "
+            f"where it is known; got {len(axes)}."
         )
-    axes = np.atleast_1d(axes)
     for ax, leaf in zip(axes, leaves, strict=False):
         _draw_leaf(ax, report, leaf)
-    if grows:
-        ax = axes[-1]
-        ax.semilogy(
-            np.arange(1, len(report.growth.norms) + 1), report.growth.norms, color="#2b6cb0"
-        )
+    if report.sensitivity is not None:
+        norms, ax = report.sensitivity.norms, axes[-1]
+        ax.semilogy(np.arange(1, len(norms) + 1), norms, color="#2b6cb0")
         ax.axhline(1, color="grey", linewidth=0.6)
-        ax.set(title="growth of a small change", xlabel="step of training")
+        ax.set(title="sensitivity to a small change", xlabel="step of training")
     return axes
 
 
-def _draw_leaf(ax: Any, report: Any, leaf: str) -> None:
-    per_scale: dict[float, Any] = {}
+def _draw_leaf(ax: "Axes", report: Trust, leaf: str) -> None:
+    per_scale: dict[float, Slope] = {}
     for slope in report.slopes:
         if slope.leaf == leaf:
             per_scale.setdefault(slope.scale, slope)  # the first direction

@@ -1,4 +1,4 @@
-"""Why a response is rough: how training multiplies small changes, and how much its error varies.
+"""Why a response is chaotic: how training multiplies small changes, and how it rounds.
 
 A change of the start by v_0 is, after t steps, v_t = A_t ... A_1 v_0. Where |v_t| grows by orders of
 magnitude, the adjoint grows in the same way, and the slope of the error at a point says nothing about
@@ -6,8 +6,7 @@ the slope over a step of tuning.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,17 +19,15 @@ from .._engines.base import AbstractEngine
 from .._engines.nonfinite import NonFiniteError
 from .._engines.products import has_no_mode, pushforward
 from .._problem.arguments import filtered
-from .._problem.batches import Minibatches, Stacked
 from .._problem.checks import named_leaves
-from .._problem.folds import CrossValidated
+from .._problem.jaxprs import equations
+from .._problem.mean import Mean
 from .._problem.problem import Problem
 from .._problem.system import System, make_system
-from .._problem.training import Training, TrainState
-
-ORDER, KEY = "order of the batches", "key of the loss"
+from .._problem.training import TrainState
 
 
-class Growth(NamedTuple):
+class Sensitivity(NamedTuple):
     """How a small change of the weights grows in training."""
 
     norms: Float[np.ndarray, " T"]
@@ -39,7 +36,7 @@ class Growth(NamedTuple):
     """From the smallest to the largest after it."""
     first: int
     last: int
-    """The steps, counted from 1, in which four fifths of that growth happen (in its logarithm)."""
+    """The steps, counted from 1, in which four fifths of that happen (in its logarithm)."""
 
     def __str__(self) -> str:
         if self.factor < 2:
@@ -50,8 +47,8 @@ class Growth(NamedTuple):
         )
 
 
-def growth_of(problem: Problem, hparams: PyTree, key: Any) -> Growth | None:
-    """Return the growth, or None where a step has no forward mode."""
+def sensitivity_of(problem: Problem, hparams: PyTree, key: Array) -> Sensitivity | None:
+    """Return the sensitivity to a change of the weights, or None where a step has no forward mode."""
     try:
         logs = np.asarray(_log_norms(problem, hparams, key), np.float64)
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -66,11 +63,11 @@ def growth_of(problem: Problem, hparams: PyTree, key: Any) -> Growth | None:
     first = low + int(np.flatnonzero(rising <= 0.1 * total)[-1]) + 1
     last = low + int(np.flatnonzero(rising >= 0.9 * total)[0])
     norms = np.exp(np.minimum(from_start[1:], 700.0))
-    return Growth(norms, math.exp(min(total, 700.0)), min(first, max(last, 1)), max(last, 1))
+    return Sensitivity(norms, math.exp(min(total, 700.0)), min(first, max(last, 1)), max(last, 1))
 
 
 @filtered
-def _log_norms(problem: Problem, hparams: PyTree, key: Any) -> Float[Array, " T"]:
+def _log_norms(problem: Problem, hparams: PyTree, key: Array) -> Float[Array, " T"]:
     system = make_system(problem, hparams)
     s_0 = system.initial(hparams)
     moving = eqx.filter(s_0, eqx.is_inexact_array)
@@ -119,40 +116,6 @@ def _weights(state: PyTree) -> list[bool]:
     return marked if any(marked) else [True] * len(marked)
 
 
-def variants_of(problem: Problem, count: int, key: Any) -> Iterator[tuple[str, list[Problem]]]:
-    """Yield the problem with changes that should not matter: what changes, and some problems."""
-    batches, dynamics = problem.batches, problem.dynamics
-    keys = jax.random.split(key, 2 * count)
-    if isinstance(problem, CrossValidated):
-        return
-    if isinstance(batches, Minibatches | Stacked) and problem.steps > 1:
-        orders = [np.asarray(jax.random.permutation(k, problem.steps)) for k in keys[:count]]
-        yield ORDER, [problem.replace(batches=_ordered(batches, o)) for o in orders]
-    if isinstance(dynamics, Training) and dynamics.key is not None:
-        words = [jax.random.key_data(k) for k in keys[count:]]
-        yield (
-            KEY,
-            [problem.replace(dynamics=_keyed(dynamics, word)) for word in words],
-        )
-
-
-def _ordered(batches: Any, order: Any) -> Any:
-    if isinstance(batches, Minibatches):
-        return batches.at(batches.indices[order])
-    return Stacked(jax.tree.map(lambda leaf: leaf[order], batches.xs))
-
-
-def _keyed(dynamics: Training, word: Any) -> Training:
-    own: Any = dynamics.key
-    if jnp.issubdtype(own.dtype, jax.dtypes.prng_key):
-        mixed = jax.random.fold_in(own, word.ravel()[-1])
-    else:
-        mixed = jax.random.key_data(
-            jax.random.fold_in(jax.random.wrap_key_data(own), word.ravel()[-1])
-        )
-    return eqx.tree_at(lambda training: training.key, dynamics, mixed)
-
-
 def low_precision(problem: Problem, hparams: PyTree) -> str | None:
     """Return the lowest type below single precision that a step computes in, if any."""
 
@@ -162,8 +125,9 @@ def low_precision(problem: Problem, hparams: PyTree) -> str | None:
             system.initial(hparams), hparams, jax.tree.map(lambda leaf: leaf[0], system.xs)
         )
 
-    found: set[str] = set()
-    _note_types(jax.make_jaxpr(step)(hparams).jaxpr, found.add)
+    program = jax.make_jaxpr(step)(hparams).jaxpr
+    outputs = (var for equation in equations(program) for var in equation.outvars)
+    found = {str(getattr(var.aval, "dtype", "")) for var in outputs}
     return next((name for name in ("bfloat16", "float16") if name in found), None)
 
 
@@ -183,12 +147,10 @@ def rounding_of(
     engine: AbstractEngine, problem: Problem, hparams: PyTree, grad: PyTree
 ) -> Rounding | None:
     """Return what a low precision does, by one more gradient; None where there is none to undo."""
-    low = low_precision(problem, hparams)
-    if low is None or isinstance(problem, CrossValidated):
+    low, precise = low_precision(problem, hparams), problem.dynamics.in_precision(jnp.float32)
+    if low is None or precise is None or isinstance(problem, Mean):
         return None
-    if not problem.dynamics.offers("in_precision"):
-        return None
-    full = problem.replace(dynamics=problem.dynamics.in_precision(jnp.float32))
+    full = problem.replace(dynamics=precise)
     if low_precision(full, hparams):  # of the loss's own making: it cannot be undone from here
         return None
     try:
@@ -204,16 +166,3 @@ def rounding_of(
             if jnp.any(g)
         },
     )
-
-
-def _note_types(jaxpr: Any, note: Callable[[str], Any]) -> None:
-    for equation in jaxpr.eqns:
-        for var in equation.outvars:
-            note(str(getattr(var.aval, "dtype", "")))
-        for parameter in jax.tree.leaves(
-            list(equation.params.values()),
-            is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
-        ):
-            inner = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
-                _note_types(inner, note)

@@ -1,26 +1,25 @@
 """Predicted and measured changes of the error, over steps of the size that tuning takes.
 
-Along a direction d of unit size, in the variable u that the constraints search in, and at a scale h,
+Along a direction d of unit size, in the unconstrained variable u, and at a scale h,
 
     predicted  = grad_u f . (u+ - u-) / 2,    measured = (f(u+) - f(u-)) / 2,    u+- = P(u +- h c d)
 
-with c the natural size of each entry and P the projection. The measured change is known up to the noise
-of f, what changes a tenth as long do to it on both sides alike.
+with c the scale of each entry and P the projection. The measured change is known up to the noise of f:
+what changes a tenth as long do to it on both sides alike.
 """
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, DTypeLike, Float, PyTree
 
-from .._constraints.base import apply_constraints, sizes
-from .._engines.costs import free_bytes
-from .._engines.smoothing import moved
+from .._constraints.base import from_unconstrained, moved, scales, to_unconstrained
+from .._engines.memory import free_bytes
 from .._problem.arguments import filtered
 from .._problem.checks import named_leaves
 from .._problem.problem import Problem
@@ -42,7 +41,7 @@ class Probe(NamedTuple):
     row: int
     """The number of the error that it is about."""
     change: PyTree
-    """Its entries, in units of their natural sizes."""
+    """Its entries, in units of their scales."""
 
 
 class Slope(NamedTuple):
@@ -65,7 +64,7 @@ class Slope(NamedTuple):
         return self.judged(DOUBT)
 
     def judged(self, deviations: float) -> str:
-        """Return the verdict where a change within so many standard deviations may be noise."""
+        """Return the verdict where a change of this many standard deviations may be noise."""
         p, m, doubt = self.predicted, self.measured, deviations * self.noise
         if not (math.isfinite(m) and math.isfinite(p)):
             return MISLEADS
@@ -76,7 +75,7 @@ class Slope(NamedTuple):
         return TRUST if abs(m) / FACTOR <= abs(p) <= FACTOR * abs(m) else SIZE
 
 
-def random_probes(problem: Problem, hparams: PyTree, count: int, key: Any) -> list[Probe]:
+def random_probes(problem: Problem, hparams: PyTree, count: int, key: Array) -> list[Probe]:
     """Return directions of random signs in each leaf; one for a single number."""
     leaves, treedef = jax.tree.flatten(hparams)
     names, rows = list(named_leaves(hparams, "hparams")), rows_of(problem)
@@ -97,9 +96,11 @@ def descent_probes(
     problem: Problem, hparams: PyTree, constraints: PyTree, grad: PyTree
 ) -> list[Probe]:
     """Return the direction of steepest descent, and that within each leaf of several numbers."""
-    u = apply_constraints(constraints, "to_search", hparams)
-    slope = jax.tree.map(jnp.multiply, in_search(constraints, hparams, grad), sizes(constraints, u))
-    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.negative, slope))
+    u = to_unconstrained(constraints, hparams)
+    downhill = jax.tree.map(
+        lambda g, c: -g * c, unconstrained(constraints, hparams, grad), scales(constraints, u)
+    )
+    leaves, treedef = jax.tree.flatten(downhill)
     names, rows = list(named_leaves(hparams, "hparams")), rows_of(problem)
     probes = []
 
@@ -119,10 +120,10 @@ def descent_probes(
     return probes
 
 
-def in_search(constraints: PyTree, hparams: PyTree, grad: PyTree) -> PyTree:
-    """Return the gradient in the variable that is searched in."""
-    u = apply_constraints(constraints, "to_search", hparams)
-    _, pull = jax.vjp(lambda u: apply_constraints(constraints, "from_search", u), u)
+def unconstrained(constraints: PyTree, hparams: PyTree, grad: PyTree) -> PyTree:
+    """Return a gradient as that of the unconstrained variable."""
+    u = to_unconstrained(constraints, hparams)
+    _, pull = jax.vjp(lambda u: from_unconstrained(constraints, u), u)
     return pull(jax.tree.map(lambda g, h: g.astype(h.dtype), grad, hparams))[0]
 
 
@@ -131,7 +132,7 @@ class Points(NamedTuple):
 
     hparams: PyTree[Float[Array, "2 n ..."]]
     changes: PyTree[Float[Array, "n ..."]]
-    """Half of the way from one to the other, in the variable that is searched in."""
+    """Half of the way from one to the other, in the unconstrained variable."""
 
 
 @filtered
@@ -139,7 +140,7 @@ def _points(constraints: PyTree, hparams: PyTree, changes: PyTree) -> Points:
     def pair(change):
         back = jax.tree.map(jnp.negative, change)
         ends = [moved(constraints, hparams, way) for way in (change, back)]
-        high, low = (apply_constraints(constraints, "to_search", end) for end in ends)
+        high, low = (to_unconstrained(constraints, end) for end in ends)
         return tuple(ends), jax.tree.map(lambda a, b: (a - b) / 2, high, low)
 
     (high, low), way = jax.vmap(pair)(changes)
@@ -175,13 +176,13 @@ class Trainings:
     """Runs trainings, side by side where memory allows, and counts them.
 
     Args:
-        chunk: how many side by side; by default as many as fit, and one on a CPU unless it is small.
-        progress: called after each chunk with the number of trainings done.
+        chunk: how many side by side; by default what `side_by_side` returns for the first problem.
     """
 
-    def __init__(self, chunk: int | None, progress: Callable[[int], None]):
-        self.chunk, self.progress, self.count = chunk, progress, 0
-        self.say: Callable[[str], Any] = lambda text: None  # what is tried next
+    def __init__(self, chunk: int | None):
+        self.chunk, self.count = chunk, 0
+        self.say: Callable[[str], None] = lambda text: None  # what is tried next
+        self.progress: Callable[[int], None] = lambda count: None  # trainings that are done
 
     def __call__(self, problem: Problem, points: PyTree) -> Float[np.ndarray, "n K"]:
         """Return the errors at points that are stacked on a leading axis."""
@@ -195,24 +196,24 @@ class Trainings:
             self._done(min(chunk, n - i))
         return np.concatenate(values)
 
-    def one(self, problem: Problem, hparams: PyTree) -> Float[np.ndarray, " K"]:
-        """Return the errors at one point."""
+    def total(self, problem: Problem, hparams: PyTree) -> float:
+        """Return the error at one point, the sum of them where there are several."""
         values = _errors(problem, jax.tree.map(lambda leaf: leaf[None], hparams))
         self._done(1)
-        return np.asarray(values, np.float64)[0]
+        return float(np.asarray(values, np.float64).sum())
 
     def _done(self, count: int) -> None:
         self.count += count
         self.progress(count)
 
     def beside(self, problem: Problem, hparams: PyTree) -> int:
-        """Return how many trainings run side by side: found out once, with the first problem."""
-        if self.chunk is None:
-            self.chunk = _fitting(problem, hparams)
+        """Return how many trainings run side by side."""
+        self.chunk = self.chunk or side_by_side(problem, hparams)
         return self.chunk
 
 
-def _fitting(problem: Problem, hparams: PyTree) -> int:
+def side_by_side(problem: Problem, hparams: PyTree) -> int:
+    """Return how many trainings fit side by side; on a CPU one, unless it is small."""
     if jax.default_backend() == "cpu":
         state = eqx.filter_eval_shape(problem.start, hparams)
         numbers = sum(leaf.size for leaf in jax.tree.leaves(state) if hasattr(leaf, "size"))
@@ -234,7 +235,7 @@ def _errors(problem: Problem, points: PyTree) -> Float[Array, "n K"]:
     return jax.vmap(at)(points)
 
 
-def jitters(constraints: PyTree, hparams: PyTree, scale: float, key: Any) -> PyTree:
+def jitters(constraints: PyTree, hparams: PyTree, scale: float, key: Array) -> PyTree:
     """Return the middle, and pairs of points to both sides of it that are a tenth of the scale away."""
     leaves, treedef = jax.tree.flatten(hparams)
 
@@ -254,7 +255,7 @@ def jitters(constraints: PyTree, hparams: PyTree, scale: float, key: Any) -> PyT
 
 
 def noise_of(
-    middle: Float[np.ndarray, " K"], pairs: Float[np.ndarray, "2 n K"], dtype: Any
+    middle: Float[np.ndarray, " K"], pairs: Float[np.ndarray, "2 n K"], dtype: DTypeLike
 ) -> Float[np.ndarray, " K"]:
     """Return the standard deviation of a measured change, half the difference of two errors.
 
@@ -279,7 +280,7 @@ class Measured(NamedTuple):
     noise: Float[np.ndarray, " K"]
 
     def slopes(self, grad_u: PyTree) -> list[Slope]:
-        """Return the changes that a gradient predicts, in the variable searched in, beside these."""
+        """Return what a gradient of the unconstrained variable predicts, beside these."""
         flat = [np.asarray(g, np.float64).ravel() for g in jax.tree.leaves(grad_u)]
         ways = [np.asarray(way, np.float64) for way in jax.tree.leaves(self.points.changes)]
         products = [way.reshape(len(way), -1) @ g for way, g in zip(ways, flat, strict=True)]

@@ -1,7 +1,7 @@
 """Is a hypergradient useful? What it predicts, beside what happens over a step of tuning.
 
 `check_hypergradient` asks whether a gradient is exact, over changes as small as rounding allows. An
-exact gradient may still mislead: where training multiplies small changes, the response is jagged, and
+exact gradient may still mislead: where training multiplies small changes, the response is chaotic, and
 its slope at a point has nothing to do with that over a step. `trust` measures the latter.
 """
 
@@ -10,27 +10,27 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
-from .._constraints.base import check_constraints
+from .._constraints.base import check_constraints, feasible
 from .._engines.auto import Auto
 from .._engines.base import AbstractEngine, Hypergradient, check_engine
-from .._engines.nonfinite import NonFiniteError, is_finite
+from .._engines.nonfinite import NonFiniteError, check_finite, is_finite
 from .._engines.reverse import Reverse
 from .._engines.robust import INNER, RobustMean
 from .._engines.smoothing import Evolution, Smoothed
 from .._engines.truncated import Truncated
-from .._outer.run import check_outside_programs, feasible
-from .._outer.steps import shown
-from .._problem.checks import check_count, check_hparams, check_key, describe
-from .._problem.folds import CrossValidated
-from .._problem.problem import Problem, validated
+from .._problem.batches import Minibatches
+from .._problem.checks import check_count, check_hparams, check_key, check_outside_programs, shown
+from .._problem.draws import Drawn, as_problem
+from .._problem.mean import Mean
+from .._problem.problem import Problem, ProblemLike, validated
 from .remedies import remedies
-from .sensitivity import ORDER, growth_of, low_precision, rounding_of, variants_of
+from .sensitivity import rounding_of, sensitivity_of
 from .slopes import (
     DESCENT,
     MISLEADS,
@@ -42,34 +42,32 @@ from .slopes import (
     Slope,
     Trainings,
     descent_probes,
-    in_search,
     jitters,
     noise_of,
     points_of,
     random_probes,
+    unconstrained,
 )
 from .verdicts import Advice, Trust, radius_of, verdicts_of
 
 SCALES = (0.1, 0.3, 1.0, 3.0)  # times `scale`
-FRESH = "fresh batches and starts"
-VARIANTS = 4  # trainings for each change that should not matter
+OTHERS = 4  # draws
 POINTS = {TRUST: 1.0, SIZE: 0.5, MISLEADS: 0.0}  # of a direction, by which engines are compared
 FEW = 40  # hyperparameters that differences of values are enough for
 FOLDS = 3  # from which on some can be told from the others
 
 
 def trust(
-    problem: Problem,
+    problem: ProblemLike,
     hparams: PyTree,
     *,
-    engine: Any = None,
-    scale: Any = 0.1,
+    engine: AbstractEngine | None = None,
+    scale: float = 0.1,
     constraints: PyTree = None,
-    directions: Any = 2,
-    key: Any = None,
-    fresh: Any = None,
-    advice: bool | str = True,
-    chunk: Any = None,
+    directions: int = 2,
+    key: Array | None = None,
+    advice: bool = True,
+    chunk: int | None = None,
     verbose: bool = True,
 ) -> Trust:
     """Compare what a hypergradient predicts with what happens over a step of tuning.
@@ -80,7 +78,8 @@ def trust(
     of 2, at all scales up to `scale`; "size" where only the sign is right; else "misleads".
 
     Args:
-        problem: the problem.
+        problem: the problem, or a function `draw(key)` that returns it. The error of some other draws
+            is reported; of a problem with `Minibatches`, that with other minibatches.
         hparams: where to look, usually the start of a descent.
         engine: how the hypergradient is computed; `Reverse()` by default.
         scale: the size of a step of tuning, relative to each hyperparameter (to its leaf's mean where
@@ -88,12 +87,9 @@ def trust(
             steps of `minimize` with its default optimizer are 0.1.
         constraints: as in `minimize`; the trainings stay inside.
         directions: random directions for each leaf of several numbers.
-        key: the random key of the directions.
-        fresh: `fresh(key)` returns the problem with fresh batches and, if you like, another start:
-            the error with these is reported. By default the same batches in other orders, and another
-            key of the loss.
-        advice: whether remedies are tried where the gradient cannot be trusted: engines and changes of
-            the training (True), engines alone ("engine"), or none (False).
+        key: the random key of the draw, and of the directions.
+        advice: whether engines and changes of the training are tried where the gradient cannot be
+            trusted.
         chunk: how many trainings run side by side; by default as many as memory allows.
         verbose: print what it will cost, a progress bar (in a terminal or notebook), and the report.
 
@@ -108,36 +104,45 @@ def trust(
     (True, {"hparams['lr']": 'trust', 'descent': 'trust'})
     """
     hparams = check_hparams(hparams)
-    check_outside_programs("trust", problem, hparams)
-    engine = Reverse() if engine is None else engine
+    check_outside_programs("trust", problem if isinstance(problem, Problem) else None, hparams)
     check_engine(engine)
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+    engine = engine or Reverse()
+    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
         raise ValueError(f"trust(scale={scale!r:.60}): give a number above 0, 0.1 say.")
     check_count(directions, f"trust(directions={directions!r:.60})")
     if chunk is not None:
         check_count(chunk, f"trust(chunk={chunk!r:.60})")
-    if advice not in (True, False, "engine"):
-        raise ValueError(f'trust(advice={advice!r:.60}): give True, False or "engine".')
+    if key is not None:
+        check_key(key, "the key of trust")
+    one, others = _draws(problem, key)
     key = jax.random.key(0) if key is None else key
-    check_key(key, "the key of trust")
-    if fresh is not None and not callable(fresh):
-        raise TypeError(f"trust(fresh={describe(fresh)}): give a function fresh(key) -> Problem.")
-    validated(problem, hparams, smooth=engine.differentiates)
+    validated(one, hparams, smooth=engine.differentiates)
     constraints = check_constraints(constraints, hparams)
-    hparams = feasible(hparams, constraints, False)
-    engine = engine.within(constraints)
-    others = _others(problem, fresh, jax.random.fold_in(key, 1))
-    probes = random_probes(problem, hparams, directions, jax.random.fold_in(key, 2))
+    hparams = feasible(constraints, hparams)
+    probes = random_probes(one, hparams, directions, jax.random.fold_in(key, 2))
     points_of(constraints, hparams, probes, [SCALES[0] * scale])  # raises where one cannot move
-    run = Trainings(chunk, lambda count: None)
-    study = _Study(problem, hparams, constraints, float(scale), probes, key, run)
-    if verbose:
-        run.say = lambda text: print(text, flush=True)
-    with _bar(verbose, study, others, advice) as run.progress:
-        report = _report(study, engine, others, advice)
+    study = _Study(one, hparams, constraints, float(scale), probes, key, Trainings(chunk))
+    with _shown_progress(study, len(others), advice) if verbose else contextlib.nullcontext():
+        report = _report(study, engine.within(constraints), others, advice)
     if verbose:
         print(report)
     return report
+
+
+def _draws(problem: ProblemLike, key: Array | None) -> tuple[Problem, list[Problem]]:
+    """Return the problem that is asked about, and some other draws of it."""
+    keys = jax.random.split(
+        jax.random.fold_in(jax.random.key(0) if key is None else key, 1), OTHERS
+    )
+    if not isinstance(problem, Problem):
+        drawn = as_problem(problem, key)
+        assert isinstance(drawn, Drawn)
+        one, *others = (cast(Problem, drawn.at(k).problem()) for k in (drawn.key, *keys))
+        return one, others
+    batches = problem.batches
+    if not isinstance(batches, Minibatches):
+        return problem, []
+    return problem, [problem.replace(batches=batches.reshuffled(k)) for k in keys]
 
 
 class _Study(NamedTuple):
@@ -148,10 +153,12 @@ class _Study(NamedTuple):
     constraints: PyTree
     scale: float
     probes: list[Probe]  # of random signs
-    key: Any
+    key: Array
     run: Trainings
 
-    def around(self, problem: Problem, scales: list[float]) -> tuple[Measured, Any]:
+    def around(
+        self, problem: Problem, scales: list[float]
+    ) -> tuple[Measured, Float[np.ndarray, " K"]]:
         """Return what the error does along the random directions, and the errors in the middle."""
         near = jitters(self.constraints, self.hparams, self.scale, jax.random.fold_in(self.key, 3))
         middle, *values = self.run(problem, near)
@@ -163,7 +170,11 @@ class _Study(NamedTuple):
         return measured._replace(noise=noise), middle
 
     def measured(
-        self, problem: Problem, probes: list[Probe], scales: list[float], noise: Any
+        self,
+        problem: Problem,
+        probes: list[Probe],
+        scales: list[float],
+        noise: Float[np.ndarray, " K"],
     ) -> Measured:
         """Return what the error does along some directions."""
         points = points_of(self.constraints, self.hparams, probes, scales)
@@ -171,54 +182,48 @@ class _Study(NamedTuple):
         values = self.run(problem, both).reshape(2, len(probes) * len(scales), -1)
         return Measured(probes, scales, points, values, noise)
 
-    def downhill(
-        self, problem: Problem, grad: PyTree, scales: list[float], noise: Any
+    def slopes(
+        self, problem: Problem, grad: PyTree, around: Measured, scales: list[float]
     ) -> list[Slope]:
-        """Return what a gradient predicts in its own directions of descent, and what happens."""
+        """Return what a gradient predicts, and what happens: around, and in its own descents."""
+        grad_u = unconstrained(self.constraints, self.hparams, grad)
+        found = [slope for slope in around.slopes(grad_u) if slope.scale in scales]
         probes = descent_probes(problem, self.hparams, self.constraints, grad)
-        if not probes:
-            return []
-        return self.measured(problem, probes, scales, noise).slopes(self.in_search(grad))
-
-    def in_search(self, grad: PyTree) -> PyTree:
-        """Return a gradient in the variable that is searched in."""
-        return in_search(self.constraints, self.hparams, grad)
+        if probes:
+            found += self.measured(problem, probes, scales, around.noise).slopes(grad_u)
+        return found
 
 
-def _report(
-    study: _Study, engine: AbstractEngine, others: dict[str, list[Problem]], advise: bool | str
-) -> Trust:
+def _report(study: _Study, engine: AbstractEngine, others: list[Problem], advise: bool) -> Trust:
     problem, hparams, scale = study.problem, study.hparams, study.scale
     (value, grad, _), nonfinite = _hypergradient(engine, problem, hparams)
     scales = [round(factor * scale, 12) for factor in SCALES]
     around, _ = study.around(problem, scales)
-    slopes = around.slopes(study.in_search(grad))
-    slopes += study.downhill(problem, grad, scales, around.noise)
+    slopes = study.slopes(problem, grad, around, scales)
     if nonfinite:  # it has no direction
         nan, noise = math.nan, float(around.noise[0])
         slopes += [Slope(DESCENT, x, nan, nan, noise, nan, nan) for x in scales]
-    growth = growth_of(problem, hparams, jax.random.fold_in(study.key, 4))
-    spread, fresh = {}, []
-    for name, variants in others.items():
-        found = [float(study.run.one(variant, hparams).sum()) for variant in variants]
-        spread[name] = float(np.std(found, ddof=1))
-        fresh += found
-    if jax.default_backend() != "cpu":  # which computes in full precision anyway
-        with jax.default_matmul_precision("highest"):
-            precise = float(study.run.one(problem, hparams).sum())
-        spread["precision of products"] = abs(precise - float(sum(jax.tree.leaves(value))))
-    title = f"trust in {_shown(engine)} at {shown(hparams)}"
     report = Trust(
-        title, slopes, scale, verdicts_of(slopes, scale), radius_of(slopes, scale),
-        float(sum(jax.tree.leaves(value))), growth, spread, fresh, [], engine, grad, around, 0,
-        nonfinite, None if nonfinite else rounding_of(engine, problem, hparams, grad),
-    )  # fmt: skip
-    advice = list(_about_noise(report))
+        title=f"trust in {_shown(engine)} at {shown(hparams)}",
+        slopes=slopes,
+        scale=scale,
+        verdicts=verdicts_of(slopes, scale),
+        radius=radius_of(slopes, scale),
+        value=float(sum(jax.tree.leaves(value))),
+        sensitivity=sensitivity_of(problem, hparams, jax.random.fold_in(study.key, 4)),
+        fresh=[study.run.total(other, hparams) for other in others],
+        engine=engine,
+        grad=grad,
+        around=around,
+        nonfinite=nonfinite,
+        rounding=None if nonfinite else rounding_of(engine, problem, hparams, grad),
+        advice=[],
+        trainings=0,
+    )
+    advice = list(_about_fresh_runs(report))
     if not report.ok and advise:
         engines, best, grad = _tried_engines(study, report)
-        advice = [*engines, *advice]
-        if advise != "engine":
-            advice += _tried_remedies(study, report, engine)
+        advice = [*engines, *advice, *_tried_remedies(study, report, engine)]
         report = report._replace(engine=best, grad=grad)
     return report._replace(advice=advice, trainings=study.run.count)
 
@@ -230,49 +235,42 @@ def _hypergradient(
     try:
         return engine(problem, hparams), ""
     except NonFiniteError as error:
-        found = engine.unchecked()(problem, hparams)
+        with check_finite(False):
+            found = engine(problem, hparams)
         if not is_finite(found.value):
             raise
         return found, str(error)
 
 
-def _about_noise(report: Trust) -> Iterator[Advice]:
-    """Yield advice that follows from how much the error varies."""
-    step = max(abs(s.measured) for s in report.slopes if s.scale == report.scale)
+def _about_fresh_runs(report: Trust) -> Iterator[Advice]:
+    """Yield advice that follows from how much the error varies between draws."""
     if not report.fresh:
         return
+    step = max(abs(s.measured) for s in report.slopes if s.scale == report.scale)
     mean, deviation = np.mean(report.fresh), np.std(report.fresh, ddof=1)
+    remedy = (
+        "let `minimize` draw anew at each step, `minimize(draw, hparams, key=...)`, or tune the mean "
+        "over several draws, `Mean.of_draws(draw, n)`"
+    )
     if report.value < mean - max(3 * deviation, step):
-        yield Advice(
-            "fresh batches",
-            f"the error of this run is {report.value:.4g}, of others {mean:.4g}: the hyperparameters "
-            'are fitted to its batches; let `minimize` draw new ones at each step, `batches="fresh"`',
-        )
+        why = f"the error of this run is {report.value:.4g}, of others {mean:.4g}: the "
+        yield Advice("draws", f"{why}hyperparameters are fitted to it; {remedy}")
     elif deviation > step:
-        yield Advice(
-            "fresh batches",
-            f"other batches move the error by {deviation:.2g}, a step of tuning by {step:.2g}: let "
-            '`minimize` draw new ones at each step, `batches="fresh"`, or tune the mean over several '
-            "runs, `CrossValidated`",
-        )
+        why = f"other draws move the error by {deviation:.2g}, a step of tuning by {step:.2g}"
+        yield Advice("draws", f"{why}: {remedy}")
 
 
 def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[Advice]:
     """Yield what changes of the training do to the verdicts, up to the first that helps."""
-    step = max(abs(s.measured) for s in report.slopes if s.scale == study.scale)
-    noisy = max(report.spread.get(name, 0.0) for name in (ORDER, FRESH)) > step
-    low = low_precision(study.problem, study.hparams)
-    for remedy in remedies(study.problem, study.hparams, report.growth, noisy, low):
+    for remedy in remedies(study.problem, study.hparams, report.sensitivity):
         study.run.say(f"trying {remedy.name}: {remedy.how}")
-        with remedy.context():
-            try:
-                _, grad, _ = engine(remedy.problem, study.hparams)
-            except NonFiniteError:
-                yield Advice(remedy.name, remedy.how, dict.fromkeys(report.verdicts, MISLEADS))
-                continue
-            around, value = study.around(remedy.problem, [study.scale])
-            slopes = around.slopes(study.in_search(grad))
-            slopes += study.downhill(remedy.problem, grad, [study.scale], around.noise)
+        try:
+            _, grad, _ = engine(remedy.problem, study.hparams)
+        except NonFiniteError:
+            yield Advice(remedy.name, remedy.how, dict.fromkeys(report.verdicts, MISLEADS))
+            continue
+        around, value = study.around(remedy.problem, [study.scale])
+        slopes = study.slopes(remedy.problem, grad, around, [study.scale])
         verdicts = verdicts_of(slopes, study.scale)
         advice = Advice(remedy.name, remedy.how, verdicts, float(value.sum()))
         yield advice
@@ -281,7 +279,7 @@ def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Ite
 
 
 def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], AbstractEngine, PyTree]:
-    """Return engines for rough responses, tried on the same directions, the best, and its gradient."""
+    """Return engines for chaotic responses, tried on the same directions, the best, its gradient."""
     here = [POINTS[slope.verdict] for slope in report.slopes if slope.scale == study.scale]
     tried, best, best_grad, most = [], report.engine, report.grad, float(np.mean(here))
     for candidate in _candidates(study, report, report.engine):
@@ -293,8 +291,7 @@ def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], Abstract
             except NonFiniteError:
                 continue
         radius = getattr(candidate, "radius", study.scale)
-        slopes = [s for s in report.around.slopes(study.in_search(grad)) if s.scale == radius]
-        slopes += study.downhill(study.problem, grad, [radius], report.around.noise)
+        slopes = study.slopes(study.problem, grad, report.around, [radius])
         verdicts = verdicts_of(slopes, radius)
         tried.append(Advice(f"engine={_shown(candidate)}", _WHAT[type(candidate)], verdicts))
         points = float(np.mean([POINTS[slope.verdict] for slope in slopes]))
@@ -313,13 +310,13 @@ _WHAT = {
 }
 
 
-def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[Any]:
-    """Yield engines for what may be rough, first for folds of which only some are.
+def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[AbstractEngine]:
+    """Yield engines for what may be chaotic, first for folds of which only some are.
 
     The others are over a neighbourhood in which changes can be told from noise, or a larger one.
     """
     problem = study.problem
-    if isinstance(problem, CrossValidated) and problem.folds >= FOLDS and isinstance(engine, INNER):
+    if isinstance(problem, Mean) and problem.count >= FOLDS and isinstance(engine, INNER):
         yield RobustMean(engine)
     scales = sorted({s.scale for s in report.slopes if s.scale >= study.scale})
     seen = {
@@ -344,7 +341,7 @@ def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterato
         yield evolution(scales[-1])
 
 
-def _shown(engine: Any) -> str:
+def _shown(engine: AbstractEngine) -> str:
     name = type(engine).__name__
     if isinstance(engine, RobustMean):
         return f"{name}({_shown(engine.engine)})"
@@ -354,46 +351,20 @@ def _shown(engine: Any) -> str:
     return f"{name}({inner}radius={engine.radius:g}, samples={engine.samples})"
 
 
-def _others(problem: Problem, fresh: Any, key: Any) -> dict[str, list[Problem]]:
-    """Return problems that should give about the same error, by what differs."""
-    if fresh is None:
-        return dict(variants_of(problem, VARIANTS, key))
-    problems = [fresh(k) for k in jax.random.split(key, VARIANTS)]
-    for other in problems:
-        if not isinstance(other, Problem):
-            raise TypeError(
-                f"trust's fresh(key) returns {describe(other)}; a `foretune.Problem` is expected, "
-                "`lambda key: problem.replace(batches=...)` say."
-            )
-    return {FRESH: problems}
-
-
 @contextlib.contextmanager
-def _bar(verbose: bool, study: _Study, others: dict[str, Any], advise: Any) -> Iterator[Any]:
-    """Say what it will cost, then show a bar of trainings."""
-    if not verbose:
-        yield lambda count: None
-        return
+def _shown_progress(study: _Study, others: int, advise: bool) -> Iterator[None]:
+    """Print what it will cost and what is tried, and show a bar of trainings."""
     from rich import get_console, progress
 
     leaves = jax.tree.leaves(study.hparams)
     downhill = 1 + sum(leaf.size > 1 for leaf in leaves) * (len(leaves) > 1)
-    points = 2 * len(SCALES) * (len(study.probes) + downhill) + 1 + 2 * PAIRS
-    points += sum(len(problems) for problems in others.values())
-    more = ""
-    if advise:
-        more = (
-            "; where it cannot be trusted, up to as many again for each remedy that is tried "
-            "(`advice=False` tries none)"
-        )
+    points = 2 * len(SCALES) * (len(study.probes) + downhill) + 1 + 2 * PAIRS + others
     cost = f"one hypergradient and {points} trainings of {study.problem.steps} steps"
+    more = "; where it cannot be trusted, about as many for each remedy that is tried" * advise
     print(f"trust: {cost}, and their compilation{more}.", flush=True)
-    shown = sys.stdout.isatty() or get_console().is_jupyter
-    with progress.Progress(disable=not shown) as bar:
+    visible = sys.stdout.isatty() or get_console().is_jupyter
+    with progress.Progress(disable=not visible) as bar:
         task = bar.add_task("trainings", total=points)
-
-        def done(count: int) -> None:
-            finished = bar.tasks[task].completed + count
-            bar.update(task, completed=finished, total=max(points, finished))
-
-        yield done
+        study.run.say = lambda text: print(text, flush=True)
+        study.run.progress = lambda count: bar.advance(task, count)
+        yield

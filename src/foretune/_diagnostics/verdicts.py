@@ -1,14 +1,17 @@
 """The report of `trust`: a verdict for each leaf, and how it reads."""
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import PyTree
 
 from .._engines.base import AbstractEngine
-from .sensitivity import Growth, Rounding
+from .sensitivity import Rounding, Sensitivity
 from .slopes import MISLEADS, SIZE, TRUST, Measured, Slope, judged
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class Advice(NamedTuple):
@@ -39,14 +42,10 @@ class Trust(NamedTuple):
     """The report of `trust`; prints as a table, `plot()` draws it.
 
     `ok` and `verdicts` (by leaf) are what it comes to, `radius` (by leaf) how far the gradient holds,
-    `advice` and `engine` (with its gradient, `grad`) what to do. `slopes` has predicted and measured
-    changes, `value` the error, `fresh` that of other runs, `spread` how much it varies, `growth` what
-    becomes of a small change, `nonfinite` why the gradient is not finite, `rounding` what a loss in low
-    precision does to it; `trainings` is the cost.
+    `advice` and `engine` (with its gradient, `grad`) what to do.
     """
 
     title: str
-    """What it is about."""
     slopes: list[Slope]
     """Predicted and measured change for each direction and scale."""
     scale: float
@@ -57,26 +56,25 @@ class Trust(NamedTuple):
     """By leaf: the largest scale up to which sign and size hold, 0 where there is none."""
     value: float
     """The error at the hyperparameters (the sum of them, where there are several)."""
-    growth: Growth | None
-    spread: dict[str, float]
-    """Standard deviation of the error under changes that should not matter."""
+    sensitivity: Sensitivity | None
+    """What becomes of a small change of the weights; None where a step has no forward mode."""
     fresh: list[float]
-    """The error with fresh batches, starts or keys."""
-    advice: list[Advice]
-    """What helps, and what was tried and does not."""
+    """The error in other draws: with other minibatches, starts or data."""
     engine: AbstractEngine
     """The engine to use: the one given where it can be trusted, else the best that was tried."""
     grad: PyTree
     """Its gradient."""
     around: Measured
-    """The errors along the random directions: `around.slopes(gradient)` judges another gradient, in the
-    variable that is searched in, by the same trainings."""
-    trainings: int
-    """How many trainings it took, besides hypergradients."""
+    """The errors along the random directions: `around.slopes(gradient)` judges another gradient, of
+    the unconstrained variable, by the same trainings."""
     nonfinite: str
     """Why the gradient is not finite, where the error is; else empty."""
     rounding: Rounding | None
     """What a loss in bfloat16 or float16 does to the gradient, where it is computed in one."""
+    advice: list[Advice]
+    """What helps, and what was tried and does not."""
+    trainings: int
+    """How many trainings it took, besides hypergradients."""
 
     @property
     def ok(self) -> bool:
@@ -88,7 +86,7 @@ class Trust(NamedTuple):
 
     __repr__ = __str__
 
-    def plot(self, axes: Any = None) -> Any:
+    def plot(self, axes: "Sequence[Axes] | None" = None) -> "Sequence[Axes]":
         """Draw the error along each direction beside what the gradient predicts; return the axes."""
         from .plot import plot_trust
 
@@ -145,16 +143,10 @@ def _lines(report: Trust) -> Iterator[str]:
         )
     if report.nonfinite:
         yield report.nonfinite
-    if report.growth is not None:
-        yield str(report.growth)
-    if report.rounding is not None:
-        yield str(report.rounding)
+    yield from (str(part) for part in (report.sensitivity, report.rounding) if part is not None)
     if report.fresh:
-        runs = f"{np.mean(report.fresh):.4g} in the mean of {len(report.fresh)} other runs"
-        yield f"error {report.value:.4g} here, {runs}"
-    varies = (f"{deviation:.2g} by {name}" for name, deviation in report.spread.items())
-    if report.spread:
-        yield f"the error varies by {', '.join(varies)}"
+        runs = f"{np.mean(report.fresh):.4g} +- {np.std(report.fresh, ddof=1):.2g}"
+        yield f"error {report.value:.4g} here, {runs} in {len(report.fresh)} other runs"
     helps = [advice for advice in report.advice if advice.helps]
     yield from (f"advice: {advice}" for advice in helps)
     yield from (f"tried: {advice}" for advice in report.advice if not advice.helps)

@@ -1,81 +1,66 @@
 """The fastest exact engine that fits in memory.
 
-A few steps of the training are timed in the ways that engines go through it (`costs.py`). A
-hypergradient over T steps of m hyperparameters then takes
+Two families compete. The time of forward mode grows with the number m of hyperparameters, the memory of
+reverse mode with what it stores of T steps; in plain training runs and states, about
 
-    Reverse, everything      T (step and adjoint, all stored)        T times what the adjoint keeps
-    Reverse, gradients       T step + T adjoint less a gradient      T states and gradients
-    Reverse, states          T step + T adjoint                      T states
-    Reverse, segments        2 T step + the same                     about 2 sqrt(T) of both
-    Reverse, c states        N(T, c) step + T adjoint                c states (N: binomial)
-    Forward, chunk c         ceil(m / c) T (step with c tangents)    c + 1 states
+    Forward()               1 + 2m                 m + 1
+    Forward(c)              (1 + 2c) m / c         c + 1
+    Reverse("gradients")    3                      T, and T gradients
+    Reverse()               4                      T
+    Reverse("segments")     5                      2 sqrt(T)
+    Reverse(c)              4 + N(T, c) / T        c          (N: binomial checkpoints)
 
-and what is stored is written and read once. The candidates are gone through from the fastest on; the
-first whose whole program, compiled, needs no more memory than allowed is taken. Where others are
-predicted to be nearly as fast, and that is fast, whole programs are timed to decide.
+Of each family, from the fastest on, the first is taken whose whole program, compiled, needs no more
+memory than allowed. Where m is so small that either may be the faster one, both are timed over the
+first steps of the training itself. "gradients" are stored where a gradient is nearly all of a step.
 """
 
 import math
-import re
 import sys
-from typing import Any, NamedTuple
+import time
+from typing import NamedTuple
 
+import equinox as eqx
 import jax
-from jaxtyping import PyTree
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, PyTree
 
 from .._problem.arguments import Structure
-from .._problem.problem import Problem, validated
-from .._problem.system import System
-from .base import AbstractEngine, Hypergradient, Solution, check_options
-from .costs import (
-    Costs,
-    agreed,
-    byte_seconds,
-    compile_all,
-    concrete,
-    free_bytes,
-    measure_costs,
-    run_time,
-    show_bytes,
-)
+from .._problem.draws import Drawn, as_problem
+from .._problem.problem import Problem, ProblemLike, opened, validated
+from .._problem.system import System, make_system
+from .base import AbstractEngine, Hypergradient, TracedEngine, check_not_problem, compute
 from .forward import Forward
+from .memory import agreed, free_bytes, parse_bytes, program_bytes, show_bytes, tree_bytes
 from .products import has_no_mode
 from .reverse import Reverse
-from .schedules import binomial_steps
-from .segments import price_of_segments
+from .segments import price_of_segments, split_where_worth
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {f"{prefix}i": 1024**k for k, prefix in enumerate("kmgt", start=1)}
+FEW = 16  # hyperparameters up to which forward mode may be the faster one
+STEPS = 16  # over which both are timed
 _REMEMBERED = 64
-_RIVALS = 3  # whole programs that are timed,
-_NEAR = 1.15  # where they are predicted to be this close to the fastest,
-_BRIEF = 2.0  # and that to take no more than this, in seconds
-_PASSES = 1.05  # several passes repeat what is around the steps too; they must promise to be faster
 
 
 class Candidate(NamedTuple):
-    """An engine with what it is predicted to take."""
+    """An engine with the bytes of the states that it holds; the whole program holds some more."""
 
-    engine: AbstractEngine
-    seconds: float
+    engine: Forward | Reverse
     bytes: float
-    """The states that it holds; the whole program holds some more."""
 
     @property
     def name(self) -> str:
         """The engine as a user writes it."""
-        e: Any = self.engine
-        if isinstance(e, Forward):
-            return "Forward()" if e.chunk is None else f"Forward(chunk={e.chunk})"
-        if e.transpose != "forward":
-            return f"Reverse(transpose={e.transpose!r})"
-        return "Reverse()" if e.store == "states" else f"Reverse(store={e.store!r})"
+        if isinstance(self.engine, Forward):
+            return "Forward()" if self.engine.chunk is None else f"Forward({self.engine.chunk})"
+        return "Reverse()" if self.engine.store == "states" else f"Reverse({self.engine.store!r})"
 
 
 class Choice(NamedTuple):
     """What `Auto` chose, and from what; prints as a table."""
 
-    engine: AbstractEngine
+    engine: TracedEngine
     bytes: int
     """What its program needs: data, results and temporary arrays."""
     limit: float
@@ -84,27 +69,20 @@ class Choice(NamedTuple):
     candidates: list[Candidate]
     compiled: dict[str, int]
     """The memory of each program that was compiled, by the candidate's name."""
-    measured: dict[str, float]
-    """The seconds of each program that was timed: those predicted to be nearly the fastest."""
+    timed: dict[str, float]
+    """The seconds of a step, of the engines that were timed."""
 
     def __str__(self) -> str:
-        lines = [
-            f"{'engine':<28} {'predicted time':>14} {'measured':>9} {'its states':>11} "
-            f"{'memory, compiled':>17}"
-        ]
+        lines = [f"{'engine':<24} {'its states':>11} {'memory, compiled':>17} {'a step':>9}"]
         for c in self.candidates:
-            time = f"{self.measured[c.name]:.3g}s" if c.name in self.measured else ""
             size = show_bytes(self.compiled[c.name]) if c.name in self.compiled else ""
-            mark = "  <- chosen" if c.engine == self.engine else ""
-            over = ""
+            seconds = f"{self.timed[c.name]:.2g} s" if c.name in self.timed else ""
+            note = "  <- chosen" if c.engine == self.engine else ""
             if self.compiled.get(c.name, 0) > self.limit:
-                over = "  too large"
+                note = "  too large"
             elif c.name not in self.compiled and c.bytes + self.given > self.limit:
-                over = "  its states are too large"
-            lines.append(
-                f"{c.name:<28} {c.seconds:>13.3g}s {time:>9} {show_bytes(c.bytes):>11} {size:>17}"
-                f"{mark or over}"
-            )
+                note = "  its states are too large"
+            lines.append(f"{c.name:<24} {show_bytes(c.bytes):>11} {size:>17} {seconds:>9}{note}")
         limit = "no limit" if math.isinf(self.limit) else f"at most {show_bytes(self.limit)}"
         return "\n".join([*lines, f"The fastest that needs {limit}."])
 
@@ -116,13 +94,12 @@ class Auto(AbstractEngine):
         memory: what the program may need at most, with its data and results: bytes, or a text like
             "4GiB" or "500MB". None (default): what is free on the device, which is also the most that
             any budget allows.
-        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
 
-    The choice is made from the time that a few steps of the training take and the memory that the
-    compiler plans, and for a brief training between engines that are predicted to be level from their
-    own times; `explain(problem, hparams)` returns it as a table. It is remembered for given shapes,
-    and made anew where the program no longer fits into what is free. Several processes make the same
-    choice. Where no exact engine fits, an error says what the smallest needs.
+    The choice is made from the memory that the compiler plans and, where hyperparameters are few, from
+    the time that a few steps take in forward and in reverse mode; `explain(problem, hparams)` returns
+    it as a table. It is remembered for given shapes, and made anew where the program no longer fits
+    into what is free. Several processes make the same choice. Where no exact engine fits, an error
+    says what the smallest needs.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -135,114 +112,107 @@ class Auto(AbstractEngine):
     (0.25, -2.0)
     """
 
-    memory: Any
-    check_finite: bool | None
+    memory: int | None
 
-    def __init__(self, memory: Any = None, *, check_finite: bool | None = None):
-        read = memory is not None and not isinstance(memory, Problem)
-        self.memory = parse_bytes(memory) if read else memory
-        self.check_finite = check_finite
-        check_options(self)
+    def __init__(self, memory: object = None):
+        check_not_problem("Auto", memory)
+        self.memory = None if memory is None else parse_bytes(memory)
 
-    def solve(self, system: System, hparams: PyTree) -> Solution:
-        """Never called: a call goes to the engine that is chosen."""
-        raise NotImplementedError
-
-    def __call__(self, problem: Problem, hparams: PyTree) -> Hypergradient:
+    def __call__(
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
+    ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
-        return self.explain(problem, hparams).engine(problem, hparams)
+        given = as_problem(problem, key)
+        return self.explain(given, hparams).engine(given, hparams)
 
-    def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:
+    def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         """Return the program that a call runs."""
         return self.explain(problem, hparams).engine.lower(problem, hparams)
 
-    def explain(self, problem: Problem, hparams: PyTree) -> Choice:
+    def explain(self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None) -> Choice:
         """Return the choice, which prints as a table of the candidates."""
-        arrays, structure = validated(problem, hparams)
+        arrays, structure = validated(as_problem(problem, key), hparams)
         shapes = tuple((a.shape, a.dtype, getattr(a, "weak_type", False)) for a in arrays)
-        key = (structure, shapes, self.memory, self.check_finite)
-        given = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+        asked = (structure, shapes, self.memory)
+        given = tree_bytes(arrays)
         with jax.ensure_compile_time_eval():  # inside `jit` too, programs are to run now
             free = agreed(free_bytes(), least=True) + given
             limit = min(free, float(self.memory or math.inf))
-            if key not in _CHOICES or _CHOICES[key].bytes > limit:
+            if asked not in _CHOICES or _CHOICES[asked].bytes > limit:
                 if len(_CHOICES) >= _REMEMBERED:
                     _CHOICES.clear()
-                _CHOICES[key] = choose(structure, arrays, limit, given, self.check_finite)
-        return _CHOICES[key]
+                _CHOICES[asked] = choose(structure, arrays, limit, given)
+        return _CHOICES[asked]
 
 
-_CHOICES: dict[Any, Choice] = {}
+_CHOICES: dict[object, Choice] = {}
 
 
-def choose(
-    structure: Structure, arrays: list[Any], limit: float, given: int, check_finite: bool | None
-) -> Choice:
+def choose(structure: Structure, arrays: list[Array], limit: float, given: int) -> Choice:
     """Return the fastest exact engine that needs no more than `limit` bytes, `given` among them."""
     if sys.stderr.isatty():
-        print("foretune.Auto: timing a few steps, to choose an engine", file=sys.stderr)
-    arrays = [concrete(array) for array in arrays]
-    costs = measure_costs(structure, arrays, limit)
-    found = sorted(candidates(costs, check_finite), key=lambda c: c.seconds)
-    left, sizes = [c for c in found if c.bytes + given <= limit], {}
-    while left:
-        rivals = _RIVALS if costs.measured and left[0].seconds <= _BRIEF else 1
-        group = [c for c in left[:rivals] if c.seconds <= _NEAR * left[0].seconds]
-        try:
-            programs = compiled(group, structure, arrays)
-        except (ValueError, TypeError) as error:  # a mode that was assumed, not measured
-            if costs.measured or not has_no_mode(error):
-                raise
-            left = [c for c in left if type(c.engine) is not type(group[0].engine)]
-            continue
-        sizes |= {name: program_bytes(program) for name, program in programs.items()}
-        if fit := [c for c in group if sizes[c.name] <= limit]:
-            measured = {}
-            if len(fit) > 1:
-                measured = {c.name: run_time(programs[c.name], arrays)[0] for c in fit}
-            best = min(fit, key=lambda c: measured.get(c.name, 0.0))
-            return Choice(best.engine, sizes[best.name], limit, given, found, sizes, measured)
-        left = left[len(group) :]
-    few = sorted(found, key=lambda c: c.bytes)[:_RIVALS]  # beside its states a program holds more
-    programs = compiled([c for c in few if c.name not in sizes], structure, arrays)
-    sizes |= {name: program_bytes(program) for name, program in programs.items()}
-    smallest = min(sizes, key=lambda name: sizes[name])
-    raise MemoryError(
-        f"no exact engine fits into {show_bytes(limit)}: of those compiled the smallest, {smallest}, "
-        f"needs {show_bytes(sizes[smallest])}, with the data and parameters ({show_bytes(given)}). "
-        "Allow more, `Auto(memory=...)`, give a smaller batch, or approximate: `Truncated`, "
-        "`Implicit`, `Sampled`."
-    )
+        print("foretune.Auto: compiling a few programs, to choose an engine", file=sys.stderr)
+    arrays = [_concrete(array) for array in arrays]
+    m, reverses, forwards = candidates(structure, arrays)
+    sizes: dict[str, int] = {}
+    errors: list[Exception] = []
+
+    def first_fitting(family: list[Candidate]) -> list[Candidate]:
+        for c in family:
+            if c.bytes + given > limit:
+                continue
+            try:
+                lowered = compute.lower(c.engine, structure, True, arrays)
+            except (ValueError, TypeError) as error:
+                if not has_no_mode(error):
+                    raise
+                errors.append(error)  # a step that this mode cannot differentiate
+                break
+            sizes[c.name] = program_bytes(lowered.compile())
+            if sizes[c.name] <= limit:
+                return [c]
+        return []
+
+    fitting = first_fitting(reverses)
+    if m <= FEW or not fitting:
+        fitting += first_fitting(forwards)
+    if len(errors) == 2:
+        raise errors[0]
+    found = [*reverses, *forwards]
+    if not fitting:
+        raise MemoryError(_too_little(structure, arrays, limit, given, found, sizes))
+    timed = {}
+    if len(fitting) > 1:
+        timed = {c.name: _step_seconds(c.engine, structure, arrays) for c in fitting}
+    best = min(fitting, key=lambda c: timed.get(c.name, 0.0))
+    return Choice(best.engine, sizes[best.name], limit, given, found, sizes, timed)
 
 
-def candidates(costs: Costs, check_finite: bool | None) -> list[Candidate]:
-    """Return the exact engines, with what each is predicted to take."""
-    T, m, state = costs.steps, costs.hyperparameters, costs.state
-    found = []
-    for chunk in _halved(m):
-        passes = -(-m // chunk)
-        seconds = passes * T * costs.with_tangents(chunk) * (1.0 if passes == 1 else _PASSES)
-        engine = Forward(chunk=None if chunk == m else chunk, check_finite=check_finite)
-        found.append(Candidate(engine, seconds, (chunk + 1) * state))
+def candidates(
+    structure: Structure, arrays: list[Array]
+) -> tuple[int, list[Candidate], list[Candidate]]:
+    """Return m, and the engines of each mode from the fastest on, with the bytes of their states."""
+    facts = {}
 
-    def reverse(store, seconds, held, transpose="forward"):
-        engine = Reverse(store=store, check_finite=check_finite, transpose=transpose)
-        found.append(Candidate(engine, seconds + held * byte_seconds(), held))
+    def start(arrays):
+        problem, hparams = opened(structure, arrays)
+        system = make_system(problem, hparams)
+        s = system.initial(hparams)
+        split = split_where_worth(system, hparams, s)
+        facts.update(T=system.steps, m=ravel_pytree(hparams)[0].size, split=split)
+        return s, eqx.filter(getattr(s, "params", None), eqx.is_array)
 
-    back, kept = T * costs.adjoint, T * costs.kept_gradient
-    both = state + costs.gradient
-    few, again = price_of_segments(T, costs.gradient / max(state, 1), costs.split)
-    reverse("everything", T * costs.whole, T * costs.kept)
-    reverse("gradients", T * costs.step + kept, T * both)
-    reverse("states", T * costs.step + back, T * state)
-    if math.isfinite(costs.ordinary):
-        reverse("states", T * (costs.step + costs.ordinary), T * state, transpose="reverse")
-    reverse("segments", (T + again) * costs.step + kept, few * state)
-    for c in _halved(T):
-        if c < T:
-            reverse(c, (binomial_steps(T, c) + 1) * costs.again + back, c * state)
-    possible = [c for c in found if math.isfinite(c.seconds)]
-    return possible or found  # where none is, the error is that of an engine
+    s, params = jax.eval_shape(start, arrays)
+    T, m, split = facts["T"], facts["m"], facts["split"]
+    state, gradient = tree_bytes(s), tree_bytes(params)
+    few, _ = price_of_segments(T, gradient / max(state, 1), split is not None)
+    stores = {"states": T * state, "segments": few * state}
+    if split is not None:
+        stores = {"gradients": T * (state + gradient), **stores}
+    stores |= {c: c * state for c in _halved(T) if c < T}
+    reverses = [Candidate(Reverse(store), size) for store, size in stores.items()]
+    forwards = [Candidate(Forward(None if c == m else c), (c + 1) * state) for c in _halved(m)]
+    return m, reverses, forwards
 
 
 def _halved(n: int) -> list[int]:
@@ -253,40 +223,61 @@ def _halved(n: int) -> list[int]:
     return found
 
 
-def compiled(group: list[Candidate], structure: Structure, arrays: list[Any]) -> dict[str, Any]:
-    """Return the candidates' whole programs."""
-    from .base import compute
+def _step_seconds(engine: TracedEngine, structure: Structure, arrays: list[Array]) -> float:
+    """Return the seconds of a step: those of a hypergradient over the first few steps."""
 
-    lowered = {c.name: compute.lower(c.engine, structure, True, arrays) for c in group}
-    return {name: program.result() for name, program in compile_all(lowered).items()}
+    def program(arrays):
+        problem, hparams = opened(structure, arrays)
+        short = _shortened(make_system(problem, hparams), hparams)
+        return engine.solve(problem, short, hparams)[:2]
+
+    compiled = jax.jit(program).lower(arrays).compile()
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        jax.block_until_ready(compiled(arrays))
+        seconds.append(time.perf_counter() - began)
+    return agreed(min(seconds)) / STEPS
 
 
-def program_bytes(program: Any) -> int:
-    """Return the memory of a compiled program: data, results and temporary arrays."""
-    memory = program.memory_analysis()
-    return int(
-        agreed(
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            + memory.temp_size_in_bytes
-            - memory.alias_size_in_bytes
-        )
+def _shortened(system: System, hparams: PyTree) -> System:
+    """Return the first steps of a system (the last one again where there are fewer), cheap errors."""
+    K = len(jax.eval_shape(lambda h: system.errors(system.initial(h), h), hparams))
+
+    def errors(s, hparams):
+        moving = [leaf for leaf in jax.tree.leaves(s) if eqx.is_inexact_array(leaf)]
+        total = sum(jnp.sum(leaf) for leaf in moving)
+        return tuple((k + 1) * total for k in range(K))
+
+    rows = jnp.minimum(jnp.arange(STEPS), system.steps - 1)
+    xs = jax.tree.map(lambda leaf: leaf[rows], system.xs)
+    return system._replace(xs=xs, steps=STEPS, errors=errors)
+
+
+def _too_little(
+    structure: Structure,
+    arrays: list[Array],
+    limit: float,
+    given: int,
+    found: list[Candidate],
+    sizes: dict[str, int],
+) -> str:
+    for c in sorted(found, key=lambda c: c.bytes)[:2]:  # beside its states a program holds more
+        if c.name not in sizes:
+            lowered = compute.lower(c.engine, structure, True, arrays)
+            sizes[c.name] = program_bytes(lowered.compile())
+    smallest = min(sizes, key=lambda name: sizes[name])
+    return (
+        f"no exact engine fits into {show_bytes(limit)}: of those compiled the smallest, {smallest}, "
+        f"needs {show_bytes(sizes[smallest])}, with the data and parameters ({show_bytes(given)}). "
+        "Allow more, `Auto(memory=...)`, give a smaller batch, or take `ReverseOnDisk`, or `Truncated`."
     )
 
 
-def parse_bytes(memory: Any, where: str = "Auto") -> int:
-    """Return the bytes of a number or of a text like "4GiB".
-
-    >>> parse_bytes("4GiB"), parse_bytes("1.5 MB"), parse_bytes(100)
-    (4294967296, 1500000, 100)
-    """
-    found = memory
-    if isinstance(memory, str):
-        match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", memory.lower())
-        if match and match[2] in _UNITS and match[1].replace(".", "", 1).isdigit():
-            found = int(float(match[1]) * _UNITS[match[2]])
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-        raise ValueError(
-            f'{where}(memory={memory!r}): give bytes, or a text like "4GiB" or "500MB".'
-        )
-    return int(found)
+def _concrete(array: Array) -> Array:
+    """Return the array, or one of its shape where it is being traced."""
+    if not isinstance(array, Tracer | jax.ShapeDtypeStruct):
+        return array
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), array.shape)
+    return jnp.zeros(array.shape, array.dtype)

@@ -1,26 +1,26 @@
 """What all engines share: how one is called and what it returns.
 
-An engine is a callable `engine(problem, hparams) -> Hypergradient(value, grad, state)`. It
-compiles once for given structures and shapes; new values, new data and new problems with the
-same functions reuse the program.
+An engine is a callable `engine(problem, hparams) -> Hypergradient(value, grad, state)`. Most are
+`TracedEngine`s: one program, made of one method `solve`, compiled once for given structures and shapes;
+new values, new data, new draws and new problems with the same functions reuse it. Those that run a loop
+on the host have `__call__` alone.
 """
 
 import abc
-import copy
 import functools
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .._problem.arguments import Compiled, Output, Structure, unflatten
+from .._problem.arguments import Compiled, Output, Structure
 from .._problem.checks import describe
-from .._problem.problem import Problem, validated
+from .._problem.draws import Drawn, as_problem
+from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
-from .nonfinite import NonFiniteError, explain, guard_finite, is_finite
+from .nonfinite import NonFiniteError, explain, guard_finite, is_finite, when_checked
 
 
 class Hypergradient(NamedTuple):
@@ -46,43 +46,49 @@ class Solution(NamedTuple):
 class AbstractEngine(eqx.Module):
     """A way to compute a hypergradient: `engine(problem, hparams) -> value, grad, state`.
 
-    Every engine has the option `check_finite`, which says what happens to a value or gradient that
-    is not finite. `None` (default): a call outside `jax.jit` raises `NonFiniteError`, which names the
-    hyperparameter, the step and state leaf where it began, and the remedy; a call inside `jit` checks
-    nothing and costs nothing. `True`: inside `jit` too, by a runtime check that names the
-    hyperparameter. `False`: never. The page "Which engine?" of the documentation has more, under
-    "When a result is not finite".
+    A value or gradient that is not finite raises `NonFiniteError`; `foretune.check_finite` says when.
     """
 
-    check_finite: eqx.AbstractVar[bool | None]
+    @abc.abstractmethod
+    def __call__(
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
+    ) -> Hypergradient:
+        """Return the error at `hparams`, its gradient and the final state.
+
+        Args:
+            problem: the problem, or a function `draw(key)` that returns it.
+            hparams: the hyperparameters.
+            key: of the draw.
+        """
+
+    @abc.abstractmethod
+    def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
+        """Return the program that a call runs, for its memory and cost analysis."""
 
     @property
     def other_mode(self) -> str | None:
         """The engine of the other mode, which may be finite where this one is not."""
         return None
 
-    @abc.abstractmethod
-    def solve(self, system: System, hparams: PyTree) -> Solution:
-        """Return the errors, their gradients and s_T: a pure function, to be traced."""
-
-    def solve_problem(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
-        """Do the same where an engine needs more of the problem than its system."""
-        return self.solve(system, hparams)
-
     @property
     def differentiates(self) -> bool:
         """Whether it needs a response that has a derivative."""
         return True
 
-    def unchecked(self) -> "AbstractEngine":
-        """Return the engine with `check_finite=False`."""
-        engine = copy.copy(self)
-        object.__setattr__(engine, "check_finite", False)  # a module is frozen
-        return engine
-
     def within(self, constraints: PyTree) -> "AbstractEngine":
         """Return the engine for hyperparameters under constraints, where these concern it."""
         return self
+
+
+class TracedEngine(AbstractEngine):
+    """An engine that is one program: it implements `solve`."""
+
+    @abc.abstractmethod
+    def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
+        """Return the errors, their gradients and s_T: a pure function, to be traced.
+
+        Most need the system alone, the problem as pure functions of an array-only state.
+        """
 
     def review(self, report: Any) -> None:
         """Warn or raise, outside of a trace, where the engine's report asks for it."""
@@ -91,11 +97,19 @@ class AbstractEngine(eqx.Module):
         """Return the gradient with the same as runtime checks, inside a trace."""
         return grad
 
-    def __call__(self, problem: Problem, hparams: PyTree) -> Hypergradient:
+    def __call__(
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
+    ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
-        arrays, structure = validated(problem, hparams, smooth=self.differentiates)
+        return self.reported(problem, hparams, key)[0]
+
+    def reported(
+        self, problem: ProblemLike, hparams: PyTree, key: Array | None = None
+    ) -> tuple[Hypergradient, Any]:
+        """Return the same, and the engine's report."""
+        arrays, structure = validated(as_problem(problem, key), hparams, smooth=self.differentiates)
         traced = any(isinstance(array, Tracer) for array in arrays)
-        flagged = self.check_finite is not False and not traced
+        flagged = when_checked() is not False and not traced
         try:
             value, grad, state, report, finite = compute(self, structure, flagged, arrays)
         except (ValueError, RuntimeError) as error:
@@ -104,39 +118,32 @@ class AbstractEngine(eqx.Module):
         # Inside `jit` results are tracers, also where all the arguments are constants.
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(grad)):
             result = Hypergradient(value, self.guard(grad, report), state.tree())
-            return guard_finite(result) if self.check_finite else result
+            return guard_finite(result) if when_checked() else result, report
         result = Hypergradient(value, grad, state.tree())
         self.review(report)
         if flagged and not finite:
-            problem, hparams = unflatten(structure, arrays)
-            raise NonFiniteError(explain(problem, hparams, result, self.other_mode))
-        return result
+            raise NonFiniteError(explain(*opened(structure, arrays), result, self.other_mode))
+        return result, report
 
-    def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:
+    def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         """Return the program that a call runs, for its memory and cost analysis."""
         arrays, structure = validated(problem, hparams, smooth=self.differentiates)
         return compute.lower(self, structure, False, arrays)
 
 
-def check_engine(engine: Any) -> None:
+def check_engine(engine: object) -> None:
     """Raise unless it is an engine or None."""
     if engine is not None and not isinstance(engine, AbstractEngine):
         raise TypeError(f"engine must be an engine, `foretune.Reverse()` say; got {engine!r:.100}.")
 
 
-def check_options(engine: Any) -> None:
+def check_not_problem(engine: str, option: object) -> None:
     """Raise where a problem was given to the class instead of to an engine."""
-    for name, option in vars(engine).items():
-        if not isinstance(option, int | float | str | Mesh | None):
-            engine_name = type(engine).__name__
-            raise TypeError(
-                f"{engine_name}({name}={describe(option)}): the problem goes to the engine, not to "
-                f"its class: `{engine_name}()(problem, hparams)`."
-            )
-        if name == "check_finite" and not isinstance(option, bool | None):
-            raise TypeError(
-                f"{type(engine).__name__}(check_finite={option!r}): give None, True or False."
-            )
+    if isinstance(option, Problem):
+        raise TypeError(
+            f"{engine}({describe(option)}): the problem goes to the engine, not to its class: "
+            f"`{engine}()(problem, hparams)`."
+        )
 
 
 def _advise(error: Exception) -> None:
@@ -154,12 +161,12 @@ def _advise(error: Exception) -> None:
 
 @functools.partial(Compiled, static=3)
 def compute(
-    engine: AbstractEngine, structure: Structure, flagged: bool, arrays: list[Array]
+    engine: TracedEngine, structure: Structure, flagged: bool, arrays: list[Array]
 ) -> tuple[PyTree, PyTree, Output, Any, Bool[Array, ""] | None]:
     """Return value, gradient and s_T, and where `flagged` whether the first two are finite."""
-    problem, hparams = unflatten(structure, arrays)
+    problem, hparams = opened(structure, arrays)
     system = make_system(problem, hparams)
-    errors, rows, s_T, report = engine.solve_problem(problem, system, hparams)
+    errors, rows, s_T, report = engine.solve(problem, system, hparams)
     value, grad = system.value(errors), system.gradient(rows)
     finite = is_finite((value, grad)) if flagged else None
     return value, grad, Output(system.restore(s_T)), report, finite

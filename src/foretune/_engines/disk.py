@@ -10,11 +10,12 @@ After each segment the adjoint and the sum so far are written too, so that a cal
 either way, continues where it was. Files carry what they belong to and a checksum of their content.
 """
 
-import hashlib
-import json
+import contextlib
+import functools
 import math
 import os
-import zlib
+import re
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,20 +23,22 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from .._problem.arguments import Compiled, Output, Structure, unflatten
+from .._files.arrays import Damaged, load_arrays, load_header, save_arrays
+from .._files.digests import as_numbers, digest, key_data, with_numbers
+from .._files.files import as_path, locked, make_folder, remove_unfinished, set_aside
+from .._problem.arguments import Compiled, Output, Structure
 from .._problem.checks import check_count
-from .._problem.problem import Problem, validated
+from .._problem.draws import Drawn, as_problem
+from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
-from .auto import parse_bytes
-from .base import AbstractEngine, Hypergradient, Solution
-from .costs import free_bytes
-from .nonfinite import FORWARD, NonFiniteError, explain, is_finite
+from .base import AbstractEngine, Hypergradient
+from .memory import free_bytes, parse_bytes
+from .nonfinite import FORWARD, NonFiniteError, explain, is_finite, when_checked
 from .products import error_gradients, pull_rows
 from .reverse import Reverse
 from .schedules import Adjoint, take
@@ -48,21 +51,20 @@ class ReverseOnDisk(AbstractEngine):
     """The exact hypergradient by reverse mode, with states on a disk: for very many steps.
 
     Costs what `Reverse(store="segments")` does in time, with a share of the states on a disk instead
-    of the device. A call that was killed continues where it was when it is made again with the same
-    numbers: data, parameters, hyperparameters. What cannot be compared is yours to keep as it was: the
-    functions. It runs on one process, and outside of `jax.jit` only.
+    of the device. A call that was killed continues where it was when it is made again: with the same
+    numbers (data, parameters, hyperparameters) and the same programs of the step and the error. It runs
+    on one process, and outside of `jax.jit` only.
 
     Args:
-        folder: where the files `*.foretune` go, made if need be; another one for each call that may
-            run at the same time. They are removed at the end of a call, and at its beginning where
-            they belong to another.
+        folder: where the files `*.foretune` go, made if need be; one call at a time may have it. They
+            are removed at the end of a call, and at its beginning where they belong to another one;
+            other files are left alone.
         segment: the steps between two states on the disk, whose states are held on the device. By
             default about the root of all steps, fewer where `memory` allows no more.
         memory: bytes of the device for the states of a segment, or a text like "4GiB"; by default
             half of what is free.
         store: what is kept within a segment, as in `Reverse`.
         transpose: as in `Reverse`.
-        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax, tempfile
     >>> problem = ft.Problem(
@@ -81,7 +83,6 @@ class ReverseOnDisk(AbstractEngine):
     memory: int | None
     store: str | int
     transpose: str
-    check_finite: bool | None
 
     def __init__(
         self,
@@ -91,7 +92,6 @@ class ReverseOnDisk(AbstractEngine):
         memory: Any = None,
         store: str | int = "gradients",
         transpose: str = "forward",
-        check_finite: bool | None = None,
     ):
         if not isinstance(folder, str | os.PathLike):
             raise TypeError(
@@ -100,35 +100,33 @@ class ReverseOnDisk(AbstractEngine):
             )
         if segment is not None:
             check_count(segment, f"ReverseOnDisk(segment={segment})")
-        self.folder, self.segment = os.fspath(folder), segment
+        self.folder, self.segment = str(as_path(folder, "ReverseOnDisk")), segment
         self.memory = None if memory is None else parse_bytes(memory, "ReverseOnDisk")
-        self.store, self.transpose, self.check_finite = store, transpose, check_finite
+        self.store, self.transpose = store, transpose
         _ = self._within.schedule  # its checks
 
     @property
     def _within(self) -> Reverse:
-        return Reverse(self.check_finite, store=self.store, transpose=self.transpose)
+        return Reverse(self.store, transpose=self.transpose)
 
     @property
     def other_mode(self) -> str:
         """`Forward`."""
         return FORWARD
 
-    def solve(self, system: System, hparams: PyTree) -> Solution:
-        """Never called: the loop over segments is outside of all programs."""
-        raise NotImplementedError
-
-    def lower(self, problem: Problem, hparams: PyTree) -> jax.stages.Lowered:
+    def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         """Return the largest of the programs: the way back through one segment."""
         arrays, structure = validated(problem, hparams)
         s = jax.eval_shape(lambda arrays: _start.function(structure, arrays), arrays)
-        length = self._length(problem.steps, s)
+        length = self._length(opened(structure, arrays)[0].steps, s)
         end = jax.eval_shape(lambda a, s: _end.function(structure, a, s), arrays, s)
         return _back.lower(self._within, structure, length, arrays, s, np.int32(0), end[1])
 
-    def __call__(self, problem: Problem, hparams: PyTree) -> Hypergradient:
+    def __call__(
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
+    ) -> Hypergradient:
         """Return the error at `hparams`, its gradient and the final state."""
-        arrays, structure = validated(problem, hparams)
+        arrays, structure = validated(as_problem(problem, key), hparams)
         if any(isinstance(array, Tracer) for array in arrays):
             raise TypeError(
                 "ReverseOnDisk is a loop on the host with files, which cannot be inside `jax.jit`, "
@@ -141,14 +139,17 @@ class ReverseOnDisk(AbstractEngine):
                 '`foretune.Reverse(store="segments")`.'
             )
         s_0 = _start(structure, arrays)
-        length = self._length(problem.steps, s_0)
-        files = _Files(Path(self.folder), _fingerprint(arrays, problem.steps, length))
-        with files:
-            s_T = self._forward(files, structure, arrays, s_0, problem.steps, length)
-            found = self._backward(files, structure, arrays, s_0, s_T, problem.steps, length)
-        files.remove()
-        if self.check_finite is not False and not is_finite((found.value, found.grad)):
-            raise NonFiniteError(explain(problem, hparams, found, self.other_mode))
+        steps = opened(structure, arrays)[0].steps
+        length = self._length(steps, s_0)
+        fingerprint = digest(
+            f"{steps} {length} {digest(arrays)} {_programs(structure, arrays, s_0)}"
+        )
+        with _Files(Path(self.folder), fingerprint) as files:
+            s_T = self._forward(files, structure, arrays, s_0, steps, length)
+            found = self._backward(files, structure, arrays, s_0, s_T, steps, length)
+            files.remove()
+        if when_checked() is not False and not is_finite((found.value, found.grad)):
+            raise NonFiniteError(explain(*opened(structure, arrays), found, self.other_mode))
         return found
 
     def _length(self, steps: int, s_0: PyTree) -> int:
@@ -220,7 +221,7 @@ class _Programs(Compiled):
 
 
 def _system(structure: Structure, arrays: list[Array]) -> tuple[System, PyTree]:
-    problem, hparams = unflatten(structure, arrays)
+    problem, hparams = opened(structure, arrays)
     return make_system(problem, hparams), hparams
 
 
@@ -267,6 +268,34 @@ _back = Compiled(_through, 3)
 _finish = Compiled(_finished, 1)
 
 
+_COMPARED = _start, _end, _advance
+
+
+def _programs(structure: Structure, arrays: list[Array], s_0: PyTree) -> str:
+    """Return a digest of what is computed, which is all that can be compared of functions."""
+    leaves, treedef = jax.tree.flatten((arrays, s_0))
+    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+    return _digest_of_programs(structure, treedef, shapes)
+
+
+@functools.lru_cache(maxsize=8)
+def _digest_of_programs(
+    structure: Structure,
+    treedef: jax.tree_util.PyTreeDef,
+    shapes: tuple[jax.ShapeDtypeStruct, ...],
+) -> str:
+    arrays, s = jax.tree.unflatten(treedef, shapes)
+    start, end, advance = _COMPARED
+    t = np.int32(0)
+    lowered = (
+        start.lower(structure, arrays),
+        end.lower(structure, arrays, s),
+        advance.lower(structure, arrays, s, t, t),
+    )
+    text = "".join(program.as_text() for program in lowered)
+    return digest(re.sub(r"\b\d{9,}\b", "", text))  # without addresses in memory
+
+
 class _Files:
     """The files of one call: pytrees of arrays by name, written and read by a thread of their own."""
 
@@ -275,16 +304,18 @@ class _Files:
         self._waiting: list[Future[None]] = []
 
     def __enter__(self) -> "_Files":
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove(lambda name: not self.has(name))  # of a call that is not made again
-        self._writer, self._reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        make_folder(self.folder)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(locked(self.folder))
+            remove_unfinished(self.folder, _is_ours)
+            self._remove_others()
+            self._writer = stack.enter_context(ThreadPoolExecutor(1))
+            self._reader = stack.enter_context(ThreadPoolExecutor(1))
+            self._open = stack.pop_all()
         return self
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self._writer.shutdown()
-        self._reader.shutdown()
-        if kind is None:
-            self.flush()  # and raise what went wrong in it
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
@@ -292,9 +323,8 @@ class _Files:
     def has(self, name: str) -> bool:
         """Return whether the file is there, and belongs to this call."""
         try:
-            with self.path(name).open("rb") as file:
-                return json.loads(file.readline()).get("fingerprint") == self.fingerprint
-        except (OSError, ValueError, AttributeError):
+            return load_header(self.path(name)).get("fingerprint") == self.fingerprint
+        except (Damaged, OSError):
             return False
 
     def write(self, name: str, tree: PyTree) -> None:
@@ -309,27 +339,24 @@ class _Files:
             self._waiting.pop(0).result()
 
     def _write(self, name: str, tree: PyTree) -> None:
-        parts = [_bytes(leaf) for leaf in jax.tree.leaves(tree)]
-        crc = 0
-        for part in parts:
-            crc = zlib.crc32(part, crc)
-        header = {"fingerprint": self.fingerprint, "name": name, "crc32": crc}
-        path = self.path(name)
-        new = path.with_name(f".{path.name}.new")
-        with new.open("wb") as file:
-            file.write(json.dumps(header).encode() + b"\n")
-            for part in parts:
-                file.write(part)
-        os.replace(new, path)
+        arrays = {str(i): array for i, array in enumerate(as_numbers(tree))}
+        header = {"fingerprint": self.fingerprint, "name": name}
+        try:
+            save_arrays(self.path(name), arrays, header, sync=False)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"ReverseOnDisk cannot write {name}{SUFFIX} to {self.folder} ({error.strerror}). "
+                "What is there is whole: make room, and call it again to continue.",
+            ) from error
 
     def ahead(self, name: str, like: PyTree) -> Future[list[np.ndarray]]:
         """Begin to read the file of a pytree of the same shapes."""
         return self._reader.submit(self._read, name, like)
 
-    def placed(self, ahead: Any, like: PyTree) -> PyTree:
+    def placed(self, ahead: Future[list[np.ndarray]], like: PyTree) -> PyTree:
         """Return what was read, where the arrays of `like` are."""
-        leaves, treedef = jax.tree.flatten(like)
-        return jax.tree.unflatten(treedef, map(_placed, ahead.result(), leaves))
+        return with_numbers(like, ahead.result())
 
     def read(self, name: str, like: PyTree) -> PyTree:
         """Return the pytree of a file."""
@@ -337,33 +364,47 @@ class _Files:
 
     def _read(self, name: str, like: PyTree) -> list[np.ndarray]:
         path = self.path(name)
-        shapes = [jax.eval_shape(_raw, leaf) for leaf in jax.tree.leaves(like)]
         try:
-            with path.open("rb") as file:
-                header = json.loads(file.readline())
-                content = file.read()
-        except (FileNotFoundError, ValueError) as error:
-            raise OSError(_damaged(path, "it is missing or has no header")) from error
-        size = sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
-        if len(content) != size:
-            raise OSError(_damaged(path, f"it holds {len(content)} bytes in place of {size}"))
-        if zlib.crc32(content) != header.get("crc32"):
-            raise OSError(_damaged(path, "its checksum is wrong"))
-        parts, at = [], 0
-        for shape in shapes:
-            count = math.prod(shape.shape)
-            parts.append(np.frombuffer(content, shape.dtype, count, at).reshape(shape.shape))
-            at += count * shape.dtype.itemsize
-        return parts
+            header, arrays = load_arrays(path)
+        except FileNotFoundError as error:
+            raise OSError(_damaged(path, "it is missing")) from error
+        except Damaged as error:
+            raise OSError(_damaged(path, "its checksum is wrong")) from error
+        if header != {"fingerprint": self.fingerprint, "name": name}:
+            raise OSError(_damaged(path, "it belongs to another call"))
+        shapes = [jax.eval_shape(key_data, leaf) for leaf in jax.tree.leaves(like)]
+        found = [arrays[str(i)].view(shape.dtype) for i, shape in enumerate(shapes)]
+        if [array.shape for array in found] != [shape.shape for shape in shapes]:
+            raise OSError(_damaged(path, "it has other shapes"))
+        return found
 
     def remove(self) -> None:
         """Remove the files of this call."""
-        self._remove(self.has)
-
-    def _remove(self, which: Callable[[str], bool]) -> None:
+        self.flush()
         for path in self.folder.glob(f"*{SUFFIX}"):
-            if which(path.name.removesuffix(SUFFIX)):
+            if _is_ours(path.name) and self.has(path.name.removesuffix(SUFFIX)):
                 path.unlink()
+
+    def _remove_others(self) -> None:
+        """Remove the files of calls that are not made again; what cannot be read is set aside."""
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            if not _is_ours(path.name):
+                continue
+            try:
+                header = load_header(path)
+            except Damaged:
+                warnings.warn(
+                    f"{path} is no file of ReverseOnDisk, or damaged, and is kept as "
+                    f"{set_aside(path).name}.",
+                    stacklevel=4,
+                )
+                continue
+            if header.get("fingerprint") != self.fingerprint:
+                path.unlink()
+
+
+def _is_ours(name: str) -> bool:
+    return re.fullmatch(rf"(state_\d{{9,}}|end|adjoint){SUFFIX}", name) is not None
 
 
 def _name(first: int) -> str:
@@ -377,30 +418,3 @@ def _damaged(path: Path, why: str) -> str:
         f"{path}, {what} of ReverseOnDisk, is damaged: {why}. Remove the files *{SUFFIX} of that "
         "folder and call the engine again; check the disk where it happens again."
     )
-
-
-def _raw(leaf: Any) -> Any:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(leaf)
-    return leaf
-
-
-def _bytes(leaf: Any) -> memoryview:
-    return np.ascontiguousarray(_raw(leaf)).reshape(-1).view(np.uint8).data
-
-
-def _placed(part: np.ndarray, like: Any) -> Any:
-    if not isinstance(like, jax.Array):
-        return part
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(part), impl=jax.random.key_impl(like))
-    return jax.device_put(part, like.sharding)
-
-
-def _fingerprint(arrays: list[Array], steps: int, length: int) -> str:
-    """Return what the files belong to: all numbers of the problem, and the steps of a segment."""
-    digest = hashlib.blake2b(f"{steps} {length}".encode(), digest_size=16)
-    for array in arrays:
-        digest.update(f"{array.shape} {array.dtype}".encode())
-        digest.update(_bytes(array))
-    return digest.hexdigest()

@@ -24,23 +24,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._problem.checks import check_count, check_mesh
+from .._problem.problem import Problem
 from .._problem.system import System
-from .base import AbstractEngine, Solution, check_options
-from .costs import free_bytes, show_bytes
+from .base import Solution, TracedEngine, check_not_problem
+from .memory import free_bytes, show_bytes
 from .nonfinite import REVERSE
 from .products import directional, unstack
 
 
-class Forward(AbstractEngine):
+class Forward(TracedEngine):
     """The exact hypergradient by forward mode: for few hyperparameters and long trainings.
 
     Costs about 1 + 2m training runs for m hyperparameters, and memory that does not grow with the
     number of steps. `chunk` bounds the columns of Z that are held at once (default: all m);
     each chunk is one pass over the training. With `mesh`, as of `foretune.mesh(tangents=8)`, each
     device on that axis carries its share of the columns, and nothing is exchanged until the end;
-    `chunk` then counts the columns of all devices together. `check_finite` says what happens to a
-    result that is not finite: see `foretune.AbstractEngine`; by default it raises `NonFiniteError`,
-    except inside `jax.jit`.
+    `chunk` then counts the columns of all devices together.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -53,12 +52,11 @@ class Forward(AbstractEngine):
     (0.25, -2.0, 0.5)
     """
 
-    chunk: int | None = None
-    check_finite: bool | None = None
-    mesh: Any = None
+    chunk: Any = None  # a number
+    mesh: Any = eqx.field(default=None, kw_only=True)  # a mesh
 
     def __check_init__(self):
-        check_options(self)
+        check_not_problem("Forward", self.chunk)
         if self.chunk is not None:
             check_count(self.chunk, f"Forward(chunk={self.chunk})")
         if self.mesh is not None:
@@ -69,7 +67,7 @@ class Forward(AbstractEngine):
         """`Reverse`."""
         return REVERSE
 
-    def solve(self, system: System, hparams: PyTree) -> Solution:
+    def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T."""
         flat, unravel = ravel_pytree(hparams)
         m = flat.size

@@ -38,7 +38,7 @@ from .._problem.batches import Whole
 from .._problem.checks import check_count, named_leaves
 from .._problem.problem import Problem
 from .._problem.system import System, make_system, owners
-from .base import AbstractEngine, Solution, check_options
+from .base import Solution, TracedEngine, check_not_problem
 from .nonfinite import is_finite
 from .products import error_gradients, pull_rows
 
@@ -59,11 +59,11 @@ class Report(NamedTuple):
     """Of the linear system, relative to its right-hand side."""
     curvature: Float[Array, ""]
     """v H v / |v|^2 of its solution v: negative where H is not positive. For "neumann": 0."""
-    sound: Any = True
+    sound: Bool[Array, ""] | bool = True
     """Whether the error's gradient, with which all begins, is finite."""
 
 
-class Implicit(AbstractEngine):
+class Implicit(TracedEngine):
     """The hypergradient of inner problems at their minimum, from the minimum alone.
 
     Use it where the training converges (a strongly convex loss, say), T is large, and the
@@ -79,7 +79,6 @@ class Implicit(AbstractEngine):
         tolerance: of the solver, relative.
         stationarity: warn where the inner gradient is above this share of what it was at the
             beginning.
-        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
 
     A linear system that is not solved to the tolerance, or a training that is not at its end, is a
     warning with the figure; negative curvature is an error. Both also inside `jax.jit`, while the
@@ -100,32 +99,26 @@ class Implicit(AbstractEngine):
     iterations: int
     tolerance: float
     stationarity: float
-    check_finite: bool | None
 
     def __init__(
         self,
-        solver: str = "cg",
+        solver: Any = "cg",
         *,
         iterations: int = 100,
         tolerance: float = 1e-5,
         stationarity: float = 0.01,
-        check_finite: bool | None = None,
     ):
+        check_not_problem("Implicit", solver)
+        if solver not in SOLVERS:
+            raise ValueError(f"Implicit(solver={solver!r}): give one of {', '.join(SOLVERS)}.")
+        check_count(iterations, f"Implicit(iterations={iterations})")
         self.solver, self.iterations, self.tolerance = solver, iterations, tolerance
-        self.stationarity, self.check_finite = stationarity, check_finite
-        check_options(self)
-        if self.solver not in SOLVERS:
-            raise ValueError(f"Implicit(solver={self.solver!r}): give one of {', '.join(SOLVERS)}.")
-        check_count(self.iterations, f"Implicit(iterations={self.iterations})")
+        self.stationarity = stationarity
         for name, size in {"tolerance": tolerance, "stationarity": stationarity}.items():
             if not (isinstance(size, int | float) and size > 0):
                 raise ValueError(f"Implicit({name}={size!r:.60}): it must be a number above 0.")
 
-    def solve(self, system: System, hparams: PyTree) -> Solution:
-        """Not enough is known from the system alone: see `solve_problem`."""
-        raise NotImplementedError
-
-    def solve_problem(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
+    def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients, s_T and a `Report`."""
         if problem.trajectory:
             raise ValueError(
@@ -134,7 +127,13 @@ class Implicit(AbstractEngine):
         s = system.run(hparams)
         errors, alpha, g = error_gradients(system, s, hparams)
         solve = _by_conjugate_gradients if self.solver == "cg" else _by_series
-        more, report = solve(self, problem, system, hparams, s, alpha)
+        try:
+            more, report = solve(self, problem, system, hparams, s, alpha)
+        except NotImplementedError:
+            raise TypeError(
+                "Implicit(solver='cg') needs the loss that the dynamics minimises, a method "
+                "`gradient(state, hparams, batch)` as `Training` has. Use Implicit(solver='neumann')."
+            ) from None
         rows = jax.tree.map(lambda a, b: a + b, g, more)
         return Solution(errors, rows, s, report._replace(sound=is_finite(alpha)))
 
@@ -185,7 +184,7 @@ def _check_influence(
     system: System,
     hparams: PyTree,
     F: Callable[..., PyTree],
-    s: Callable[..., Any],
+    s: Callable[..., PyTree],
 ) -> None:
     """Raise for a hyperparameter that is neither in the equation of the minimum nor in its error.
 
@@ -218,7 +217,7 @@ def _check_influence(
         )
 
 
-def _shifted(tree: PyTree, shift: Any) -> PyTree:
+def _shifted(tree: PyTree, shift: Float[Array, ""]) -> PyTree:
     def moved(leaf):
         return leaf + jnp.asarray(shift, leaf.dtype) if eqx.is_inexact_array(leaf) else leaf
 
@@ -227,11 +226,6 @@ def _shifted(tree: PyTree, shift: Any) -> PyTree:
 
 def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
     """Return -v d(grad J)/dlambda with H v = alpha, for each of K rows, and the report."""
-    if not problem.dynamics.offers("gradient"):
-        raise TypeError(
-            "Implicit(solver='cg') needs the loss that the dynamics minimises, a method "
-            "`gradient(state, hparams, batch)` as `Training` has. Use Implicit(solver='neumann')."
-        )
     gradient = problem.dynamics.gradient
     batch, state = problem.batches.whole(), system.restore(s)
     weights = eqx.filter(s.params, eqx.is_inexact_array)
@@ -270,7 +264,7 @@ def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
 
 def _by_series(engine, problem, system, hparams, s, alpha):
     """Return alpha (I + A + A^2 + ...) B for each of K rows, and the report."""
-    on_all = eqx.tree_at(lambda p: p.batches, problem, Whole(problem.batches))
+    on_all = eqx.tree_at(lambda p: p.batches, problem, Whole(batches=problem.batches))
     whole = make_system(on_all, hparams)
     _check_influence(
         problem, system, hparams, lambda h: whole.step(s, h, None), lambda x: _shifted(s, x)

@@ -6,7 +6,9 @@ tell, because the fault lies in the adjoint or reverse mode may be the remedy, t
 backwards, with about 2 sqrt(T) states stored.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -42,16 +44,13 @@ IN_ONE_MODE = (
     "hypergradient is finite at these hyperparameters: use `{remedy}`."
 )
 HUGE = 1e12
+Fault = tuple[str, np.ndarray, np.ndarray]  # a leaf: its path, itself, and where it is not finite
 UNSTABLE = (
     "It had grown to {peak:.1e} the step before: the training is unstable at these hyperparameters "
     "(lower the learning rate, or take fewer steps)."
 )
 
 IN_OBJECTIVE = "The states and their derivatives are finite: it begins in the objective. {guess}"
-GROWN = (
-    "From this state with Z = 0 the window is finite: the derivative Z had grown over the windows "
-    "before. Give `RealTime` a smaller `discount`, a `z_cap` or a `reset`."
-)
 
 
 class NonFiniteError(FloatingPointError):
@@ -63,13 +62,57 @@ class NonFiniteError(FloatingPointError):
     """The state before the window, where real-time tuning raised it."""
 
 
+_WHEN: ContextVar[bool | None] = ContextVar("foretune.check_finite", default=None)
+
+
+@contextlib.contextmanager
+def check_finite(when: bool | None) -> Iterator[None]:
+    """Say when a value or a hypergradient that is not finite is an error, in all engines.
+
+    Args:
+        when: None (default): a call of an engine outside `jax.jit` raises `NonFiniteError`, which
+            names the hyperparameter, the step and state leaf where it began, and the remedy; a call
+            inside `jit` checks nothing and costs nothing. True: inside `jit` too, by a runtime check
+            that names the hyperparameter (it belongs to a program that is traced meanwhile). False:
+            never.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> problem = ft.Problem(
+    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, x: jnp.sqrt(state.params - x),  # at 0, where it has no derivative
+    ...     init=jnp.array(1.0), batches=ft.FullBatch(jnp.array(1.0), steps=1),
+    ...     validation=jnp.array(1.0))
+    >>> with ft.check_finite(False):
+    ...     grad = ft.Reverse()(problem, {"lr": jnp.array(0.25)}).grad
+    >>> bool(jnp.isfinite(grad["lr"]))
+    False
+    """
+    if when not in (None, True, False) or isinstance(when, int) != isinstance(when, bool):
+        raise TypeError(f"check_finite({when!r:.60}): give None, True or False.")
+    token = _WHEN.set(when)
+    try:
+        yield
+    finally:
+        _WHEN.reset(token)
+
+
+def when_checked() -> bool | None:
+    """Return what `check_finite` was given."""
+    return _WHEN.get()
+
+
 def is_finite(tree: PyTree) -> Bool[Array, ""]:
     """Return whether every floating-point leaf is finite."""
     floats = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
 
 
-def explain(problem: Problem, hparams: PyTree, result: Any, other: str | None = None) -> str:
+def explain(
+    problem: Problem,
+    hparams: PyTree,
+    result: tuple[PyTree, PyTree, PyTree],
+    other: str | None = None,
+) -> str:
     """Return the message of `NonFiniteError`: which leaves are not finite, since when and why.
 
     `other` is the engine of the other mode, where that may be the remedy.
@@ -81,30 +124,7 @@ def explain(problem: Problem, hparams: PyTree, result: Any, other: str | None = 
         if wrong:
             bad.append(f"the gradient of {name} ({wrong} of {leaf.size} entries)")
     direction = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), 0, 1).astype(g.dtype), grad)
-    return f"not finite: {', '.join(bad)}.\n{_origin(problem, hparams, direction, other)}"
-
-
-def explain_window(problem: Problem, hparams: PyTree, window: int) -> str:
-    """Return the message for a window of real-time tuning, from the state before it."""
-    kept = "The state before the window is kept, in the attribute `state` of this error."
-    for i in range(problem.steps):
-        x = jax.tree.map(lambda leaf, i=i: leaf[i], problem.batches.xs)
-        if found := _first(jax.device_get(problem.batches.batch(x)), "batch"):
-            path, leaf, where = found
-            return (
-                f"not finite: the data. In window {window}, minibatch {i} of {problem.steps} (both "
-                f"counted from 0), {path} ({describe(leaf)}) is not finite in {where.sum()} of "
-                f"{where.size} entries. {kept}"
-            )
-    if found := _first(jax.device_get(problem.validation), "validation"):
-        path, leaf, where = found
-        return (
-            f"not finite: the validation data of window {window} (counted from 0): {path} "
-            f"({describe(leaf)}) in {where.sum()} of {where.size} entries. {kept}"
-        )
-    everywhere = jax.tree.map(jnp.ones_like, hparams)
-    origin = _origin(problem, hparams, everywhere, otherwise=GROWN)
-    return f"not finite: window {window} (counted from 0). {origin} {kept}"
+    return f"not finite: {', '.join(bad)}.\n{origin_of(problem, hparams, direction, other)}"
 
 
 def guard_finite(result: Any) -> Any:
@@ -124,7 +144,7 @@ def guard_finite(result: Any) -> Any:
     )
 
 
-def _origin(
+def origin_of(
     problem: Problem,
     hparams: PyTree,
     direction: PyTree,
@@ -132,14 +152,14 @@ def _origin(
     otherwise: str = IN_OBJECTIVE,
 ) -> str:
     T, guess = problem.steps, _holes(problem) or ZERO_ROOT
-    if found := _first(jax.device_get(hparams), "hparams"):
+    if found := first_nonfinite(jax.device_get(hparams), "hparams"):
         return f"{found[0]} itself is not finite."
     march = jax.device_get(_in_its_mode(_march, problem, hparams, direction))
     finite = "The training and its forward derivative are finite"
     if march is None:  # a step without forward mode
         other, finite = None, "The training is finite"
         march = jax.device_get(_march(problem, hparams, None))
-    if found := _first(march.state, "state"):
+    if found := first_nonfinite(march.state, "state"):
         name, leaf, where = found
         if march.t == 0:
             return (
@@ -157,7 +177,7 @@ def _origin(
             "The training is finite to its end: the objective itself is not, at the last state. "
             + _holes(problem)
         ).strip()
-    if found := _first(march.z, "state"):
+    if found := first_nonfinite(march.z, "state"):
         name, leaf, where = found
         peak = float(march.z_peak)
         if peak > HUGE:
@@ -201,7 +221,7 @@ def _holes(problem: Problem) -> str:
     return found.strip()
 
 
-def _in_its_mode(march: Callable[..., Any], *arguments: Any) -> Any:
+def _in_its_mode(march: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """Return what the march does, or None where a step cannot be differentiated in its mode."""
     try:
         return march(*arguments)
@@ -211,7 +231,9 @@ def _in_its_mode(march: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-def _search(problem: Problem, hparams: PyTree) -> tuple[int, Any] | None:
+def _search(
+    problem: Problem, hparams: PyTree
+) -> "tuple[int, tuple[str, np.ndarray, np.ndarray] | None] | None":
     """Return the step and the leaf at which the adjoint stops being finite, going back, or `FINITE`.
 
     None where a step has no reverse mode.
@@ -219,12 +241,12 @@ def _search(problem: Problem, hparams: PyTree) -> tuple[int, Any] | None:
     if (end := jax.device_get(_in_its_mode(_march_back, problem, hparams))) is None:
         return None
     t, alpha, g = end
-    if t == 0 and not _first(g, "hparams"):
+    if t == 0 and not first_nonfinite(g, "hparams"):
         return FINITE
-    return int(t), _first(alpha, "state") or _first(g, "hparams")
+    return int(t), first_nonfinite(alpha, "state") or first_nonfinite(g, "hparams")
 
 
-def _first(tree: PyTree, name: str) -> tuple[str, np.ndarray, np.ndarray] | None:
+def first_nonfinite(tree: PyTree, name: str) -> Fault | None:
     """Return the first leaf that is not finite: its path, itself, and where."""
     for path, leaf in named_leaves(tree, name).items():
         where = np.asarray(~np.isfinite(leaf)) if eqx.is_inexact_array_like(leaf) else np.array(0)
@@ -249,14 +271,14 @@ def _remedy(state: PyTree, where: np.ndarray, guess: str) -> str:
 class March(NamedTuple):
     """Where the training, and its derivative z_t = Z_t direction, stopped being finite, or the end."""
 
-    t: Any
+    t: Array | int
     state: PyTree  # s_t
-    peak: Any  # max |s_{t-1}|
-    finite_errors: Any  # E(s_t)
-    z_t: Any
+    peak: Array  # max |s_{t-1}|
+    finite_errors: Array  # E(s_t)
+    z_t: Array | int
     z_state: PyTree
     z: PyTree
-    z_peak: Any  # max |z| the step before
+    z_peak: Array  # max |z| the step before
 
 
 @filtered
@@ -301,7 +323,7 @@ def _peak(tree: PyTree) -> Array:
 
 
 @filtered
-def _march_back(problem: Problem, hparams: PyTree) -> tuple[Any, PyTree, PyTree]:
+def _march_back(problem: Problem, hparams: PyTree) -> tuple[Array, PyTree, PyTree]:
     """Return t, alpha_t and the gradient so far at the last t where they are not finite, else at 0.
 
     Of the states the first of each segment are stored, and those of the segment in work.

@@ -4,7 +4,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -57,7 +57,7 @@ def pushforward(
     return eqx.combine(out, rest), lax.map(linear, tangents, batch_size=chunk)
 
 
-def unstack(columns: PyTree[Float[Array, "c ..."]]) -> Any:
+def unstack(columns: PyTree[Float[Array, "c ..."]]) -> PyTree:
     """Return a few stacked columns as single ones; many stay as they are.
 
     To multiply a matrix by a few single columns is faster than by a stack of them, but the program
@@ -69,7 +69,7 @@ def unstack(columns: PyTree[Float[Array, "c ..."]]) -> Any:
     return Unstacked(tuple(jax.tree.map(operator.itemgetter(i), columns) for i in range(c)))
 
 
-def stack_columns(columns: Any) -> PyTree[Float[Array, "c ..."]]:
+def stack_columns(columns: PyTree) -> PyTree[Float[Array, "c ..."]]:
     """Return what `unstack` was given."""
     if not isinstance(columns, Unstacked):
         return columns

@@ -15,33 +15,32 @@ Reference: Franceschi et al., ICML 2017, Algorithm 1, with the term of the first
 dependence of s_0 on lambda and the direct dependence of E on lambda, which it leaves out.
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
 from .._problem.checks import check_count
+from .._problem.problem import Problem
 from .._problem.system import System
-from .base import AbstractEngine, Solution, check_options
+from .base import Solution, TracedEngine, check_not_problem
 from .nonfinite import FORWARD
 from .products import error_gradients, pull_rows
 from .schedules import Adjoint, Binomial, Everything, Gradients, Schedule, States
 from .segments import Segments
 
-STORES = ("everything", "gradients", "states", "segments", "host")
+STORES = ("everything", "gradients", "states", "segments")
 TRANSPOSES = ("forward", "reverse")
 
 
-class Reverse(AbstractEngine):
+class Reverse(TracedEngine):
     """The exact hypergradient by reverse mode: for many hyperparameters.
 
     Costs the time of a few training runs for any number of hyperparameters, and the memory of what it
     stores. When hyperparameters are few, `Forward` needs neither.
 
     Args:
-        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`; by
-            default it raises `NonFiniteError`, except inside `jax.jit`.
-        unroll: puts that many steps into one turn of the loops: the same result, longer compilation,
-            and less overhead where a step is so small that starting its kernels takes the time.
         store: what is kept on the way forward; the rest is computed again. All give the same result.
             "states" (default): the T states, each step computed once more.
             "gradients": also the gradients of `Training`'s loss, so that only the optimizer's part of a
@@ -50,13 +49,14 @@ class Reverse(AbstractEngine):
             "segments": about 2 sqrt(T) states, and gradients with half of them; each step computed
             once more. Where updates cost little beside gradients, these are kept in place of states.
             A number c: at most c states, and as few steps computed again as c allow.
-            "host": the T states in the host's memory, where the device has its own.
         transpose: how the adjoint passes through the gradient of `Training`'s loss. "forward", the
             default: by forward mode over the gradient, since the Hessian is symmetric; this keeps
             little inside a step. "reverse": by reverse mode, as through any other function, which is
             also what happens where the loss has a function with a `jax.custom_vjp`, and with
             "everything". Give it where the loss has a `jax.custom_jvp` of several arguments that is
             not the derivative of any function.
+        unroll: puts that many steps into one turn of the loops: the same result, longer compilation,
+            and less overhead where a step is so small that starting its kernels takes the time.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -71,13 +71,12 @@ class Reverse(AbstractEngine):
     Array(0.25, dtype=float32)
     """
 
-    check_finite: bool | None = None
-    unroll: int = 1
-    store: str | int = "states"
-    transpose: str = "forward"
+    store: Any = "states"  # a name or a number
+    transpose: str = eqx.field(default="forward", kw_only=True)
+    unroll: int = eqx.field(default=1, kw_only=True)
 
     def __check_init__(self):
-        check_options(self)
+        check_not_problem("Reverse", self.store)
         check_count(self.unroll, f"Reverse(unroll={self.unroll})")
         if self.store not in STORES and not (type(self.store) is int and self.store >= 1):
             raise ValueError(
@@ -92,14 +91,11 @@ class Reverse(AbstractEngine):
         """What `store` stands for."""
         if not isinstance(self.store, str):
             return Binomial(self.store, self.unroll)
-        if self.store == "host":
-            _check_host()
         return {
             "everything": Everything(self.unroll),
             "gradients": Gradients(self.unroll),
             "states": States(self.unroll),
             "segments": Segments(self.unroll),
-            "host": States(self.unroll, on_host=True),
         }[self.store]
 
     @property
@@ -111,7 +107,7 @@ class Reverse(AbstractEngine):
         """Return the system with its steps as `transpose` asks for them."""
         return system if self.transpose == "forward" else system._replace(transposable=system.step)
 
-    def solve(self, system: System, hparams: PyTree) -> Solution:
+    def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients and s_T."""
         schedule, system = self.schedule, self.transposing(system)
         s_0, pull_initial = eqx.filter_vjp(system.initial, hparams)
@@ -120,12 +116,3 @@ class Reverse(AbstractEngine):
         alpha_0, g = schedule.backward(system, hparams, memory, Adjoint(alpha_T, g))
         (g_initial,) = pull_rows(pull_initial, alpha_0)
         return Solution(errors, jax.tree.map(lambda a, b: a + b, g, g_initial), s_T)
-
-
-def _check_host() -> None:
-    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
-    if not {"device", "pinned_host"} <= kinds:
-        raise ValueError(
-            f"Reverse(store='host'): {jax.devices()[0].device_kind} has no memory of its own beside "
-            "the host's, so there is nothing to gain. Give store='segments' or a number of states."
-        )

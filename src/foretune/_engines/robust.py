@@ -1,4 +1,4 @@
-"""A mean of the folds' hypergradients in which those that are long beyond measure hardly count.
+"""A mean of the folds' hypergradients in which those that explode hardly count.
 
 Where each fold i = 1 .. k has a copy lambda_i of the hyperparameters, one adjoint has all k gradients:
 
@@ -26,10 +26,10 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._problem.checks import describe
-from .._problem.folds import CrossValidated
+from .._problem.mean import Mean
 from .._problem.problem import Problem
 from .._problem.system import System, make_system
-from .base import AbstractEngine, Solution
+from .base import Solution, TracedEngine
 from .forward import Forward
 from .reverse import Reverse
 from .truncated import Truncated
@@ -37,18 +37,17 @@ from .truncated import Truncated
 INNER = (Reverse, Forward, Truncated)
 
 
-class RobustMean(AbstractEngine):
-    """The hypergradient of a `CrossValidated` problem as a mean in which long ones count less.
+class RobustMean(TracedEngine):
+    """The hypergradient of a `Mean` as a mean in which long ones count less.
 
     Use it where the folds are trainings with starts and batches of their own, and some of them amplify
-    small changes: their gradients are exact, long beyond measure, and of no use. A fold whose gradient
+    small changes: their gradients are exact, exploding, and of no use. A fold whose gradient
     is r times as long as the second shortest counts 1 / r^2, in all hyperparameters. Where all are
     about as long it is their mean. It is approximate: not the gradient of the value, which is the mean
     error, as ever. Give three folds or more.
 
     Args:
         engine: of each fold's gradient: `Reverse()` (default), `Forward()` or `Truncated(k)`.
-        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> starts = jnp.array([0.0, 0.1, 0.2, 0.3, 50.0])
@@ -57,26 +56,22 @@ class RobustMean(AbstractEngine):
     ...         ft.Training(lambda w, h, x: (w - 1) ** 2, lambda h: optax.sgd(h["lr"])),
     ...         lambda state, h, x: (state.params - 1) ** 2, init=starts[k],
     ...         batches=ft.FullBatch(jnp.array(0.0), steps=3), validation=jnp.array(0.0))
-    >>> problem, hparams = ft.CrossValidated(problem_of_fold, folds=5), {"lr": jnp.array(0.1)}
+    >>> problem, hparams = ft.Mean([problem_of_fold(k) for k in range(5)]), {"lr": jnp.array(0.1)}
     >>> round(float(ft.Reverse()(problem, hparams).grad["lr"]), 1)  # that of the last fold, by five
     -1890.5
     >>> round(float(ft.RobustMean()(problem, hparams).grad["lr"]), 1)
     -2.7
     """
 
-    engine: AbstractEngine
-    check_finite: bool | None
+    engine: TracedEngine
 
-    def __init__(self, engine: AbstractEngine | None = None, *, check_finite: bool | None = None):
-        self.engine = Reverse() if engine is None else engine
-        self.check_finite = check_finite
-        if not isinstance(self.engine, INNER):
+    def __init__(self, engine: Any = None):
+        if engine is not None and not isinstance(engine, INNER):
             raise TypeError(
                 f"RobustMean(engine={describe(engine)}): give `Reverse()`, `Forward()` or "
                 "`Truncated(k)`, then the problem: `RobustMean(Reverse())(problem, hparams)`."
             )
-        if not isinstance(check_finite, bool | None):
-            raise TypeError(f"RobustMean(check_finite={check_finite!r}): give None, True or False.")
+        self.engine = Reverse() if engine is None else engine
 
     @property
     def other_mode(self) -> str | None:
@@ -87,20 +82,16 @@ class RobustMean(AbstractEngine):
         """Warn as the folds' engine does."""
         self.engine.review(report)
 
-    def solve(self, system: System, hparams: PyTree) -> Solution:
-        """Not used: `solve_problem` is."""
-        raise NotImplementedError
-
-    def solve_problem(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
+    def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         """Return the mean errors, the weighted means of the gradients, and s_T."""
-        if not isinstance(problem, CrossValidated):
+        if not isinstance(problem, Mean):
             raise TypeError(
-                f"RobustMean takes a `foretune.CrossValidated` problem, got {describe(problem)}. Give "
-                "another engine, or make a fold of each start: `CrossValidated(problem_of_seed, 8)`."
+                f"RobustMean takes a `foretune.Mean` of problems, got {describe(problem)}. Give "
+                "another engine, or the mean over several draws: `Mean.of_draws(draw, 8)`."
             )
-        k, apart = problem.folds, problem.apart()
+        k, unshared = problem.count, problem.unshared()
         copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (k, *leaf.shape)), hparams)
-        found = self.engine.solve_problem(apart, make_system(apart, copies), copies)
+        found = self.engine.solve(unshared, make_system(unshared, copies), copies)
         weights = jax.vmap(fold_weights)(found.rows)  # the K errors have weights of their own
 
         def mean(parts):

@@ -8,7 +8,6 @@ again from the nearest one before them. All give the same hypergradient.
 | "everything"   | T, and more      | none: also what is inside a step |
 | "gradients"    | T, T gradients   | none: only the optimizer's part  |
 | "states"       | T                | T                                |
-| "host"         | T, on the host   | T                                |
 | "segments"     | about 2 sqrt(T)  | T (`segments.py`)                |
 | c, a number    | c, and one more  | as few as c allow (`Binomial`)   |
 
@@ -17,18 +16,21 @@ Where no gradient is stored, the adjoint itself runs the step to differentiate i
 
 import functools
 import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .._problem.system import System
 from .._problem.training import GRADIENT
 from .products import pull_rows
+
+Index = int | np.integer | np.ndarray | Array  # of a step or a slot, maybe traced
 
 
 class Adjoint(NamedTuple):
@@ -42,11 +44,13 @@ class Adjoint(NamedTuple):
 class Schedule(Protocol):
     """How states are stored and computed again."""
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
         """Return s_T, and what `backward` needs."""
         ...
 
-    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+    def backward(
+        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
+    ) -> Adjoint:
         """Return alpha_0 and the sum over all steps."""
         ...
 
@@ -56,7 +60,7 @@ class Everything(NamedTuple):
 
     unroll: int = 1
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
         """Run, and keep the whole linear map."""
 
         def run(s, h):
@@ -64,7 +68,9 @@ class Everything(NamedTuple):
 
         return eqx.filter_vjp(run, s_0, hparams)
 
-    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+    def backward(
+        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
+    ) -> Adjoint:
         """Transpose it."""
         return pulled(memory, adjoint)
 
@@ -74,29 +80,31 @@ class Gradients(NamedTuple):
 
     unroll: int = 1
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
         """Run, and keep them."""
         return with_gradients(system, hparams, s_0, 0, system.steps, self.unroll)
 
-    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+    def backward(
+        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
+    ) -> Adjoint:
         """Go back over them."""
         return pulled(memory, adjoint)
 
 
 class States(NamedTuple):
-    """Store each state, on the device or in the host's memory."""
+    """Store each state."""
 
     unroll: int = 1
-    on_host: bool = False
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
         """Run, and keep s_0 .. s_{T-1}."""
-        s_T, states = recorded(system, hparams, s_0, 0, system.steps, self.unroll, self.on_host)
-        return s_T, states
+        return recorded(system, hparams, s_0, 0, system.steps, self.unroll)
 
-    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+    def backward(
+        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
+    ) -> Adjoint:
         """Go back over the states."""
-        return sweep(system, hparams, memory, adjoint, 0, system.steps, self.unroll, self.on_host)
+        return sweep(system, hparams, memory, adjoint, 0, system.steps, self.unroll)
 
 
 class Binomial(NamedTuple):
@@ -109,7 +117,7 @@ class Binomial(NamedTuple):
     states: int
     unroll: int = 1
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
         """Run, and keep the states that the way back begins with, and s_{T-1}."""
         plan = binomial_plan(system.steps, self.states)
         slots = int(plan.top.max(initial=0)) + 1
@@ -117,7 +125,9 @@ class Binomial(NamedTuple):
         kept, s = self._reach(system, hparams, plan, kept, jax.tree.map(lambda a: a[-1], plan.rows))
         return system.step(s, hparams, entry(system, system.steps - 1)), (kept, s)
 
-    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+    def backward(
+        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
+    ) -> Adjoint:
         """Go back step by step; before each, compute what is missing."""
         plan = binomial_plan(system.steps, self.states)
         kept, s = memory
@@ -136,7 +146,7 @@ class Binomial(NamedTuple):
 
     def _reach(
         self, system: System, hparams: PyTree, plan: "Plan", kept: PyTree, row: "Row"
-    ) -> Any:
+    ) -> tuple[PyTree, PyTree]:
         """Return the stored states, with new ones on the way, and the state before a step."""
         lengths = jnp.asarray(plan.lengths)
 
@@ -147,27 +157,27 @@ class Binomial(NamedTuple):
             k, carry
         ):  # one loop for what is stored and, last, for what is not: one program
             kept, s, at = carry
-            stored = k < row.count
+            stored = k < row.stored
             until = jnp.where(stored, at + lengths[row.first + k], row.step)
             s = lax.fori_loop(at, until, step, s)
             # the last is not: what is written in its place is what is there
-            slot = row.slot + k + stored.astype(row.slot.dtype)
+            slot = row.slot + k + stored.astype(jnp.int32)
             new = jax.tree.map(lambda a, b: jnp.where(stored, a, b), s, take(kept, slot))
             return put(kept, slot, new), s, until
 
         row = jax.tree.map(jnp.asarray, row)
         start = kept, take(kept, row.slot), row.at
-        return lax.fori_loop(0, row.count + 1, advance, start)[:2]
+        return lax.fori_loop(0, row.stored + 1, advance, start)[:2]
 
 
 class Row(NamedTuple):
     """Before the adjoint of a step (from 0): where the topmost stored state is, and what to store."""
 
-    step: Any
-    slot: Any  # of the topmost state that is stored
-    at: Any  # the step that it is the state before
-    first: Any  # of the lengths of advances whose end is stored
-    count: Any  # how many
+    step: Index
+    slot: Index  # of the topmost state that is stored
+    at: Index  # the step that it is the state before
+    first: Index  # of the lengths of advances whose end is stored
+    stored: Index  # how many
 
 
 class Plan(NamedTuple):
@@ -240,7 +250,7 @@ def _split(steps: int, states: int) -> int:
 
 
 def advance(
-    system: System, hparams: PyTree, s: PyTree, first: Any, count: int, unroll: int
+    system: System, hparams: PyTree, s: PyTree, first: Index, count: int, unroll: int
 ) -> PyTree:
     """Return the state after `count` steps."""
     if count == 0:
@@ -256,22 +266,21 @@ def recorded(
     system: System,
     hparams: PyTree,
     s: PyTree,
-    first: Any,
+    first: Index,
     count: int,
     unroll: int,
-    on_host: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """Return the state after the steps, and the stack of those before each."""
 
     def step(s, t):
-        return system.step(s, hparams, entry(system, t)), _moved(s, "host") if on_host else s
+        return system.step(s, hparams, entry(system, t)), s
 
     return lax.scan(step, s, first + jnp.arange(count), unroll=unroll)
 
 
 def with_gradients(
-    system: System, hparams: PyTree, s: PyTree, first: Any, count: int, unroll: int
-) -> tuple[PyTree, Any]:
+    system: System, hparams: PyTree, s: PyTree, first: Index, count: int, unroll: int
+) -> tuple[PyTree, PyTree]:
     """Return the state after the steps and its pullback, with states and gradients kept."""
     policy = jax.checkpoint_policies.save_only_these_names(GRADIENT)
 
@@ -286,7 +295,7 @@ def with_gradients(
     return eqx.filter_vjp(run, s, hparams)
 
 
-def pulled(pull: Any, adjoint: Adjoint) -> Adjoint:
+def pulled(pull: Callable[..., PyTree], adjoint: Adjoint) -> Adjoint:
     """Return the adjoint before the steps of a pullback."""
     alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
     return Adjoint(alpha_A, _sum(adjoint.g, alpha_B))
@@ -297,23 +306,21 @@ def sweep(
     hparams: PyTree,
     states: PyTree,
     adjoint: Adjoint,
-    first: Any,
+    first: Index,
     count: int,
     unroll: int,
-    on_host: bool = False,
 ) -> Adjoint:
     """Return the adjoint before these steps, from the stack of the states before each."""
 
     def back(adjoint, stored):
         s, t = stored
-        s = _moved(s, "device") if on_host else s
         return adjoint_step(system, hparams, adjoint, s, t), None
 
     steps = (states, first + jnp.arange(count))
     return lax.scan(back, adjoint, steps, reverse=True, unroll=unroll)[0]
 
 
-def adjoint_step(system: System, hparams: PyTree, adjoint: Adjoint, s: PyTree, t: Any) -> Adjoint:
+def adjoint_step(system: System, hparams: PyTree, adjoint: Adjoint, s: PyTree, t: Index) -> Adjoint:
     """alpha_{t-1} = alpha_t A_t, and alpha_t B_t is added to g."""
     x = entry(system, t)
     seen = system.seen(hparams, x)
@@ -322,17 +329,17 @@ def adjoint_step(system: System, hparams: PyTree, adjoint: Adjoint, s: PyTree, t
     return Adjoint(alpha_A, system.add(adjoint.g, alpha_B, x))
 
 
-def entry(system: System, t: Any) -> PyTree:
+def entry(system: System, t: Index) -> PyTree:
     """Return x_t, from 0."""
     return take(system.xs, t)
 
 
-def take(kept: PyTree, slot: Any) -> PyTree:
+def take(kept: PyTree, slot: Index) -> PyTree:
     """Return one entry of a stack."""
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot, keepdims=False), kept)
 
 
-def put(kept: PyTree, slot: Any, s: PyTree) -> PyTree:
+def put(kept: PyTree, slot: Index, s: PyTree) -> PyTree:
     """Return a stack with another entry in this place."""
     return jax.tree.map(
         lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, slot, 0), kept, s
@@ -341,8 +348,3 @@ def put(kept: PyTree, slot: Any, s: PyTree) -> PyTree:
 
 def _sum(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: a + b, a, b)
-
-
-def _moved(s: PyTree, where: str) -> PyTree:
-    space = jax.memory.Space.Host if where == "host" else jax.memory.Space.Device
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, space), s)

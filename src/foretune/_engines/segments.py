@@ -19,16 +19,17 @@ and zeros, and that of the last begins a block.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .._problem.system import System
 from .schedules import (
     Adjoint,
+    Index,
     adjoint_step,
     advance,
     entry,
@@ -52,7 +53,7 @@ class Segments(NamedTuple):
 
     unroll: int = 1
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
         """Run, and keep the state at which each segment begins."""
         split = split_where_worth(system, hparams, s_0)
         if split is not None:
@@ -63,7 +64,9 @@ class Segments(NamedTuple):
         s_T = advance(system, hparams, s, system.steps - rest, rest, self.unroll)
         return s_T, (None, firsts, s)
 
-    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+    def backward(
+        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
+    ) -> Adjoint:
         """Go back segment by segment, the shorter last one first."""
         split, *memory = memory
         if split is not None:
@@ -162,7 +165,7 @@ class _Record(NamedTuple):
     """Of a segment: the state at which each block begins, and the gradient of each step."""
 
     starts: PyTree
-    gradients: list[Any]
+    gradients: list[Array]
 
 
 class _Split(NamedTuple):
@@ -170,7 +173,7 @@ class _Split(NamedTuple):
 
     split: Split
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, Any]:
+    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
         """Run, and keep where segments but the first and the last begin, and the last one's record."""
         lengths = self._lengths(system, s_0)
         inner = lengths.segments - 2
@@ -188,7 +191,9 @@ class _Split(NamedTuple):
         s_T, firsts, record = lax.fori_loop(0, lengths.segments, segment, carry)
         return s_T, (self.split, s_0, firsts, record)
 
-    def backward(self, system: System, hparams: PyTree, memory: Any, adjoint: Adjoint) -> Adjoint:
+    def backward(
+        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
+    ) -> Adjoint:
         """Go back segment by segment, each from its record, which then makes room for another."""
         s_0, firsts, record = memory
         last = self._lengths(system, s_0).segments - 1
@@ -208,7 +213,7 @@ class _Split(NamedTuple):
         return lengths_of(system.steps, self.split.size / max(_size(s), 1))
 
     def _run(
-        self, system: System, hparams: PyTree, s: PyTree, record: _Record, k: Any
+        self, system: System, hparams: PyTree, s: PyTree, record: _Record, k: Index
     ) -> tuple[PyTree, _Record]:
         """Return the state after segment k, and its record in place of another's; -1 has no steps."""
         lengths = self._lengths(system, s)
@@ -230,7 +235,7 @@ class _Split(NamedTuple):
         return lax.fori_loop(0, -(-steps // lengths.block), block, (s, record))
 
     def _pull(
-        self, system: System, hparams: PyTree, record: _Record, adjoint: Adjoint, k: Any
+        self, system: System, hparams: PyTree, record: _Record, adjoint: Adjoint, k: Index
     ) -> Adjoint:
         """Return the adjoint before segment k."""
         lengths = self._lengths(system, take(record.starts, 0))
@@ -252,7 +257,7 @@ class _Split(NamedTuple):
         return lax.fori_loop(0, steps, step, adjoint)
 
 
-def _span(system: System, lengths: Lengths, k: Any) -> tuple[Any, Any]:
+def _span(system: System, lengths: Lengths, k: Index) -> tuple[Array, Array]:
     """Return the first step of segment k, and how many it has."""
     first, after = (
         jnp.maximum(system.steps - (lengths.segments - i) * lengths.length, 0) for i in (k, k + 1)
@@ -260,7 +265,7 @@ def _span(system: System, lengths: Lengths, k: Any) -> tuple[Any, Any]:
     return first, after - first
 
 
-def _known_after(done: PyTree, i: Any) -> Any:
+def _known_after(done: PyTree, i: Index) -> Array:
     """Return i, of which the compiler cannot know before `done` is computed that it is i.
 
     Else it may run a loop that writes into an array before one that reads it, on a copy of the array.

@@ -1,6 +1,6 @@
-"""Engines for rough responses: the gradient of the response averaged over a neighbourhood.
+"""Engines for chaotic responses: the gradient of the response averaged over a neighbourhood.
 
-Over many steps of training the response f(lambda) may be jagged: smooth at a scale at which nobody
+Over many steps of training the response f(lambda) may be chaotic: smooth at a scale at which nobody
 moves, with slopes that have nothing to do with those over a step of tuning. What a descent needs is the
 slope of the average over a neighbourhood of radius r,
 
@@ -12,47 +12,45 @@ and there are two ways to it: the mean of exact gradients at random points, and 
 
 with f_j+ and f_j- the values at lambda + r c u_j and lambda - r c u_j, and d_j the difference of the
 two points. Where f is smooth, g has by far the smaller variance: one sample has all m entries. Where f
-is jagged, single gradients are huge, and h, which sees values alone, is the better one. `Smoothed` uses
-both at the same points, each leaf weighted by the inverse of the estimated variances; `Evolution` uses
-h alone and needs no derivative.
+is chaotic, single gradients are huge, and h, which sees values alone, is the better one. `Smoothed`
+uses both at the same points, each leaf weighted by the inverse of the estimated variances; `Evolution`
+uses h alone and needs no derivative.
 
 References: Metz et al., Understanding and Correcting Pathologies in the Training of Learned Optimizers,
 ICML 2019; Salimans et al., Evolution Strategies, 2017.
 """
 
-import copy
 import math
 import warnings
-from typing import Any
+from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from .._constraints.base import apply_constraints, check_constraints, sizes
+from .._constraints.base import check_constraints, moved
 from .._problem.arguments import flatten, unflatten
-from .._problem.checks import check_count, describe
-from .._problem.problem import Problem
+from .._problem.checks import check_count, check_key, describe
+from .._problem.problem import Problem, ProblemLike
 from .._problem.system import System
-from .auto import Auto
-from .base import AbstractEngine
+from .base import Hypergradient, Solution, TracedEngine
 from .nonfinite import NonFiniteError
 from .reverse import Reverse
-from .sampled import RandomEngine, Samples, mixed_key
 
 
 class Space:
     """Where hyperparameters may be: constraints as a constant that can be hashed."""
 
-    def __init__(self, constraints: Any = None):
+    def __init__(self, constraints: PyTree = None):
         arrays, self.structure = flatten(constraints)
         self.arrays = [np.asarray(array) for array in arrays]
 
     @property
-    def constraints(self) -> Any:
+    def constraints(self) -> PyTree:
         """The constraints."""
         return unflatten(self.structure, self.arrays)
 
@@ -68,18 +66,7 @@ class Space:
         return repr(self.constraints)
 
 
-def moved(constraints: PyTree, hparams: PyTree, change: PyTree) -> PyTree:
-    """Return the hyperparameters after a change in units of their natural sizes, inside constraints."""
-    u = apply_constraints(constraints, "to_search", hparams)
-    there = jax.tree.map(
-        lambda u, c, d: u + (c * d).astype(u.dtype), u, sizes(constraints, u), change
-    )
-    return apply_constraints(
-        constraints, "project", apply_constraints(constraints, "from_search", there)
-    )
-
-
-def balanced_signs(key: Any, n: int, m: int) -> Int[Array, "n m"]:
+def balanced_signs(key: Key[Array, ""], n: int, m: int) -> Int[Array, "n m"]:
     """Return n rows of m random signs, the columns as little alike as n allows.
 
     They are rows of a Hadamard matrix of order N >= m, H_ij = (-1)^(number of bits in i & j), with rows
@@ -103,29 +90,42 @@ def balanced_signs(key: Any, n: int, m: int) -> Int[Array, "n m"]:
     return blocks.reshape(-1, m)[:n]
 
 
-class _Rough(RandomEngine):
+class Sampling(NamedTuple):
+    """What became of the points."""
+
+    standard_error: PyTree[Float[Array, "..."]]
+    stuck: Bool[Array, " m"]  # hyperparameters that their constraints do not let move
+    diverged: Int[Array, ""]  # pairs in which a training is not finite
+
+
+class Neighbourhood(TracedEngine):
     """What `Smoothed` and `Evolution` share: points in pairs around the hyperparameters."""
 
-    radius: float
-    samples: int
-    seed: tuple[int, ...]
-    space: Space
+    radius: eqx.AbstractVar[float]
+    samples: eqx.AbstractVar[int]
+    seed: eqx.AbstractVar[tuple[int, ...]]
+    space: eqx.AbstractVar[Space]
 
-    def within(self, constraints: Any) -> "AbstractEngine":
+    def within(self, constraints: PyTree) -> "Neighbourhood":
         """Return the engine with its points inside constraints, unless it has some already."""
         if self.space != Space():
             return self
-        inside = copy.copy(self)
-        object.__setattr__(inside, "space", Space(constraints))  # a module is frozen
-        return inside
+        return eqx.tree_at(lambda engine: engine.space, self, Space(constraints))
 
-    def check_samples(self) -> None:
-        """Raise for one sample."""
+    def estimate(
+        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
+    ) -> tuple[Hypergradient, PyTree[Float[Array, "..."]]]:
+        """Return the hypergradient, and the standard error of each of its entries.
+
+        Needs two samples or more.
+        """
         if self.samples < 2:
             name = type(self).__name__
             raise ValueError(
                 f"{name}(samples=1).estimate: a standard error needs two samples or more."
             )
+        found, report = self.reported(problem, hparams, key)
+        return found, report.standard_error
 
     def points(
         self, hparams: PyTree, uniform: bool
@@ -145,9 +145,19 @@ class _Rough(RandomEngine):
         rows = jax.vmap(jax.vmap(lambda h: ravel_pytree(h)[0]))(both)
         return both, rows[0] - rows[1], flat
 
-    def review(self, report: Any) -> None:
+    def solution(
+        self, system: System, hparams: PyTree, mean: Array, error: Array, d: Array, used: Array
+    ) -> Solution:
+        """Return the errors in the middle, with gradients and standard errors of K rows."""
+        _, unravel = ravel_pytree(hparams)
+        s_T = system.run(hparams)
+        rows, error = jax.vmap(unravel)(mean), system.gradient(jax.vmap(unravel)(error))
+        report = Sampling(error, jnp.all(d == 0, 0), jnp.sum(~used))
+        return Solution(system.errors(s_T, hparams), rows, s_T, report)
+
+    def review(self, report: Sampling) -> None:
         """Warn of trainings that diverged, raise where a constraint leaves no room."""
-        name, (stuck, diverged) = type(self).__name__, jax.device_get(report)
+        name, stuck, diverged = type(self).__name__, *jax.device_get(report[1:])
         if stuck.any():
             raise ValueError(
                 f"{name}(radius={self.radius:g}): {int(stuck.sum())} of {stuck.size} hyperparameters "
@@ -164,11 +174,11 @@ class _Rough(RandomEngine):
                 f"{name}(radius={self.radius:g}): in {int(diverged)} of {self.samples} pairs of points "
                 "a training is not finite. They are left out of the estimate; take a smaller radius.",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
-class Evolution(_Rough):
+class Evolution(Neighbourhood):
     """The slope of the response over a neighbourhood, from values alone: 2 `samples` + 1 trainings.
 
     Use it where exact gradients mislead, and for responses that have no derivative, an accuracy say.
@@ -183,7 +193,6 @@ class Evolution(_Rough):
             so that each step of a descent draws others; the same call gives the same estimate.
         constraints: where the points may be, as in `minimize`, which gives its own.
         chunk: how many trainings run side by side; all by default. Fewer take less memory.
-        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
 
     `estimate(problem, hparams)` also returns the standard error of each entry.
 
@@ -203,20 +212,18 @@ class Evolution(_Rough):
     seed: tuple[int, ...]
     space: Space
     chunk: int | None
-    check_finite: bool | None
 
     def __init__(
         self,
-        radius: Any = 0.1,
-        samples: Any = 8,
-        key: Any = 0,
+        radius: object = 0.1,
+        samples: object = 8,
+        key: object = 0,
         *,
-        constraints: Any = None,
-        chunk: Any = None,
-        check_finite: bool | None = None,
+        constraints: PyTree = None,
+        chunk: int | None = None,
     ):
         self.radius, self.samples, self.seed = _checked("Evolution", radius, samples, key)
-        self.space, self.chunk, self.check_finite = Space(constraints), chunk, check_finite
+        self.space, self.chunk = Space(constraints), chunk
         if chunk is not None:
             check_count(chunk, f"Evolution(chunk={chunk})")
 
@@ -225,7 +232,7 @@ class Evolution(_Rough):
         """False: an accuracy will do."""
         return False
 
-    def sample(self, problem: Problem, system: System, hparams: PyTree) -> Samples:
+    def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         """Return the errors, and the differences of values over those of points."""
         both, d, _ = self.points(hparams, uniform=False)
 
@@ -237,27 +244,23 @@ class Evolution(_Rough):
         values = values.reshape(2, self.samples, -1)
         used = jnp.isfinite(values).all((0, 2))
         mean, error = _averaged(_slopes(values, d, used), used)
-        s_T = system.run(hparams)
-        report = jnp.all(d == 0, 0), jnp.sum(~used)
-        return Samples(system.errors(s_T, hparams), mean, error, s_T, report)
+        return self.solution(system, hparams, mean, error, d, used)
 
 
-class Smoothed(_Rough):
+class Smoothed(Neighbourhood):
     """The gradient of the response averaged over a neighbourhood, from exact gradients and values.
 
     Use it where exact gradients mislead and the hyperparameters are too many for `Evolution`. Costs
-    2 `samples` hypergradients and a training.
+    2 `samples` hypergradients and a training. The differences of the values at the points count too,
+    each leaf's weight the inverse of its variance.
 
     Args:
         engine: what computes the gradients at the points.
         radius: of the neighbourhood, relative to each hyperparameter (in log(x) under `Log`).
-        samples: pairs of opposite points.
+        samples: pairs of opposite points, two or more.
         key: a random key, or a number, of the points. They also depend on the hyperparameters' values,
             so that each step of a descent draws others; the same call gives the same estimate.
-        values: whether the differences of the values at the points count, too, each leaf's weight the
-            inverse of its variance (default). Needs two samples; without, the mean of the gradients.
         constraints: where the points may be, as in `minimize`, which gives its own.
-        check_finite: what happens to a result that is not finite: see `foretune.AbstractEngine`.
 
     `estimate(problem, hparams)` also returns the standard error of each entry.
 
@@ -272,48 +275,39 @@ class Smoothed(_Rough):
     -2.000
     """
 
-    engine: AbstractEngine
+    engine: TracedEngine
     radius: float
     samples: int
     seed: tuple[int, ...]
-    values: bool
     space: Space
-    check_finite: bool | None
 
     def __init__(
         self,
-        engine: Any = None,
-        radius: Any = 0.1,
-        samples: Any = 4,
-        key: Any = 0,
+        engine: object = None,
+        radius: object = 0.1,
+        samples: object = 4,
+        key: object = 0,
         *,
-        values: bool = True,
-        constraints: Any = None,
-        check_finite: bool | None = None,
+        constraints: PyTree = None,
     ):
         engine = Reverse() if engine is None else engine
-        if not isinstance(engine, AbstractEngine) or isinstance(engine, Auto):
+        if not isinstance(engine, TracedEngine):
             raise TypeError(
-                f"Smoothed's engine is {describe(engine)}; give one that computes gradients itself, "
+                f"Smoothed's engine is {describe(engine)}; give one that is a single program, "
                 "`foretune.Smoothed(foretune.Reverse(), radius=0.1)`."
             )
-        self.engine = engine
+        self.engine, self.space = engine, Space(constraints)
         self.radius, self.samples, self.seed = _checked("Smoothed", radius, samples, key)
-        self.values, self.space = values, Space(constraints)
-        self.check_finite = check_finite
-        if values and samples < 2:
-            raise ValueError(
-                "Smoothed(samples=1): variances need two samples or more; `values=False` takes the "
-                "mean of the gradients."
-            )
+        if self.samples < 2:
+            raise ValueError("Smoothed(samples=1): variances need two samples or more.")
 
-    def sample(self, problem: Problem, system: System, hparams: PyTree) -> Samples:
+    def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         """Return the errors, and the weighted mean of gradients and of differences of values."""
         both, d, flat = self.points(hparams, uniform=True)
         points = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), both)
 
         def at(h):
-            solution = self.engine.solve_problem(problem, system, h)
+            solution = self.engine.solve(problem, system, h)
             rows = jax.vmap(lambda row: ravel_pytree(row)[0])(solution.rows)
             return jnp.stack(solution.errors), rows.astype(flat.dtype)
 
@@ -321,16 +315,17 @@ class Smoothed(_Rough):
         values = values.reshape(2, self.samples, -1)
         rows = rows.reshape(2, self.samples, *rows.shape[1:]).mean(0)
         finite = jnp.isfinite(values).all((0, 2))
-        smooth = finite & jnp.isfinite(rows).all((1, 2))
-        mean, error = _averaged(rows, smooth)
-        used = smooth
-        if self.values:
-            used = finite
-            slopes = _averaged(_slopes(values, d, finite), finite)
-            mean, error = _combined((mean, error), slopes, _leaves_of(hparams))
-        s_T = system.run(hparams)
-        report = jnp.all(d == 0, 0), jnp.sum(~used)
-        return Samples(system.errors(s_T, hparams), mean, error, s_T, report)
+        gradients = _averaged(rows, finite & jnp.isfinite(rows).all((1, 2)))
+        slopes = _averaged(_slopes(values, d, finite), finite)
+        mean, error = _combined(gradients, slopes, _leaves_of(hparams))
+        return self.solution(system, hparams, mean, error, d, finite)
+
+
+def mixed_key(key: Key[Array, ""], flat: Float[Array, " m"]) -> Key[Array, ""]:
+    """Return a key that depends on the numbers: each step of a descent draws others."""
+    bits = lax.bitcast_convert_type(flat.astype(jnp.float32), jnp.uint32)
+    odd = 2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1
+    return jax.random.fold_in(key, jnp.sum(bits * odd))
 
 
 def _slopes(
@@ -400,7 +395,9 @@ def _leaves_of(hparams: PyTree) -> np.ndarray:
     return np.repeat(np.arange(len(sizes)), sizes)
 
 
-def _checked(name: str, radius: Any, samples: Any, key: Any) -> tuple[float, int, tuple[int, ...]]:
+def _checked(
+    name: str, radius: object, samples: object, key: object
+) -> tuple[float, int, tuple[int, ...]]:
     """Return radius, samples and the key's numbers, or raise."""
     number = isinstance(radius, int | float | np.floating | np.integer)
     if not number or isinstance(radius, bool) or not 0 < radius < math.inf:
@@ -408,18 +405,17 @@ def _checked(name: str, radius: Any, samples: Any, key: Any) -> tuple[float, int
             f"{name}(radius={radius!r:.60}): give a positive number, 0.1 for a tenth of each "
             "hyperparameter."
         )
-    check_count(samples, f"{name}(samples={samples!r:.60})")
-    return float(radius), int(samples), seed_of(key, f"{name}(key=...)")
+    count = check_count(samples, f"{name}(samples={samples!r:.60})")
+    return float(radius), count, seed_of(key, f"{name}(key=...)")
 
 
-def seed_of(key: Any, name: str) -> tuple[int, ...]:
-    """Return the numbers of a random key, or of the key of a number."""
-    if isinstance(key, int | np.integer) and not isinstance(key, bool):
-        key = jax.random.key(int(key))
-    try:
-        data = np.asarray(jax.random.key_data(key))
-    except TypeError:
-        data = np.zeros((0, 0))
-    if data.ndim != 1:
-        raise TypeError(f"{name} is {describe(key)}; give a random key, `jax.random.key(0)`.")
+def seed_of(key: object, name: str) -> tuple[int, ...]:
+    """Return the two numbers of a random key, or of the key of a number."""
+    with jax.ensure_compile_time_eval():  # inside `jit` too
+        if isinstance(key, int | np.integer) and not isinstance(key, bool):
+            key = jax.random.key(int(key))
+        check_key(key, name)
+        data = np.asarray(jax.random.key_data(key))  # pyright: ignore[reportArgumentType]
+        if data.size != 2:  # of another generator
+            data = np.asarray(jax.random.bits(key, (2,)))  # pyright: ignore[reportArgumentType]
     return tuple(map(int, data))

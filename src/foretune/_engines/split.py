@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
+from .._problem.jaxprs import equations, subjaxprs
 from .._problem.system import System
 from .._problem.training import GRADIENT
 
@@ -87,11 +88,11 @@ def split_step(system: System, hparams: PyTree, s: PyTree) -> Split | None:
     return Split(gradient_of, updated, sum(v.aval.size for v in after), sum(map(_work, gradient)))
 
 
-def _is_mark(equation: Any) -> bool:
+def _is_mark(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "name" and equation.params["name"] == GRADIENT
 
 
-def _needed(equations: list[Any], outputs: list[Any]) -> list[Any]:
+def _needed(equations: list[JaxprEqn], outputs: list[Var | Literal]) -> list[JaxprEqn]:
     """Return the equations that these outputs depend on."""
     wanted = {v for v in outputs if not isinstance(v, Literal)}
     found = []
@@ -102,21 +103,22 @@ def _needed(equations: list[Any], outputs: list[Any]) -> list[Any]:
     return found[::-1]
 
 
-def _is_costly(equation: Any) -> bool:
-    inner = [e for jaxpr in jaxprs_in_params(equation.params) for e in jaxpr.eqns]
-    return equation.primitive.name in COSTLY or any(map(_is_costly, inner))
+def _is_costly(equation: JaxprEqn) -> bool:
+    inner = [e for jaxpr in subjaxprs(equation.params) for e in equations(jaxpr)]
+    return any(e.primitive.name in COSTLY for e in (equation, *inner))
 
 
-def _work(equation: Any) -> int:
+def _work(equation: JaxprEqn) -> int:
     """Return the multiplications and additions of matrix products and convolutions."""
     name, parameters = equation.primitive.name, equation.params
     if name in ("dot_general", "conv_general_dilated"):
-        factor = equation.invars[1].aval
+        factor: Any = equation.invars[1].aval
         if name == "dot_general":
             (_, summed), _ = parameters["dimension_numbers"]
             each = math.prod(factor.shape[axis] for axis in summed)
         else:
             each = factor.size // factor.shape[parameters["dimension_numbers"].rhs_spec[0]]
-        return 2 * equation.outvars[0].aval.size * each
-    inner = [e for jaxpr in jaxprs_in_params(parameters) for e in jaxpr.eqns]
+        product: Any = equation.outvars[0].aval
+        return 2 * product.size * each
+    inner = [e for jaxpr in subjaxprs(parameters) for e in jaxpr.eqns]
     return parameters.get("length", 1) * sum(map(_work, inner)) if inner else 0

@@ -1,1 +1,1 @@
-"""Files: all that touches a disk."""
+"""Files: all that touches a disk. Nothing here knows of problems, engines or runs."""

@@ -1,24 +1,50 @@
-"""Writing a file whole or not at all, and a folder that one process has for itself."""
+"""Writing a file whole or not at all, and a folder that one run has for itself."""
 
 import contextlib
 import itertools
 import os
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{16}")  # the name of a file that is being written
 
 
 class RunError(ValueError):
     """A run that cannot begin or continue; the message says what to do."""
 
 
-def write_whole(path: str | Path, content: str | bytes | Callable[[IO[bytes]], Any]) -> None:
+def as_path(given: object, name: str) -> Path:
+    """Return the path that the call `name` was given, or raise where it is none."""
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"{name}({given!r:.60}): give a path, as text or `pathlib.Path`.")
+    if not str(given):
+        raise ValueError(f"{name}(''): the path has no name. Give `\".\"` for the current folder.")
+    return Path(given)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, if need be, or raise where it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".foretune-write-test"
+        probe.touch()
+        probe.unlink(missing_ok=True)  # another process may have
+    except OSError as error:
+        raise OSError(
+            f"cannot write to the folder {folder}: {error.strerror or error}. Give a folder that "
+            "can be written to."
+        ) from error
+
+
+def write_whole(
+    path: str | Path,
+    content: str | bytes | Callable[[IO[bytes]], object],
+    *,
+    sync: bool = True,
+) -> None:
     """Write a file so that a reader, or a crash, finds the old one or the new one, never a part.
 
     The content goes into a new file beside it, under a name that nobody can have put there before,
@@ -28,6 +54,7 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[IO[bytes]], A
     Args:
         path: the file; its folder is there.
         content: text, bytes, or a function that writes to the file it is given.
+        sync: whether to wait until it is on the disk, and would outlive a power cut.
 
     >>> import tempfile
     >>> from foretune import report
@@ -46,7 +73,8 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[IO[bytes]], A
             else:
                 file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(new, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -54,12 +82,24 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[IO[bytes]], A
         if isinstance(error, OSError) and error.errno is not None:  # a full disk names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    with contextlib.suppress(OSError):  # the new name, too, is to outlive a power cut
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    if sync:
+        with contextlib.suppress(OSError):  # the new name, too, is to outlive a power cut
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+
+def remove_unfinished(folder: Path, is_ours: Callable[[str], bool]) -> None:
+    """Remove what a kill has left of `write_whole` to files with our names.
+
+    Only where nobody else writes to the folder: under its lock.
+    """
+    for path in folder.iterdir():
+        match = UNFINISHED.fullmatch(path.name)
+        if match and is_ours(match[1]) and path.is_file() and not path.is_symlink():
+            path.unlink()
 
 
 def append(path: Path, content: bytes, *, sync: bool = False) -> None:
@@ -80,78 +120,39 @@ def set_aside(path: Path) -> Path:
     return path.rename(next(p for p in map(path.with_name, names) if not p.exists()))
 
 
-class FolderLock:
-    """Keeps other processes out of a folder, until it is released or this process ends.
+@contextlib.contextmanager
+def locked(folder: str | Path, *, reentrant: bool = False) -> Iterator[None]:
+    """Keep all others out of a folder, or raise `RunError` where another has it.
 
     The lock is the kernel's, on the file `.lock` in the folder, so that it is gone when its owner is,
-    however that ended. Within a process a folder may be locked several times. There are no such locks
-    on Windows, and on some network disks; then there is none.
+    however that ended. With `reentrant` this process may lock it several times.
 
     >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with FolderLock(folder):
-    ...         sorted(path.name for path in Path(folder).iterdir())
+    >>> with tempfile.TemporaryDirectory() as folder, locked(folder):
+    ...     [path.name for path in Path(folder).iterdir()]
     ['.lock']
     """
+    from filelock import FileLock, Timeout
 
-    _held: dict[Path, tuple[int, int]] = {}  # noqa: RUF012, shared on purpose
-    """For each locked folder, the open file and how many times it is locked."""
-
-    def __init__(self, folder: str | Path):
-        self.folder, self._locked = Path(folder), False
-
-    def acquire(self) -> "FolderLock":
-        """Lock the folder, or raise `RunError` where another process has it."""
-        if self._locked or fcntl is None:
-            return self
-        key = self.folder.resolve()
-        file, times = self._held.get(key, (None, 0))
-        if file is None or not _is_at(file, key / ".lock"):  # or that folder has been removed
-            file, times = self._open(), 0
-        self._held[key], self._at, self._locked = (file, times + 1), (key, file), True
-        return self
-
-    def release(self) -> None:
-        """Let others have it."""
-        if not self._locked:
-            return
-        self._locked, (key, file) = False, self._at
-        held, times = self._held[key]
-        if held != file:  # of a folder that has been removed
-            return
-        self._held[key] = (file, times - 1)
-        if times == 1:
-            del self._held[key]
-            os.close(file)
-
-    __enter__ = acquire
-
-    def __exit__(self, *_: Any) -> None:
-        self.release()
-
-    def _open(self) -> int:
-        assert fcntl is not None
-        file = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(file, 100).decode("ascii", "replace").strip() or "unknown"
-            os.close(file)
-            raise RunError(
-                f"{self.folder} is in use by another process (pid {owner}): wait for it to end, or "
-                "give another folder."
-            ) from None
-        except OSError:  # no locks on this disk
-            return file
-        with contextlib.suppress(OSError):  # on a full disk it holds, but cannot say whose it is
-            os.ftruncate(file, 0)
-            os.write(file, f"{os.getpid()}\n".encode())
-        return file
-
-
-def _is_at(file: int, path: Path) -> bool:
-    """Whether an open file is still the one at a path."""
+    path = Path(folder).resolve() / ".lock"
+    lock = FileLock(path, blocking=False, thread_local=False, is_singleton=reentrant)
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
+        lock.acquire()
+    except Timeout:
+        raise RunError(
+            f"{folder} is in use by another run (process {_owner(path)}): wait for it to end, or "
+            "give another folder."
+        ) from None
+    with contextlib.suppress(OSError):  # on a full disk it holds, but cannot say whose it is
+        path.write_text(f"{os.getpid()}\n")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _owner(path: Path) -> str:
+    try:
+        return path.read_text("ascii", "replace").strip()[:20] or "unknown"
     except OSError:
-        return False
+        return "unknown"

@@ -4,13 +4,15 @@ A line holds a checksum of its number and text, then the record as JSON. What a 
 disk has damaged, is known by it, and costs the records of these lines alone.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .digests import digest
 from .files import append, write_whole
+
+Record = dict[str, Any]  # what JSON can say
 
 
 class Records:
@@ -19,7 +21,7 @@ class Records:
     def __init__(self, path: Path):
         self.path, self.count = path, 0
 
-    def read(self, count: int) -> list[dict[str, Any] | None]:
+    def read(self, count: int) -> list[Record | None]:
         """Return the first records, with None in the place of one that is damaged or not there."""
         try:
             with self.path.open("rb") as file:
@@ -28,7 +30,7 @@ class Records:
             lines = [b""] * count
         return [_record(i, line) for i, line in enumerate(lines)]
 
-    def begin(self, records: list[dict[str, Any]]) -> None:
+    def begin(self, records: list[Record]) -> None:
         """Let the file hold these records, whatever is in it."""
         text = b"".join(map(_line, range(len(records)), records))
         try:
@@ -39,23 +41,23 @@ class Records:
             write_whole(self.path, text)
         self.count = len(records)
 
-    def append(self, records: Iterable[dict[str, Any]]) -> None:
+    def append(self, records: Iterable[Record]) -> None:
         """Add records, and wait until they are on the disk."""
         lines = [_line(i, record) for i, record in enumerate(records, self.count)]
         append(self.path, b"".join(lines), sync=True)
         self.count += len(lines)
 
 
-def _line(number: int, record: dict[str, Any]) -> bytes:
+def _line(number: int, record: Record) -> bytes:
     text = json.dumps(record)
     return f"{_checksum(number, text)} {text}\n".encode()
 
 
-def _record(number: int, line: bytes) -> dict[str, Any] | None:
+def _record(number: int, line: bytes) -> Record | None:
     checksum, _, text = line.decode("utf-8", "replace").removesuffix("\n").partition(" ")
     whole = line.endswith(b"\n") and checksum == _checksum(number, text)
     return json.loads(text) if whole else None
 
 
 def _checksum(number: int, text: str) -> str:
-    return hashlib.sha256(f"{number} {text}".encode()).hexdigest()[:16]
+    return digest(f"{number} {text}")[:16]

@@ -5,17 +5,22 @@ A callback is a class with up to three methods, each of which gets the run in pr
     start(run)   before the first evaluation (a checkpoint resumes the run here)
     step(run)    after each evaluation, before the update that follows from it
     end(run)     when the run ends, however it ends; the last to start is the first to end
-
-A run has `step`, `steps`, `hparams`, `value`, `grad`, `state`, `record`, `history` and `best`.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .._files.files import append, write_whole
+import jax
+
+from .._files.files import append, as_path, make_folder, write_whole
+from .._files.records import Record
+from .run import Run
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
 
 
 class Callback:
@@ -31,15 +36,16 @@ class Callback:
     """
 
     resumes: bool = False
-    """Whether `start` may put the run where an earlier one was; it is then called first."""
+    """Whether `start` may put the run where an earlier one was: it is called before that of others,
+    and `step` after that of others, and after the stopping rules."""
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Do what is to be done before the first evaluation."""
 
-    def step(self, run: Any) -> None:
+    def step(self, run: Run) -> None:
         """Do what is to be done after each evaluation."""
 
-    def end(self, run: Any) -> None:
+    def end(self, run: Run) -> None:
         """Do what is to be done when the run ends."""
 
 
@@ -51,13 +57,11 @@ class Progress(Callback):
     """
 
     def __init__(self, description: str = "tuning"):
-        if not isinstance(description, str):
-            raise TypeError(f"Progress({description!r:.60}): give the text to show before the bar.")
         self.description = description
-        self._bar: Any = None
-        self._task: Any = None
+        self._bar: Bar
+        self._task: TaskID
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Show the bar."""
         from rich import get_console, progress
 
@@ -75,13 +79,13 @@ class Progress(Callback):
         )
         self._bar.start()
 
-    def step(self, run: Any) -> None:
+    def step(self, run: Run) -> None:
         """Move the bar."""
-        shown = {name: x for name, x in run.record.items() if name not in ("step", "taken_back")}
+        shown = {name: x for name, x in run.record.items() if name not in ("step", "rejected")}
         numbers = (f"{name} {_short(x)}" for name, x in shown.items())
         self._bar.update(self._task, completed=run.step, numbers="  ".join(numbers))
 
-    def end(self, run: Any) -> None:
+    def end(self, run: Run) -> None:
         """Leave the bar as it is."""
         self._bar.stop()
 
@@ -99,9 +103,9 @@ class History(Callback):
     def __init__(self, path: str | Path):
         self.path = as_path(path, "History")
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Begin the file, or put a resumed run's own to where it resumes."""
-        _writable_folder(self.path.parent)
+        make_folder(self.path.parent)
         lines = []
         if self.path.is_dir():
             raise FileExistsError(f"{self.path} is a folder: give History the path of a file.")
@@ -128,12 +132,12 @@ class History(Callback):
                 records.setdefault(step, line)
         write_whole(self.path, "".join(records[step] for step in sorted(records)))
 
-    def step(self, run: Any) -> None:
+    def step(self, run: Run) -> None:
         """Append the new record."""
         append(self.path, _line(run.record).encode())
 
 
-def _line(record: dict[str, Any]) -> str:
+def _line(record: Record) -> str:
     return json.dumps(record) + "\n"
 
 
@@ -163,7 +167,7 @@ class TensorBoard(Callback):
         self.directory = as_path(directory, "TensorBoard")
         self._writer: Any = None
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Open the log; of an earlier run, what lies beyond the step resumed from is dropped."""
         try:
             from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
@@ -171,48 +175,24 @@ class TensorBoard(Callback):
             raise ImportError(
                 "TensorBoard needs the package tensorboardX: pip install tensorboardX."
             ) from error
-        _writable_folder(self.directory)
+        make_folder(self.directory)
         self._writer = SummaryWriter(str(self.directory), purge_step=run.step or None)
 
-    def step(self, run: Any) -> None:
+    def step(self, run: Run) -> None:
         """Write the scalars."""
-        import jax
-
         paths, _ = jax.tree_util.tree_flatten_with_path(run.record)
         for path, number in paths:
             name = "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
             if name != "step":
                 self._writer.add_scalar(name, number, run.step)
 
-    def end(self, run: Any) -> None:
+    def end(self, run: Run) -> None:
         """Close the log."""
         if self._writer is not None:
             self._writer.close()
 
 
-def as_path(given: Any, name: str) -> Path:
-    """Return the path that a callback was given, or raise where it is none."""
-    if not isinstance(given, str | os.PathLike):
-        raise TypeError(f"{name}({given!r:.60}): give a path, as text or `pathlib.Path`.")
-    if not str(given):
-        raise ValueError(f"{name}(''): the path has no name. Give `\".\"` for the current folder.")
-    return Path(given)
-
-
-def _writable_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".foretune-write-test"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another process may have
-    except OSError as error:
-        raise OSError(
-            f"cannot write to the folder {folder}: {error.strerror or error}. Give a folder that "
-            "can be written to."
-        ) from error
-
-
-def _short(x: Any) -> str:
+def _short(x: object) -> str:
     if isinstance(x, float):
         return f"{x:.4g}"
     if isinstance(x, dict):

@@ -1,9 +1,7 @@
 """Ctrl-C and SIGTERM as requests to end a run."""
 
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 
@@ -24,13 +22,6 @@ class Interrupt:
                 ours.append(signal.SIGTERM)
             self._before = {number: signal.signal(number, self._ask) for number in ours}
         return self
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let signals act as usual meanwhile."""
-        self.__exit__()
-        yield
-        self.__enter__()
 
     def _ask(self, *_):
         self.asked = True

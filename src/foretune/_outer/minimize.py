@@ -2,113 +2,65 @@
 
     u_{k+1} = u_k + optimizer(grad f(lambda_k)),    lambda_{k+1} = P(u_{k+1})
 
-with P the projection onto the constraints (or, for `Log` and `Logit`, with u the transformed
-variable). Step k costs one hypergradient; the loop itself adds two small programs. A step that raises
-the error is taken back: `guard.py` has the rule.
+`Descent.advance` is one step of it: the hypergradient at lambda_k, then one small program, `_next`,
+that accepts or rejects lambda_k (`acceptance.py` has the rule) and moves on (`update.py`). `drive`
+makes the steps, with all that happens beside them.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
-import numpy as np
 import optax
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Bool, Float, Key, PyTree
 
-from .._constraints.base import check_constraints
-from .._diagnostics.slopes import TRUST
-from .._diagnostics.trust import trust as report_trust
-from .._diagnostics.verdicts import Trust
-from .._engines.base import check_engine
-from .._engines.nonfinite import NonFiniteError
+from .._constraints.base import check_constraints, feasible
+from .._engines.base import AbstractEngine, Hypergradient, check_engine
+from .._engines.nonfinite import NonFiniteError, check_finite, explain, is_finite
 from .._engines.reverse import Reverse
-from .._problem.batches import Minibatches
-from .._problem.checks import (
-    check_count,
-    check_flag,
-    check_hparams,
-    check_key,
-    check_leading_axis,
-    describe,
-)
+from .._files.digests import digest
+from .._problem.arguments import Structure, filtered
+from .._problem.checks import check_count, check_hparams, check_outside_programs, shown
+from .._problem.draws import Draw, Drawn, as_problem
 from .._problem.equality import reused
-from .._problem.folds import CrossValidated
-from .._problem.problem import Problem, validated
-from .._problem.validation import noting
-from .guard import Held
-from .interrupt import Interrupt
-from .run import (
-    Best,
-    Outer,
-    Result,
-    Run,
-    check_callbacks,
-    check_evaluate,
-    check_function,
-    check_functions,
-    check_optimizer,
-    check_outside_programs,
-    digest_of,
-    feasible,
-    metrics_of,
-    nowhere,
-    plain,
-    started,
-)
-from .steps import chosen_rows, evaluated, hypergradient, outer_init, outer_update, shown
+from .._problem.problem import Problem, opened, validated
+from .acceptance import RESTART, Accepted, chosen, is_accepted, next_accepted, none_accepted
+from .callbacks import Callback
+from .checks import check_callbacks, check_evaluate, check_functions, check_optimizer
+from .drive import Evaluation, Metrics, Score, Stepper, drive
+from .run import Result, Run
+from .update import Outer
 
 DEFAULT_OPTIMIZER = optax.adam(0.1)  # steps of a tenth, in units of the start
-RECORD = ("step", "value", "gradient_norm", "taken_back")  # what a record has besides metrics
-
-
-_START = "Where training diverges there, start from other hyperparameters."
-_FURTHER = (
-    "Where that is further than was meant, a smaller outer step (`optimizer=optax.adam(0.01)`, say) or "
-    "`constraints=` keep the hyperparameters back."
-)
-
-
-class Carry(NamedTuple):
-    """All that decides how a run continues: what a checkpoint saves."""
-
-    hparams: PyTree
-    opt_state: PyTree
-    best: Best
-    inner: PyTree  # s_T of the last step where the next starts from it, else None
-    held: Held | None  # the last step that was not taken back, where steps may be
+RECORD = ("step", "value", "gradient_norm", "rejected")  # what a record has besides metrics
 
 
 def minimize(
-    problem: Problem,
+    problem: Problem | Draw,
     hparams: PyTree,
     *,
     steps: int,
-    engine: Any = None,
-    optimizer: Any = None,
+    engine: AbstractEngine | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     constraints: PyTree = None,
-    callbacks: Any = (),
-    stop: Callable[[Run], str | None] | Iterable[Callable[[Run], str | None]] | None = None,
     key: Key[Array, ""] | None = None,
-    batches: Any = None,
-    evaluate: Callable[[PyTree, PyTree], dict[str, Any]] | None = None,
-    evaluate_every: int = 1,
-    score: Callable[[dict[str, Any]], Any] | None = None,
-    warm_start: bool = False,
-    batched: bool = False,
-    take_back: bool = True,
-    trust: bool = False,
+    callbacks: Sequence[Callback] = (),
+    stop: Callable[[Run], str | None] | Iterable[Callable[[Run], str | None]] | None = None,
+    evaluate: Metrics | None = None,
+    score: Score | None = None,
 ) -> Result:
     """Descend on the hyperparameters by their hypergradient, inside their constraints.
 
     Args:
-        problem: the problem.
+        problem: the problem; or a function `draw(key) -> Problem`, with `key`, whose problem is drawn
+            anew at each step: minibatches, start, data and validation alike, as it says.
         hparams: where to start; projected onto the constraints, with a warning, if outside.
         steps: the number of updates. The error is evaluated `steps + 1` times, ends included.
         engine: how the hypergradient is computed; `Reverse()` by default.
         optimizer: an Optax optimizer for the hyperparameters. By default `optax.adam(0.1)` on
-            hyperparameters in units of their own size at the start (of log(x) under `Log`): steps of
+            hyperparameters in units of their own scale at the start (of log(x) under `Log`): steps of
             about a tenth, shortened where they raise the error. docs/outer.md has the comparison
             behind this choice.
             Gradient clipping is Optax's: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
@@ -116,41 +68,26 @@ def minimize(
             prefix of the hyperparameters, `{"lr": Log()}` say: a dict by name (of a key, or of a field
             of a NamedTuple or `equinox.Module`), or the same container with sets in the places of
             subtrees. None, and what is left out, is free.
+        key: a random key for `draw`, which gets `jax.random.fold_in(key, step)`.
         callbacks: `Progress()`, `History(file)`, `Checkpoint(directory)`, `TensorBoard(directory)`
             or your own `Callback`.
         stop: stopping rules, `NoImprovement(10)`, `SmallGradient(1e-4)`, `TimeLimit(600)` or any
             function of the `Run` that returns a reason to stop, or None.
-        key: a random key for `batches`; of "fresh" ones `jax.random.key(0)` by default.
-        batches: new batches for each step, so that the hyperparameters are not fitted to one order of
-            them: "fresh" draws the problem's `Minibatches` anew. Or a function `batches(step)`, with a
-            `key` `batches(step, key)` (the same key at the same step of a resumed run), that returns
-            batches of the same shapes at each step.
         evaluate: `evaluate(state, hparams) -> dict` of further scalars on the final inner state,
-            compiled once, every `evaluate_every` steps.
+            compiled once.
         score: what `best` is lowest in, as a function of a record; by default its `value` (the sum
             of the values, where the objective is a dict). `lambda r: -r["accuracy"]` for a metric
-            of `evaluate`; only records that have the metrics are scored. A NaN is never the best, and
-            is warned of.
-        warm_start: start each training from the final inner state of the one before. The step
-            counter continues, and a start that depends on the hyperparameters is used only once.
-        batched: the hyperparameters have a leading axis of independent descents, run as one
-            program; records then hold one number for each. A descent that is not finite is named in a
-            `RuntimeWarning` and stays where it is, its records NaN, while the others continue.
-        take_back: whether a step that raises the error is taken back and tried again a quarter as long
-            (default). It is when the error is not finite, above the start, or above both the highest of
-            the last five and a tenth of what has been gained (with new `batches`: by more than these
-            five differ). The record of its evaluation says `taken_back`,
-            and the result is the last evaluation that was not: without new `batches` its error is never
-            above that of the start. Of several objectives, and with `warm_start`, only what is not
-            finite is taken back.
+            of `evaluate`. A NaN is never the best, and is warned of.
 
-        trust: whether `foretune.trust` first reports how far the hypergradient at the start can be
-            trusted, and a warning says so where it cannot. Costs some tens of trainings.
+    A step that raises the error is rejected, and tried again a quarter as long: when the error is not
+    finite, above the start, or above both the highest of the last five and a tenth of what has been
+    gained (of problems that are drawn: by more than ten times what these five differ by). The record of
+    its evaluation says `rejected`, and the result is the last evaluation that was not: unless problems
+    are drawn, its error is never above that of the start. Of several objectives, only what is not
+    finite is rejected.
 
     Ctrl-C, or SIGTERM, ends the run after the current evaluation and returns what there is; a second
-    one interrupts at once. A hypergradient that is not finite at the start (of `batched` descents, all
-    of them), or anywhere with `take_back=False`, raises `NonFiniteError`, whose attribute `run` holds
-    the history and the best hyperparameters until then.
+    one interrupts at once. A hypergradient that is not finite at the start raises `NonFiniteError`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -169,148 +106,154 @@ def minimize(
     check_optimizer(optimizer)
     check_callbacks(callbacks)
     rules = check_functions(stop, evaluate, score)
-    batches, key = _checked_batches(problem, batches, key)
-    check_count(evaluate_every, f"minimize(evaluate_every={evaluate_every})")
-    check_flag(warm_start, f"minimize(warm_start={warm_start!r:.60})")
-    check_flag(batched, f"minimize(batched={batched!r:.60})")
-    check_flag(take_back, f"minimize(take_back={take_back!r:.60})")
-    check_flag(trust, f"minimize(trust={trust!r:.60})")
     engine = Reverse() if engine is None else engine
     optimizer = DEFAULT_OPTIMIZER if optimizer is None else reused(optimizer)
-    if batched and warm_start:
-        raise ValueError("minimize takes either batched=True or warm_start=True, not both.")
-    if batched and trust:
-        raise ValueError(
-            "minimize(batched=True, trust=True): `foretune.trust` looks at one start; call it for "
-            "those that you want to know about."
-        )
-    members = check_leading_axis(hparams, "hparams", "the descents") if batched else None
-    single = jax.tree.map(lambda leaf: leaf[0], hparams) if batched else hparams
-    validated(problem, single, smooth=engine.differentiates)
+    source = as_problem(problem, key)
+    arrays, structure = validated(source, hparams, smooth=engine.differentiates)
     if evaluate is not None:
-        state = eqx.filter_eval_shape(problem.start, single)
-        with noting("evaluate(state, hparams)", state=state, hparams=single):
-            check_evaluate(evaluate, state, single, RECORD)
-    constraints = check_constraints(constraints, single)
-    engine = engine.within(constraints)
-    quiet = engine if engine.check_finite else engine.unchecked()
-    hparams = feasible(hparams, constraints, batched)
+        check_evaluate(evaluate, _start_of(structure, arrays), hparams, RECORD)
+    constraints = check_constraints(constraints, hparams)
+    hparams = feasible(constraints, hparams)
     outer = Outer(optimizer, constraints, in_units=optimizer is DEFAULT_OPTIMIZER)
-    inner = problem.start(hparams) if warm_start else None
-    best = nowhere(hparams, () if members is None else (members,))
+    descent = Descent(source, engine.within(constraints), outer)
+    run = Run(steps, _first(outer, hparams), hparams, lambda: descent.fingerprint(hparams))
+    return drive(run, descent, callbacks=callbacks, rules=rules, evaluate=evaluate, score=score)
 
-    def fingerprint():
-        return {
-            "constraints": repr(constraints),
-            "inner steps": str(problem.steps),
-            "folds": str(problem.folds) if isinstance(problem, CrossValidated) else "1",
-            "trajectory": str(problem.trajectory),
-            "initial hyperparameters": digest_of(hparams),
-            "initial parameters": digest_of(problem.init),  # of none, where it is a function
-            "training data": digest_of(problem.batches),
-            "validation data": digest_of(problem.validation),
-            "arrays of the dynamics": digest_of(problem.dynamics),
-            "take_back": str(take_back),
+
+class Carry(NamedTuple):
+    """All that decides how a descent continues: what a checkpoint saves."""
+
+    hparams: PyTree  # to be evaluated next
+    opt_state: PyTree
+    accepted: Accepted
+
+
+class Descent(Stepper[Run]):
+    """The steps of `minimize`, on a problem or on one that is drawn anew at each of them."""
+
+    first = 0
+
+    def __init__(self, source: Problem | Drawn, engine: AbstractEngine, outer: Outer):
+        self.source, self.engine, self.outer = source, engine, outer
+        self._warned = False
+
+    def advance(self, run: Run, step: int) -> Evaluation:
+        """Evaluate lambda_k, accept or reject it, and find lambda_{k+1}."""
+        hparams = run.carry.hparams
+        hyper = self._evaluated(step, hparams)
+        noisy = isinstance(self.source, Drawn)
+        carry, found = _next(self.outer, run.carry, hyper.value, hyper.grad, noisy)
+        if not found.finite:
+            self._report(run, step, hyper)
+        record = {
+            "value": hyper.value,
+            "gradient_norm": found.norm,
+            "rejected": ~found.accepts,
+        }
+        return Evaluation(carry, hparams, *hyper, record, (hyper.state, hparams))
+
+    def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
+        """Return the last evaluation that was accepted, made again where it is not at hand."""
+        hparams = run.carry.accepted.hparams
+        if run.value is not None and not run.record["rejected"]:
+            return hparams, run.value, run.state
+        hyper = self._evaluated(run.step, hparams)
+        return hparams, hyper.value, hyper.state
+
+    def _problem_at(self, step: int) -> Problem | Drawn:
+        if isinstance(self.source, Drawn):
+            return self.source.at(jax.random.fold_in(self.source.key, step))
+        return self.source
+
+    def _evaluated(self, step: int, hparams: PyTree) -> Hypergradient:
+        with check_finite(False):  # `_next` looks, and rejects
+            return self.engine(self._problem_at(step), hparams)
+
+    def _report(self, run: Run, step: int, hyper: Hypergradient) -> None:
+        """Raise where the start is not finite; warn, once, of a step that is rejected for it."""
+        hparams, problem = run.carry.hparams, self._problem_at(step)
+        if isinstance(problem, Drawn):
+            problem = problem.problem()
+        why = explain(problem, hparams, hyper, self.engine.other_mode)
+        if run.begins:  # there is nothing to go back to
+            error = NonFiniteError(why)
+            error.add_note(
+                f"foretune: this was step {step} of minimize, with {shown(hparams)}. Where training "
+                "diverges there, start from other hyperparameters."
+            )
+            raise error
+        run.nan_reported = True  # the score's NaN is no news
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the error or the hypergradient at step {step} of minimize is not finite, with "
+                f"{shown(hparams)}. The step is rejected and shortened, here and later in the run. "
+                + why,
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def fingerprint(self, hparams: PyTree) -> dict[str, str]:
+        """Return what tells this run from others; functions cannot be compared."""
+        source = self.source
+        ours = {
+            "constraints": repr(self.outer.constraints),
+            "initial hyperparameters": digest(hparams),
+        }
+        if isinstance(source, Drawn):
+            return ours | {"key": digest(source.key), "data of the draw": digest(source.constants)}
+        return ours | {
+            "inner steps": str(source.steps),
+            "trajectory": str(source.trajectory),
+            "initial parameters": digest(source.init),  # of none, where it is a function
+            "training data": digest(source.batches),
+            "validation data": digest(source.validation),
+            "arrays of the dynamics": digest(source.dynamics),
         }
 
-    opt_state, held = outer_init(outer, hparams, batched)
-    carry = Carry(hparams, opt_state, best, inner, held if take_back else None)
-    run = Run(steps, carry, fingerprint)
 
-    with Interrupt() as interrupt, started(callbacks, run):
-        if trust and not run.resumed:
-            with interrupt.paused():
-                _warn_of(report_trust(problem, hparams, engine=engine, constraints=constraints))
-        stopped, now, holds = None, problem, np.array(True)
-        while stopped is None:
-            now = problem
-            if batches is not None:
-                extra = () if key is None else (jax.random.fold_in(key, run.step),)
-                now = problem.replace(batches=batches(run.step, *extra))
-            if warm_start:
-                now = now.continued(run.carry.inner)
-            try:
-                hyper, norms, holds = evaluated(
-                    engine, quiet, now, run, batched,
-                    comparable=not warm_start, noisy=batches is not None,
-                )  # fmt: skip
-            except NonFiniteError as error:
-                error.add_note(
-                    f"foretune: this was step {run.step} of minimize, with {shown(run.hparams)}. "
-                    f"{_FURTHER if run.step else _START} What there is until then (history, best, "
-                    "hparams) is in the attribute `run` of this error."
-                )
-                error.run = run
-                raise
-            run.value, run.grad, run.state = hyper
-            record = {"step": run.step, "value": hyper.value, "gradient_norm": norms}
-            if take_back:
-                record["taken_back"] = ~holds
-            measured = evaluate and (run.step % evaluate_every == 0 or run.step == steps)
-            if measured:
-                record |= metrics_of(evaluate, hyper.state, run.hparams, batched)
-            run.note(plain(record))
-            if measured or not evaluate:
-                best = run.ranked(score, run.record, run.hparams)
-                run.move(run.step, run.carry._replace(best=best))
-            for callback in callbacks:
-                callback.step(run)
-            stopped = next(iter(run.reasons(rules, interrupt)), None)
-            if stopped is None:
-                new, opt_state, held = outer_update(outer, *run.carry[:2], run.carry.held, *hyper[:2],
-                                                     holds, batched)  # fmt: skip
-                inner = run.carry.inner
-                if warm_start and holds.all():
-                    inner = hyper.state
-                run.move(run.step + 1, Carry(new, opt_state, run.best, inner, held))
-    hparams, value, state = run.hparams, run.value, run.state
-    if not holds.all():  # the last evaluation that was held, made again by the same program
-        hparams = chosen_rows(holds, hparams, run.carry.held.hparams, batched)
-        value, _, state = hypergradient(quiet, now, hparams, batched)
-    return Result(hparams, value, state, run.history, run.best, stopped)
+def _start_of(structure: Structure, arrays: list[Array]) -> PyTree:
+    """Return the shapes of s_0."""
+
+    def start(arrays):
+        problem, hparams = opened(structure, arrays)
+        return problem.start(hparams)
+
+    return eqx.filter_eval_shape(start, arrays)
 
 
-def _warn_of(report: Trust) -> None:
-    if report.ok:
-        return
-    wrong = {leaf: verdict for leaf, verdict in report.verdicts.items() if verdict != TRUST}
-    helps = [str(advice) for advice in report.advice if advice.helps]
-    warnings.warn(
-        f"over a step of {report.scale:g} the hypergradient at the start cannot be trusted: {wrong}. "
-        + ("What helps, " + "; or ".join(helps) if helps else "Nothing that was tried helps")
-        + ". `foretune.trust` has the whole report.",
-        RuntimeWarning,
-        stacklevel=3,
+@filtered
+def _first(outer: Outer, hparams: PyTree) -> Carry:
+    u = outer.unconstrained(hparams)
+    return Carry(hparams, outer.init(hparams), none_accepted(hparams, u))
+
+
+class _Found(NamedTuple):
+    """What is seen of an evaluation on the way to the next."""
+
+    norm: Float[Array, ""]
+    accepts: Bool[Array, ""]
+    finite: Bool[Array, ""]
+
+
+@filtered
+def _next(
+    outer: Outer, carry: Carry, value: PyTree, grad: PyTree, noisy: bool
+) -> tuple[Carry, _Found]:
+    """Return the carry for the next evaluation, lambda_k -> u_k -> u_{k+1} -> lambda_{k+1}."""
+    hparams, opt_state, accepted = carry
+    accepts = is_accepted(accepted, value, grad, noisy)
+    direction, after = outer.direction(hparams, opt_state, value, grad)
+    accepted = next_accepted(accepts, accepted, hparams, grad, direction, value, noisy)
+    opt_state = chosen(accepts, after, opt_state)
+    error = jax.tree.map(lambda x: accepted.values[0].astype(x.dtype), value)
+    anew = outer.direction(accepted.hparams, outer.init(accepted.hparams), error, accepted.grad)
+    restarts = accepted.tries == RESTART
+    direction, opt_state = chosen(restarts, anew, (accepted.direction, opt_state))
+    shorter = jax.tree.map(lambda d: d * accepted.share.astype(d.dtype), direction)
+    carry = Carry(
+        outer.moved(accepted.hparams, shorter),
+        opt_state,
+        accepted._replace(direction=direction),
     )
-
-
-def _checked_batches(problem: Problem, batches: Any, key: Any) -> tuple[Any, Any]:
-    """Return the function that makes the batches, and its key, or raise."""
-    if isinstance(batches, str):
-        if batches != "fresh":
-            raise ValueError(f'minimize(batches={batches!r:.60}): give "fresh" or a function.')
-        key = jax.random.key(0) if key is None else key
-        check_key(key, "minimize's key")
-        given = getattr(problem, "batches", None)
-        if isinstance(problem, CrossValidated):
-            raise TypeError(
-                'minimize(batches="fresh") does not draw for the folds of a `CrossValidated` problem. '
-                "Give a function `batches(step, key)` that makes a list, an entry for each fold."
-            )
-        if not isinstance(given, Minibatches):
-            raise TypeError(
-                f'minimize(batches="fresh") draws the problem\'s `Minibatches` anew, but its batches '
-                f"are {describe(given)}. Give a function `batches(step, key)` that makes them."
-            )
-        given.reshuffled(key)  # raises where it cannot
-        return lambda step, key: given.reshuffled(key), key
-    if batches is not None:
-        check_function(batches, "batches(step)" if key is None else "batches(step, key)")
-    if key is not None:
-        check_key(key, "minimize's key")
-        if batches is None:
-            raise ValueError(
-                "minimize(key=...) is for `batches(step, key)`, and there is no `batches`. A key of "
-                "the loss goes to `Training(..., key=...)`."
-            )
-    return batches, key
+    return carry, _Found(optax.tree.norm(grad), accepts, is_finite((value, grad)))

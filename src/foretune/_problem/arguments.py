@@ -8,14 +8,14 @@ megabytes each. `Compiled` and `filtered` keep those that were used last.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 PROGRAMS = 32  # kept of each function
 
@@ -24,10 +24,10 @@ class Structure(NamedTuple):
     """What is not an array in a pytree; hashable, so that a program can be compiled for it."""
 
     treedef: Any
-    static: tuple[Any, ...]  # the leaves, with `Structure` standing where an array goes
+    static: tuple[object, ...]  # the leaves, with `Structure` standing where an array goes
 
 
-def flatten(tree: PyTree) -> tuple[list[Any], Structure]:
+def flatten(tree: PyTree) -> tuple[list[Array], Structure]:
     """Return the arrays of a pytree, and its structure."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
@@ -36,7 +36,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], Structure]:
     return arrays, Structure(treedef, static)
 
 
-def unflatten(structure: Structure, arrays: Any) -> PyTree:
+def unflatten(structure: Structure, arrays: Iterable[PyTree]) -> PyTree:
     """Return the pytree."""
     remaining = iter(arrays)
     leaves = [next(remaining) if leaf is Structure else leaf for leaf in structure.static]
@@ -51,7 +51,7 @@ def copied(tree: PyTree) -> PyTree:
 class Output(eqx.Module):
     """A pytree that leaves a compiled program, whatever leaves it has."""
 
-    arrays: list[Any]
+    arrays: list[Array]
     structure: Structure = eqx.field(static=True)
 
     def __init__(self, tree: PyTree):
@@ -70,7 +70,7 @@ class Rest:
         self.tree = eqx.filter(tree, eqx.is_array, inverse=True)  # with None for each array
         self._structure = flatten(self.tree)[1]
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, Rest) and self._structure == other._structure
 
     def __hash__(self) -> int:
@@ -86,20 +86,20 @@ class Compiled:
     As `jax.jit(function, static_argnums=range(static), **options)`, which never lets a program go.
     """
 
-    def __init__(self, function: Callable[..., Any], static: int, **options: Any):
+    def __init__(self, function: Callable[..., PyTree], static: int, **options: Any):
         self._static = static
 
         @functools.lru_cache(maxsize=PROGRAMS)
-        def program(*constants: Any) -> Any:
+        def program(*constants: object) -> Any:
             return jax.jit(functools.partial(function, *constants), **options)
 
         self._program = program
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: PyTree) -> Any:
         """Run the program."""
         return self._program(*arguments[: self._static])(*arguments[self._static :])
 
-    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+    def lower(self, *arguments: PyTree) -> jax.stages.Lowered:
         """Return the program, not yet compiled."""
         return self._program(*arguments[: self._static]).lower(*arguments[self._static :])
 
@@ -112,11 +112,11 @@ def filtered(function: Callable[..., Any]) -> Callable[..., Any]:
     program = Compiled(lambda structure, arrays: Output(function(*unflatten(structure, arrays))), 1)
 
     @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: PyTree) -> PyTree:
         arrays, structure = flatten(arguments)
         return program(structure, arrays).tree()
 
-    def lower(*arguments: Any) -> jax.stages.Lowered:
+    def lower(*arguments: PyTree) -> jax.stages.Lowered:
         arrays, structure = flatten(arguments)
         return program.lower(structure, arrays)
 

@@ -7,7 +7,6 @@ keeps all scores; fused kernels have one derivative alone, in reverse mode.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +65,7 @@ def attention(
     return out[..., :length, :, :]
 
 
-def _attend(causal: bool, q: Any, k: Any, v: Any, first: Any) -> Any:
+def _attend(causal: bool, q: Array, k: Array, v: Array, first: int | Array) -> Array:
     """Return the attention of queries whose first stands at place `first`."""
     kind = np.promote_types(q.dtype, np.float32)
     scores = jnp.einsum("...tnd,...snd->...nts", q, k, preferred_element_type=kind)
@@ -79,7 +78,7 @@ def _attend(causal: bool, q: Any, k: Any, v: Any, first: Any) -> Any:
     return jnp.einsum("...nts,...snd->...tnd", jax.nn.softmax(scores).astype(v.dtype), v)
 
 
-def _check_shapes(q: Any, k: Any, v: Any, causal: bool) -> None:
+def _check_shapes(q: Array, k: Array, v: Array, causal: bool) -> None:
     shown = f"q is {describe(q)}, k {describe(k)} and v {describe(v)}"
     if not (q.ndim == k.ndim == v.ndim >= 3):
         raise ValueError(f"attention: {shown}; give each as (..., length, heads, size).")

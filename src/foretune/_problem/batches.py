@@ -2,6 +2,7 @@
 
 import abc
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +32,15 @@ ROWS = 20  # steps of a row each, from which on they are suspected to be a whole
 class Batches(eqx.Module):
     """What the steps train on: `xs`, which the loop scans over, and `batch(x)`, an entry's batch."""
 
+    xs: eqx.AbstractVar[PyTree]
+
+    @property
     @abc.abstractmethod
-    def batch(self, x: Any) -> PyTree:
+    def steps(self) -> int:
+        """T, the number of steps."""
+
+    @abc.abstractmethod
+    def batch(self, x: PyTree) -> PyTree:
         """Return the batch of one entry of `xs`."""
 
     def whole(self) -> PyTree:
@@ -77,8 +85,8 @@ class Minibatches(Batches):
     def __init__(
         self,
         data: PyTree,
-        indices: Any,
-        gather: Any = None,
+        indices: Any,  # an array of integers
+        gather: object = None,
     ):
         if gather is not None and not callable(gather):
             raise TypeError(
@@ -105,7 +113,8 @@ class Minibatches(Batches):
                 f"Minibatches' batches are empty: the indices have shape {self.indices.shape}."
             )
         if not isinstance(self.indices, Tracer):
-            low, high = int(raw.min()), int(raw.max())
+            with jax.ensure_compile_time_eval():
+                low, high = int(raw.min()), int(raw.max())
             dtype = self.indices.dtype
             if low < jnp.iinfo(dtype).min or high > jnp.iinfo(dtype).max:
                 raise ValueError(
@@ -118,7 +127,7 @@ class Minibatches(Batches):
                     f"(0 to {n - 1}). JAX would clamp them silently."
                 )
 
-    def at(self, indices: Any) -> "Minibatches":
+    def at(self, indices: Array | None) -> "Minibatches":
         """Return other minibatches of the same data, without looking at the indices' values."""
         return eqx.tree_at(lambda batches: batches.indices, self, indices)
 
@@ -129,7 +138,7 @@ class Minibatches(Batches):
         *,
         batch_size: int,
         steps: int,
-        key: Any,
+        key: Array,
     ) -> "Minibatches":
         """Draw `steps` minibatches by reshuffling the examples at each epoch.
 
@@ -152,7 +161,7 @@ class Minibatches(Batches):
         check_key(key, "the key of Minibatches.shuffled")
         return cls(data, _shuffled(n, batch_size, steps, key))
 
-    def reshuffled(self, key: Any) -> "Minibatches":
+    def reshuffled(self, key: Array) -> "Minibatches":
         """Draw as many minibatches of the same size anew, as `shuffled` does.
 
         >>> import foretune as ft, jax, jax.numpy as jnp
@@ -196,7 +205,7 @@ class Minibatches(Batches):
         return super().whole() if self.gather is not None else self.data
 
 
-def _shuffled(n: int, batch_size: int, steps: int, key: Any) -> Int[Array, "T b"]:
+def _shuffled(n: int, batch_size: int, steps: int, key: Array) -> Int[Array, "T b"]:
     """Return indices of minibatches, the n examples in a new order at each epoch."""
     per_epoch = n // batch_size
     keys = jax.random.split(key, -(-steps // per_epoch))
@@ -213,18 +222,19 @@ class FullBatch(Batches):
     """
 
     data: PyTree[Array]
-    steps: int = eqx.field(static=True)
+    count: int = eqx.field(static=True)
+    xs: None = None  # every step sees the same data
 
     def __init__(self, data: PyTree, steps: int):
         check_count(steps, f"FullBatch's steps={steps}")
         check_data(data, "FullBatch's data")
-        self.data, self.steps = as_arrays(data, "FullBatch's data"), steps
+        self.data, self.count = as_arrays(data, "FullBatch's data"), steps
         check_some_number(self.data, "FullBatch's data")
 
     @property
-    def xs(self) -> None:
-        """Nothing: every step sees the same data."""
-        return None
+    def steps(self) -> int:
+        """T, the number of steps."""
+        return self.count
 
     def batch(self, x: None) -> PyTree[Array]:
         """Return the data."""
@@ -259,21 +269,25 @@ class Stacked(Batches):
 class Whole(Batches):
     """All the data of other batches, as the batch of a single step."""
 
-    batches: Any
+    batches: Batches
     xs: None = None
-    steps: int = eqx.field(static=True, default=1)
+
+    @property
+    def steps(self) -> int:
+        """One."""
+        return 1
 
     def batch(self, x: None) -> PyTree:
         """Return the data."""
         return self.batches.whole()
 
 
-def as_batches(batches: Any) -> Any:
+def as_batches(batches: PyTree) -> Batches:
     """Return the batches as `Batches`: a pytree of arrays has an entry for each step."""
     return batches if isinstance(batches, Batches) else Stacked(batches)
 
 
-def warn_of_rows(batches: Any, validation: PyTree) -> None:
+def warn_of_rows(batches: Batches, validation: PyTree) -> None:
     """Warn where stacked batches look like a whole data set: as many steps, each of a single row.
 
     The sign is validation data of the same form: the same leaves with the same shape of a row.
@@ -295,7 +309,7 @@ def warn_of_rows(batches: Any, validation: PyTree) -> None:
         )
 
 
-def users_level(frame: Any) -> int:
+def users_level(frame: types.FrameType) -> int:
     """Return the stack level, for a warning in this frame, of the first code outside of the library."""
     level = 1
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARY:

@@ -1,13 +1,14 @@
 """Checks of single arguments, and the words in which they are reported."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float, PyTree
 
@@ -19,7 +20,8 @@ def as_arrays(tree: PyTree, name: str = "the data") -> PyTree:
         if isinstance(leaf, np.ndarray | np.generic):
             if _holds_no_numbers(leaf):
                 check_numbers(tree, name)
-            return jnp.asarray(leaf)
+            with jax.ensure_compile_time_eval():  # known inside a trace too
+                return jnp.asarray(leaf)
         if getattr(leaf, "weak_type", False):
             return jax.lax.convert_element_type(leaf, leaf.dtype)
         return leaf
@@ -41,10 +43,11 @@ def _holds_no_numbers(leaf: np.ndarray | np.generic) -> bool:
     return leaf.dtype == object or leaf.dtype.kind in "USmM"
 
 
-def describe(leaf: Any) -> str:
+def describe(leaf: object) -> str:
     """Return `float32[5,3]` for an array, `a function` or the like for anything else."""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"{dtype}[{','.join(map(str, shape))}]"
     if leaf is None:
         return "None"
     simple = isinstance(leaf, int | float | complex | str | bytes)
@@ -58,13 +61,24 @@ def describe_tree(tree: PyTree, name: str, most: int = 6) -> str:
     return "\n".join(leaves[:most] + rest) or f"  {name}: {describe(tree)}, no leaf"
 
 
+def shown(hparams: PyTree, most: int = 6) -> str:
+    """Return the hyperparameters' values, or their range, the first few of them."""
+    parts = []
+    for path, leaf in named_leaves(jax.device_get(hparams), "hparams").items():
+        low, high = float(np.min(leaf)), float(np.max(leaf))
+        parts.append(f"{path} = {low:.4g}" + ("" if leaf.size == 1 else f" to {high:.4g}"))
+    return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
+
+
 def named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
     """Return the leaves by path, `hparams['lr']` and the like."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {name + jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def check_signature(function: Any, form: str, keywords: tuple[str, ...] = ()) -> None:
+def check_signature(
+    function: Callable[..., object], form: str, keywords: tuple[str, ...] = ()
+) -> None:
     """Raise unless `function` can be called as `form` says, `loss(params, hparams, batch)` say."""
     try:
         signature = inspect.signature(function)
@@ -80,8 +94,8 @@ def check_signature(function: Any, form: str, keywords: tuple[str, ...] = ()) ->
         ) from None
 
 
-def check_objective(objective: Any) -> None:
-    """Raise unless `objective` is a function or a dict of functions."""
+def check_objective(objective: object) -> Callable[..., Any] | dict[str, Callable[..., Any]]:
+    """Return the objective, a function or a dict of functions, or raise."""
     if isinstance(objective, Mapping):
         for name, function in objective.items():
             if not callable(function):
@@ -90,13 +104,14 @@ def check_objective(objective: Any) -> None:
                 )
             check_signature(function, f"objective[{name!r}](state, hparams, validation)")
         if objective:
-            return
+            return dict(objective)
     if not callable(objective):
         raise TypeError(
             "the objective must be a function (state, hparams, validation) -> scalar, or a "
             f"non-empty dict of them by hyperparameter name; got {describe(objective)}."
         )
     check_signature(objective, "objective(state, hparams, validation)")
+    return objective
 
 
 def check_leading_axis(tree: PyTree, name: str, meaning: str = "the examples") -> int:
@@ -144,10 +159,11 @@ def check_data(tree: PyTree, name: str) -> None:
             )
 
 
-def check_count(count: Any, given: str) -> None:
-    """Raise unless `count` is a positive integer."""
+def check_count(count: object, given: str) -> int:
+    """Return `count`, a positive integer, or raise."""
     if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 1:
         raise ValueError(f"{given}: it must be a whole number, 1 or more.")
+    return int(count)
 
 
 def check_some_number(tree: PyTree, name: str) -> None:
@@ -158,13 +174,13 @@ def check_some_number(tree: PyTree, name: str) -> None:
         raise ValueError(f"{path} is {describe(leaf)}: it holds no number, and no other does.")
 
 
-def check_flag(flag: Any, given: str) -> None:
+def check_flag(flag: object, given: str) -> None:
     """Raise unless `flag` is True or False."""
     if not isinstance(flag, bool):
         raise TypeError(f"{given} is {describe(flag)}: give True or False.")
 
 
-def check_key(key: Any, given: str) -> None:
+def check_key(key: object, given: str) -> None:
     """Raise unless `key` is one random key."""
     try:
         jax.eval_shape(jax.random.fold_in, key, 0)
@@ -174,7 +190,19 @@ def check_key(key: Any, given: str) -> None:
         ) from error
 
 
-def check_mesh(mesh: Any, given: str, axis: str | None = None) -> None:
+def check_outside_programs(name: str, *given: PyTree) -> None:
+    """Raise where a driver is called inside `jax.jit` and the like."""
+    # Inside `jit` every array is traced, a new one too; inside `vmap` and `grad` those given are.
+    leaves = [jnp.zeros(()), *jax.tree.leaves(given)]
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        raise TypeError(
+            f"{name} is a loop in Python and cannot be traced: call it outside of jax.jit, jax.vmap "
+            "and jax.grad. Inside a program use an engine, `foretune.Reverse()(problem, hparams)`, or "
+            "`RealTime.update`."
+        )
+
+
+def check_mesh(mesh: object, given: str, axis: str | None = None) -> None:
     """Raise unless `mesh` is a mesh that leaves placement to the compiler, with the axis `axis`."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{given}: a mesh is `foretune.mesh(data=...)`, got {describe(mesh)}.")
@@ -219,7 +247,7 @@ def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
     return hparams
 
 
-def _check_container(tree: Any, path: str) -> None:
+def _check_container(tree: object, path: str) -> None:
     """Raise for a None in dicts, lists and tuples, and for names that cannot be put in order.
 
     To JAX a None is no leaf: it would be no hyperparameter, and reach the loss or the optimizer. In
@@ -249,7 +277,7 @@ def _check_container(tree: Any, path: str) -> None:
         _check_container(part, path + name)
 
 
-def _is_hyperparameter(leaf: Any) -> bool:
+def _is_hyperparameter(leaf: object) -> bool:
     return (
         isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 0
     )

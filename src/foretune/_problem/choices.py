@@ -9,12 +9,15 @@ numbers that come in as data, and draws in another form (`floor(uniform + p)`).
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from .jaxprs import equations, subjaxprs
+
+Parameters = dict[str, Any]  # of an operation
 # What a variable is made from is a set, held as the bits of a number: `|` joins two of them.
 GIVEN = 1  # any input of the program, hyperparameters included
 RANDOM = 2  # random numbers
@@ -36,22 +39,11 @@ MOVES = {
 
 def cut_hparams(jaxpr: Jaxpr, hparams: Sequence[int]) -> list[int]:
     """Return those inputs, of the given ones, that set the probabilities of a random choice."""
-    if not _draws(jaxpr, set()):
+    if not any(equation.primitive.name in SOURCES for equation in equations(jaxpr)):
         return []
     bits = {i: FIRST << k for k, i in enumerate(hparams)}
     _, found = _Search()(jaxpr, [GIVEN | bits.get(i, 0) for i in range(len(jaxpr.invars))])
     return [i for i, bit in bits.items() if found & bit]
-
-
-def _draws(jaxpr: Jaxpr, seen: set[int]) -> bool:
-    """Return whether there are random numbers in a program."""
-    if id(jaxpr) in seen:
-        return False
-    seen.add(id(jaxpr))
-    return any(
-        equation.primitive.name in SOURCES or any(_draws(f, seen) for f in _inner(equation.params))
-        for equation in jaxpr.eqns
-    )
 
 
 class _Search:
@@ -78,7 +70,7 @@ class _Search:
             name, params, n = equation.primitive.name, equation.params, len(equation.outvars)
             if name in CALLS:
                 results, more = CALLS[name](self, params, operands)
-            elif _inner(params):
+            elif subjaxprs(params):
                 results, more = _call(self, params, operands)
             else:
                 results, more = [_result(equation, operands)] * n, _chosen(name, operands)
@@ -106,7 +98,7 @@ def _chosen(name: str, operands: list[int]) -> int:
     return 0
 
 
-def _result(equation: Any, operands: list[int]) -> int:
+def _result(equation: JaxprEqn, operands: list[int]) -> int:
     name, joined = equation.primitive.name, _join(operands)
     if name in SOURCES:  # whatever the key was made from
         floats = [o for o, v in zip(operands, equation.invars, strict=True) if _is_float(v)]
@@ -118,33 +110,33 @@ def _result(equation: Any, operands: list[int]) -> int:
     return joined if name in MOVES else joined & ~SHIFTED
 
 
-def _call(search: _Search, params: dict[str, Any], operands: list[int]) -> tuple[list[int], int]:
+def _call(search: _Search, params: Parameters, operands: list[int]) -> tuple[list[int], int]:
     """A function that is called as it is (jit, remat), and any other operation with functions."""
-    inner = _inner(params)
+    inner = subjaxprs(params)
     if len(inner) == 1 and len(inner[0].invars) == len(operands):
         return search(inner[0], operands)
     return [], _join(search(f, [_join(operands)] * len(f.invars))[1] for f in inner)
 
 
-def _own_derivative(search: _Search, params: dict[str, Any], operands: list[int]):
+def _own_derivative(search: _Search, params: Parameters, operands: list[int]):
     """A function with a derivative by its author (`jax.custom_jvp`), who knows of the choices in it."""
     return _call(search, params, operands)[0], 0
 
 
-def _scan(search: _Search, params: dict[str, Any], operands: list[int]) -> tuple[list[int], int]:
+def _scan(search: _Search, params: Parameters, operands: list[int]) -> tuple[list[int], int]:
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    body, constants, xs = _inner(params)[0], operands[:first], operands[last:]
+    body, constants, xs = subjaxprs(params)[0], operands[:first], operands[last:]
     return _loop(lambda carry: search(body, constants + carry + xs), operands[first:last])
 
 
-def _while(search: _Search, params: dict[str, Any], operands: list[int]) -> tuple[list[int], int]:
+def _while(search: _Search, params: Parameters, operands: list[int]) -> tuple[list[int], int]:
     first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
     carry, found = _loop(lambda carry: search(body, operands[first:last] + carry), operands[last:])
     return carry, found | search(condition, operands[:first] + carry)[1]
 
 
-def _cond(search: _Search, params: dict[str, Any], operands: list[int]) -> tuple[list[int], int]:
+def _cond(search: _Search, params: Parameters, operands: list[int]) -> tuple[list[int], int]:
     which, rest = operands[0], operands[1:]
     outcomes = [search(branch.jaxpr, rest) for branch in params["branches"]]
     results = [_join((which, *each)) for each in zip(*(r for r, _ in outcomes), strict=True)]
@@ -178,22 +170,10 @@ def _flat(origin: int) -> int:
     return origin & (GIVEN | RANDOM)
 
 
-def _is_float(atom: Any) -> bool:
+def _is_float(atom: Var | Literal) -> bool:
     return _is_inexact(getattr(atom.aval, "dtype", None))  # a token has none
 
 
 @functools.cache
-def _is_inexact(dtype: Any) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _inner(params: dict[str, Any]) -> list[Jaxpr]:
-    """Return the programs among the parameters of an operation."""
-    inner = []
-    for value in params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, ClosedJaxpr):
-                inner.append(part.jaxpr)
-            elif isinstance(part, Jaxpr):
-                inner.append(part)
-    return inner
+def _is_inexact(dtype: Hashable) -> bool:  # of a key, it is no `numpy.dtype`
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)  # pyright: ignore

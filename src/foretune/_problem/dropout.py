@@ -13,8 +13,6 @@ little noise remains there, sigma^2 = rate / (1 - rate) + 0.001, and the formula
 References: Srivastava et al., JMLR 2014, Section 10; Kingma, Salimans and Welling, NeurIPS 2015.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +26,9 @@ from .checks import check_flag, check_key, describe
 LEAST = 1e-3
 
 
-def dropout(x: Any, rate: Any, *, key: Any, inference: Any = False) -> Float[Array, "..."]:
+def dropout(
+    x: Array, rate: float | Array, *, key: Array, inference: bool = False
+) -> Float[Array, "..."]:
     """Return x with multiplicative noise: dropout whose rate can be tuned, as it has a derivative.
 
     The result is `x * (1 + sigma * eps)` with normal eps and `sigma**2 = rate / (1 - rate)`: the mean
@@ -74,7 +74,7 @@ def dropout(x: Any, rate: Any, *, key: Any, inference: Any = False) -> Float[Arr
     return x * (1 + sigma * jax.random.normal(key, x.shape, x.dtype))
 
 
-def _check_rate(rate: Any) -> None:
+def _check_rate(rate: object) -> None:
     """Raise for a rate that is known, and not in [0, 1)."""
     if isinstance(rate, Tracer):
         return

@@ -7,160 +7,94 @@ A dynamics has two methods,
 
 both pure functions that JAX can trace. The state is a pytree; its floating-point leaves are
 what the engines differentiate, its integers and random keys are carried along, and anything
-else in it (a model's activation function, say) stays as it is.
-
-`Dynamics` declares them, and what a dynamics may offer besides, with defaults. Nothing need inherit
-from it: any object with the two methods gets a `Wrapper`, the only place that looks at what an object
-has.
+else in it (a model's activation function, say) stays as it is. A state with a field `loss`, as
+`TrainState` has it, is watched and reported by real-time tuning.
 """
 
 import abc
-from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from .arguments import flatten
 from .checks import check_signature, describe
 
 
-class Dynamics(abc.ABC):
-    """A training procedure. Subclass it, or give any object with the methods `init` and `step`.
+class Dynamics(eqx.Module):
+    """A training procedure: a subclass with the methods `init` and `step`.
 
-    `step_and_loss`, `gradient` and `in_precision` are optional; `Training` has them all. Where a class
-    overrides only one of `step` and `step_and_loss`, that one counts.
+    It is an `equinox.Module`: a frozen dataclass, whose fields are declared with their types.
+    `gradient`, `in_precision` and `transposable` are optional; `Training` has them all.
 
     >>> import foretune as ft, jax.numpy as jnp
-    >>> class Halving(ft.Dynamics):
+    >>> class Scaling(ft.Dynamics):
     ...     def init(self, params, hparams):
     ...         return params
     ...     def step(self, state, hparams, batch):
     ...         return hparams["rate"] * state
     >>> problem = ft.Problem(
-    ...     Halving(), lambda s, h, _: s, init=jnp.array(8.0), batches=ft.FullBatch(None, steps=2))
+    ...     Scaling(), lambda s, h, _: s, init=jnp.array(8.0), batches=ft.FullBatch(None, steps=2))
     >>> float(ft.Reverse()(problem, {"rate": jnp.array(0.5)}).grad["rate"])  # f = 8 rate^2
     8.0
     """
 
     @abc.abstractmethod
-    def init(self, params: Any, hparams: Any) -> Any:
+    def init(self, params: PyTree, hparams: PyTree) -> PyTree:
         """Return s_0 from the initial parameters."""
 
     @abc.abstractmethod
-    def step(self, state: Any, hparams: Any, batch: Any) -> Any:
+    def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return s_t = Phi_t(s_{t-1}, lambda): same structure, shapes and dtypes as `state`."""
 
-    def step_and_loss(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
-        """Return s_t and the training loss, which real-time tuning reports and watches."""
-        return self.step(state, hparams, batch), None
-
-    def gradient(self, state: Any, hparams: Any, batch: Any) -> PyTree:
+    def gradient(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return the gradient, in `state.params`, of the loss that the training minimises."""
         raise NotImplementedError
 
-    def in_precision(self, dtype: Any) -> "Dynamics":
-        """Return the same dynamics with its loss computed in another floating-point type."""
-        raise NotImplementedError
+    def in_precision(self, dtype: jax.typing.DTypeLike) -> "Dynamics | None":
+        """Return the same with its loss computed in another floating-point type, if it has a loss."""
+        return None
 
     def transposable(self) -> "Dynamics":
         """Return the same dynamics with a step that is cheap to transpose, without forward mode."""
         return self
-
-    def offers(self, capability: str) -> bool:
-        """Return whether one of the optional methods is there."""
-        return getattr(type(self), capability) is not getattr(Dynamics, capability)
 
     @property
     def carried(self) -> tuple[str, ...]:
         """The paths of hyperparameters that the initial state may depend on already."""
         return ()
 
-    @property
-    def reports_loss(self) -> bool:
-        """Whether `advance` returns a loss."""
-        return _own_step(self) == "step_and_loss"
 
-    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
-        """Return s_t, and the loss or None: the step as engines and tuners take it."""
-        if self.reports_loss:
-            return self.step_and_loss(state, hparams, batch)
-        return self.step(state, hparams, batch), None
+class Wrapper(Dynamics):
+    """A dynamics that does as another one, but for what a subclass overrides."""
 
+    dynamics: Dynamics
 
-def _own_step(dynamics: Any) -> str:
-    """Return which of the two methods the object itself or its most derived class defines."""
-    classes = [vars(base) for base in type(dynamics).__mro__ if base is not Dynamics]
-    for defined in (getattr(dynamics, "__dict__", {}), *classes):
-        if "step_and_loss" in defined:
-            return "step_and_loss"
-        if "step" in defined:
-            return "step"
-    return "step"
-
-
-class Wrapper(Dynamics, eqx.Module):
-    """A dynamics that does as another one, but for what a subclass overrides.
-
-    The other may be any object with `init` and `step`; what else it has is looked for here alone.
-    """
-
-    dynamics: Any  # the object, or its `Identity`
-
-    @property
-    def inner(self) -> Any:
-        """The object."""
-        return self.dynamics.held if isinstance(self.dynamics, Identity) else self.dynamics
-
-    def init(self, params: Any, hparams: Any) -> Any:
+    def init(self, params: PyTree, hparams: PyTree) -> PyTree:
         """Return s_0."""
-        return self.inner.init(params, hparams)
+        return self.dynamics.init(params, hparams)
 
-    def step(self, state: Any, hparams: Any, batch: Any) -> Any:
+    def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return s_t."""
-        return self.advance(state, hparams, batch)[0]
+        return self.dynamics.step(state, hparams, batch)
 
-    def step_and_loss(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
-        """Return s_t, and the loss or None."""
-        return self.advance(state, hparams, batch)
-
-    def gradient(self, state: Any, hparams: Any, batch: Any) -> PyTree:
+    def gradient(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return the gradient of the loss."""
-        return self.inner.gradient(state, hparams, batch)
+        return self.dynamics.gradient(state, hparams, batch)
 
-    def in_precision(self, dtype: Any) -> Dynamics:
+    def in_precision(self, dtype: jax.typing.DTypeLike) -> "Dynamics | None":
         """Return the same in another floating-point type."""
-        return self._around(self.inner.in_precision(dtype))
+        inner = self.dynamics.in_precision(dtype)
+        return None if inner is None else self.around(inner)
 
     def transposable(self) -> Dynamics:
-        """Return the same with the object's transposable form."""
-        if not isinstance(self.inner, Dynamics):
-            return self
-        return self._around(self.inner.transposable())
+        """Return the same with the other's transposable form."""
+        inner = self.dynamics.transposable()
+        return self if inner is self.dynamics else self.around(inner)
 
-    def _around(self, dynamics: Any) -> Dynamics:
-        """Return the same around another object, held as this one is."""
-        hold = as_dynamics if isinstance(self.dynamics, Dynamics) else as_held
-        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, hold(dynamics))
-
-    def offers(self, capability: str) -> bool:
-        """Return whether the object does."""
-        if isinstance(self.inner, Dynamics):
-            return self.inner.offers(capability)
-        return callable(getattr(self.inner, capability, None))
-
-    @property
-    def reports_loss(self) -> bool:
-        """Whether the object's step does."""
-        if isinstance(self.inner, Dynamics):
-            return self.inner.reports_loss
-        return _own_step(self.inner) == "step_and_loss"
-
-    def advance(self, state: Any, hparams: Any, batch: Any) -> tuple[Any, Any]:
-        """Return s_t, and the loss or None."""
-        if self.reports_loss:
-            return self.inner.step_and_loss(state, hparams, batch)
-        return self.inner.step(state, hparams, batch), None
+    def around(self, dynamics: Dynamics) -> Dynamics:
+        """Return the same around another dynamics."""
+        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, dynamics)
 
 
 class Continued(Wrapper):
@@ -178,50 +112,24 @@ class Continued(Wrapper):
         return self.carries
 
 
-class Identity:
-    """Holds an object that cannot be hashed (a dataclass, say); equal where the object is the same."""
-
-    def __init__(self, held: Any):
-        self.held = held
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Identity) and other.held is self.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
-
-
-def as_dynamics(dynamics: Any) -> Dynamics:
-    """Return the object as a `Dynamics` that a program can be compiled for, or raise."""
-    check_dynamics(dynamics)
-    if not _hashable(dynamics):
-        return Wrapper(Identity(dynamics))
-    return dynamics if isinstance(dynamics, Dynamics) else Wrapper(dynamics)
-
-
-def as_held(dynamics: Any) -> Any:
-    """Return the object as a `Wrapper` holds it: as it is, or its `Identity`."""
-    found = as_dynamics(dynamics)
-    return found.dynamics if type(found) is Wrapper else found
-
-
-def _hashable(tree: Any) -> bool:
-    try:
-        hash(tuple(leaf for leaf in jax.tree.leaves(tree) if not eqx.is_array(leaf)))
-    except TypeError:
-        return False
-    return True
-
-
-def check_dynamics(dynamics: Any) -> None:
-    """Raise unless `dynamics` has the two methods."""
+def check_dynamics(dynamics: object) -> Dynamics:
+    """Return an instance of a subclass of `Dynamics`, with methods as they are called, or raise."""
     if isinstance(dynamics, type):
         raise TypeError(f"the dynamics is a class; give an instance, `{dynamics.__name__}(...)`.")
-    for form in ("init(params, hparams)", "step(state, hparams, batch)"):
-        method: Callable[..., Any] | None = getattr(dynamics, form[:4], None)
-        if not callable(method):
-            raise TypeError(
-                f"the dynamics is {describe(dynamics)}, which has no method `{form}`. A dynamics "
-                "is `foretune.Training(...)` or any object with `init` and `step`."
-            )
-        check_signature(method, f"dynamics.{form}")
+    if not isinstance(dynamics, Dynamics):
+        raise TypeError(
+            f"the dynamics is {describe(dynamics)}: give `foretune.Training(...)`, or an instance of "
+            "a subclass of `foretune.Dynamics` with the methods `init(params, hparams)` and "
+            "`step(state, hparams, batch)`."
+        )
+    check_signature(dynamics.init, "dynamics.init(params, hparams)")
+    check_signature(dynamics.step, "dynamics.step(state, hparams, batch)")
+    static = flatten(dynamics)[1]
+    try:
+        hash(static)
+    except TypeError as error:
+        raise TypeError(
+            f"a field of {type(dynamics).__name__} cannot be hashed ({error}), so no program can be "
+            "compiled for it. Give arrays, numbers, text, functions, or tuples of these."
+        ) from None
+    return dynamics

@@ -19,7 +19,7 @@ import optax
 from jax.core import Tracer
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: object, b: object) -> bool:
     """Return whether two objects are the same, or functions of the same code and closure."""
     return _same(a, b, ())
 
@@ -74,11 +74,11 @@ def _same(a: Any, b: Any, seen: tuple[tuple[int, int], ...]) -> bool:
         return False
 
 
-def _items(mapping: Any) -> list[Any]:
+def _items(mapping: dict | None) -> list[object]:
     return [part for item in (mapping or {}).items() for part in item]
 
 
-def _cells(function: types.FunctionType) -> list[Any]:
+def _cells(function: types.FunctionType) -> list[object]:
     cells = []
     for cell in function.__closure__ or ():
         try:
@@ -88,7 +88,7 @@ def _cells(function: types.FunctionType) -> list[Any]:
     return cells
 
 
-_OPTIMIZERS: collections.deque[Any] = collections.deque(maxlen=32)
+_OPTIMIZERS: collections.deque[optax.GradientTransformation] = collections.deque(maxlen=32)
 _CONSTANTS = (type(None), bool, int, float, str)
 _LIBRARIES = ("optax", "foretune", "jax")
 

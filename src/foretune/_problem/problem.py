@@ -1,10 +1,9 @@
 """Problems: f(lambda) = E(s_T(lambda)), a dynamics with its data, its start and its error."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
-import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PyTree
 
@@ -16,20 +15,20 @@ from .checks import (
     check_hparams,
     check_objective,
     check_signature,
-    describe,
 )
-from .dynamics import Continued, as_dynamics
+from .definition import Definition
+from .draws import Draw, Drawn
+from .dynamics import check_dynamics
 from .system import make_system
 from .validation import check_shapes, warn_of_choices
 
 
-class Problem(eqx.Module):
+class Problem(Definition):
     """The response f(lambda) = E(s_T(lambda), lambda) of a training procedure.
 
     Args:
-        dynamics: `Training`, or any object with `init(params, hparams)` and
-            `step(state, hparams, batch)`. It must be pure, and not change once it is in use:
-            a compiled program does not see the change.
+        dynamics: `Training`, or an instance of your own subclass of `Dynamics`, with
+            `init(params, hparams)` and `step(state, hparams, batch)`.
         objective: the error `E(state, hparams, validation) -> scalar`, or a dict from top-level
             hyperparameter names to such functions, so that each hyperparameter follows its own
             error. The direct dependence of E on the hyperparameters counts.
@@ -52,41 +51,28 @@ class Problem(eqx.Module):
     Array([0.8, 2.4], dtype=float32)
     """
 
-    dynamics: Any  # `Dynamics`
-    objective: Callable[..., Any] | dict[str, Callable[..., Any]]
-    init: PyTree
-    batches: Any  # `Batches`
-    validation: PyTree
-    trajectory: bool = eqx.field(static=True)
-
     def __init__(
         self,
-        dynamics: Any,
-        objective: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+        dynamics: object,
+        objective: object,
         init: PyTree,
         batches: PyTree,
         validation: PyTree = None,
         *,
-        trajectory: Any = False,
+        trajectory: object = False,
     ):
-        check_objective(objective)
-        self.dynamics = as_dynamics(dynamics)
+        self.dynamics = as_arrays(check_dynamics(dynamics), "dynamics")
         if not isinstance(trajectory, bool):
             raise TypeError(f"Problem(trajectory={trajectory!r:.60}): give True or False.")
-        self.objective = dict(objective) if isinstance(objective, Mapping) else objective
+        self.objective = as_arrays(check_objective(objective), "objective")
         self.init = as_arrays(init, "init")
-        if self._starts_from_function():
+        if self.starts_from_function:
             check_signature(init, "init(hparams)")
         self.batches = as_batches(batches)
         check_data(validation, "validation")
         self.validation = as_arrays(validation, "validation")
         warn_of_rows(self.batches, self.validation)
         self.trajectory = trajectory
-
-    @property
-    def steps(self) -> int:
-        """T, the number of steps."""
-        return self.batches.steps
 
     def response(self, hparams: PyTree) -> tuple[PyTree[Float[Array, ""]], PyTree]:
         """Return `(value, final state)`: one training run and its error, as they are.
@@ -97,7 +83,7 @@ class Problem(eqx.Module):
         value, state = _response(structure, arrays)
         return value, state.tree()
 
-    def replace(self, **changes: Any) -> "Problem":
+    def replace(self, **changes: object) -> "Problem":
         """Return the problem with some of its arguments changed.
 
         >>> import foretune as ft, jax.numpy as jnp, optax
@@ -108,31 +94,19 @@ class Problem(eqx.Module):
         >>> problem.replace(batches=ft.FullBatch(jnp.array(1.0), steps=5)).steps
         5
         """
-        given = {name: getattr(self, name) for name in Problem.__dataclass_fields__}
+        given = {name: getattr(self, name) for name in Definition.__dataclass_fields__}
         return Problem(**(given | changes))
 
-    def continued(self, state: PyTree) -> "Problem":
-        """Return the problem that starts from a state of the dynamics instead of from `init`."""
-        return self.replace(dynamics=Continued(self.dynamics), init=state)
 
-    def start(self, hparams: PyTree) -> PyTree:
-        """Return the user's s_0."""
-        params = self.init(hparams) if self._starts_from_function() else self.init
-        return self.dynamics.init(params, hparams)
-
-    def _starts_from_function(self) -> bool:
-        # An Equinox model is callable as well, but holds arrays: it is a start, not a function.
-        arrays = jax.Array | jax.ShapeDtypeStruct
-        holds_arrays = any(isinstance(leaf, arrays) for leaf in jax.tree.leaves(self.init))
-        return callable(self.init) and not holds_arrays
+ProblemLike = Definition | Drawn | Draw
 
 
 def validated(
-    problem: Any, hparams: PyTree, *, smooth: bool = True
+    problem: Definition | Drawn, hparams: PyTree, *, smooth: bool = True
 ) -> tuple[list[Array], Structure]:
     """Return `(problem, hparams)`, flattened, after every check that needs no arithmetic.
 
-    `smooth` says that the response is to be differentiated.
+    `smooth` says that the response is to be differentiated. `opened` is the way back.
     """
     arrays, structure, chosen = _checked(problem, hparams, smooth)
     if chosen:
@@ -140,22 +114,41 @@ def validated(
     return arrays, structure
 
 
+def opened(structure: Structure, arrays: Sequence[Array]) -> tuple[Problem, PyTree]:
+    """Return `(problem, hparams)` from what `validated` returned; where it is drawn, inside a trace."""
+    problem, hparams = unflatten(structure, arrays)
+    problem = problem.problem() if isinstance(problem, Drawn) else problem
+    return cast(Problem, problem), hparams
+
+
 def _checked(
-    problem: Any, hparams: PyTree, smooth: bool = True
+    problem: Definition | Drawn, hparams: PyTree, smooth: bool = True
 ) -> tuple[list[Array], Structure, tuple[str, ...]]:
-    if not isinstance(problem, Problem):
-        raise TypeError(
-            f"the first argument must be a `foretune.Problem`, got {describe(problem)}. Call an engine "
-            "as `engine(problem, hparams)`."
-        )
     arrays, structure = flatten((problem, check_hparams(hparams)))
     shapes = tuple((array.shape, array.dtype) for array in arrays)
-    return arrays, structure, check_shapes(structure, shapes, smooth)
+    opened_structure, opened_shapes = structure, shapes
+    if isinstance(problem, Drawn):
+        opened_structure, opened_shapes = _drawn_shapes(structure, shapes)
+    return arrays, structure, check_shapes(opened_structure, opened_shapes, smooth)
+
+
+@functools.lru_cache(maxsize=256)
+def _drawn_shapes(structure: Structure, shapes: tuple) -> tuple[Structure, tuple]:
+    """Return the structure and the shapes of a drawn problem."""
+    found = []
+
+    def arrays_of(arrays):
+        arrays, inner = flatten(opened(structure, arrays))
+        found[:] = [inner]
+        return arrays
+
+    arrays = jax.eval_shape(arrays_of, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    return found[0], tuple((array.shape, array.dtype) for array in arrays)
 
 
 @functools.partial(Compiled, static=1)
 def _response(structure: Structure, arrays: list[Array]) -> tuple[PyTree, Output]:
-    problem, hparams = unflatten(structure, arrays)
+    problem, hparams = opened(structure, arrays)
     system = make_system(problem, hparams)
     s_T = system.run(hparams)
     return system.value(system.errors(s_T, hparams)), Output(system.restore(s_T))

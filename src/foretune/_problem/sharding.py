@@ -11,16 +11,17 @@ of a mesh have a meaning here, any other is yours, for parameters that are split
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .batches import Batches, FullBatch, Minibatches, Stacked
 from .checks import as_arrays, check_count, check_mesh, describe, describe_tree
-from .folds import CrossValidated, PerFold
+from .mean import Mean, PerFold
 from .problem import Problem
 
 DATA, TANGENTS = "data", "tangents"
@@ -65,7 +66,7 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
 
     Examples are split over the axis `data`, where the mesh has it: the rows of `FullBatch` and of
     `validation`, the second axis of stacked batches (T, examples, ...), and the indices of
-    `Minibatches`, whose data every device has. Of `CrossValidated`, the folds are split instead. All
+    `Minibatches`, whose data every device has. Of `Mean`, the folds are split instead. All
     else every device has. An array that lies on this mesh already stays as you placed it. Where
     results lie is the compiler's choice; what they are changes by rounding only.
 
@@ -95,7 +96,7 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
         if isinstance(what, Batches):
             return _batches(placement, what)
         return placement.examples(as_arrays(what), 0, "the batch")
-    if isinstance(what, CrossValidated):
+    if isinstance(what, Mean):
         validation = placement.whole(what.validation)
     else:
         validation = placement.examples(what.validation, 0, "validation")
@@ -111,24 +112,7 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
     )
 
 
-def place_state(state: Any, mesh: Mesh) -> Any:
-    """Return the state of `RealTime` with the columns of Z split over `tangents`."""
-    placement = _Placement(mesh)
-    others = placement.whole(state._replace(Z=None))
-    if TANGENTS not in mesh.shape:
-        return others._replace(Z=placement.whole(state.Z))
-    m, size = sum(leaf.size for leaf in jax.tree.leaves(state.hparams)), mesh.shape[TANGENTS]
-    if m % size:
-        raise ValueError(
-            f"RealTime(mesh=...): the {m} columns of Z, one for each hyperparameter, cannot be split "
-            f"evenly over the {size} devices of the mesh's axis 'tangents'. Give it a size that "
-            f"divides {m}."
-        )
-    columns = NamedSharding(mesh, PartitionSpec(TANGENTS))
-    return others._replace(Z=jax.device_put(state.Z, columns))
-
-
-def _batches(placement: "_Placement", batches: Any) -> Any:
+def _batches(placement: "_Placement", batches: Batches) -> Batches:
     if isinstance(batches, FullBatch):
         return FullBatch(placement.examples(batches.data, 0, "batches.data"), batches.steps)
     if isinstance(batches, Minibatches):
@@ -141,7 +125,7 @@ def _batches(placement: "_Placement", batches: Any) -> Any:
     return _replaced(lambda b: b.xs, rest, scanned)
 
 
-def _replaced(where: Any, module: Any, new: Any) -> Any:
+def _replaced(where: Callable[[Any], PyTree], module: Any, new: PyTree) -> Any:
     return eqx.tree_at(where, module, new, is_leaf=lambda node: node is None)
 
 
@@ -151,16 +135,16 @@ class _Placement:
     def __init__(self, mesh: Mesh):
         self.mesh, self.size = mesh, mesh.shape.get(DATA, 1)
 
-    def holds(self, leaf: Any) -> bool:
+    def holds(self, leaf: object) -> bool:
         sharding = getattr(leaf, "sharding", None)
         return isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh
 
-    def put(self, leaf: Any, *spec: Any) -> Any:
+    def put(self, leaf: Array, *spec: str | None) -> Array:
         if self.holds(leaf):
             return leaf
         return jax.device_put(leaf, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
-    def split(self, leaf: Any, axis: int, path: str) -> Any:
+    def split(self, leaf: Array, axis: int, path: str) -> Array:
         if DATA not in self.mesh.shape or leaf.ndim <= axis or self.holds(leaf):
             return self.put(leaf)
         if leaf.shape[axis] % self.size:

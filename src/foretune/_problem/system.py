@@ -8,17 +8,18 @@ variable that accumulates it, so no engine has a case for it.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 from jaxtyping import Array, Float, PyTree
 
 from .arguments import Structure, flatten, unflatten
+from .definition import Definition, Objective
 
 
 def _all_of_it(hparams: PyTree, x: PyTree) -> PyTree:
@@ -34,7 +35,6 @@ class System(NamedTuple):
 
     initial: Callable[[PyTree], PyTree]  # lambda -> s_0
     step: Callable[[PyTree, PyTree, PyTree], PyTree]  # Phi: s_{t-1}, lambda, x_t -> s_t
-    step_and_loss: Callable[..., tuple[PyTree, Any]]  # the same, and the training loss or None
     errors: Callable[[PyTree, PyTree], tuple[Float[Array, ""], ...]]  # s_T, lambda -> K errors
     xs: PyTree[Array]  # x_1 .. x_T
     steps: int  # T
@@ -75,7 +75,7 @@ class System(NamedTuple):
         }
 
 
-def make_system(problem: Any, hparams: PyTree, *, whole: bool = False) -> System:
+def make_system(problem: Definition, hparams: PyTree, *, whole: bool = False) -> System:
     """Return a problem as functions of array-only states (call it inside a trace).
 
     With `whole`, the state has all arrays of the user's, those that no step changes included.
@@ -84,7 +84,7 @@ def make_system(problem: Any, hparams: PyTree, *, whole: bool = False) -> System
     leaves, treedef = jax.tree.flatten(s_0)
     constants = {} if whole else _constants(problem, hparams)
     leaves = [constants.get(i, leaf) for i, leaf in enumerate(leaves)]
-    moving = jax.tree.unflatten(treedef, map(_is_abstract, leaves))
+    moving = jax.tree.unflatten(treedef, map(is_abstract, leaves))
     fixed = eqx.filter(jax.tree.unflatten(treedef, leaves), moving, inverse=True)
     functions = _distinct_objectives(problem)
 
@@ -94,46 +94,33 @@ def make_system(problem: Any, hparams: PyTree, *, whole: bool = False) -> System
     def initial(hparams):
         return eqx.filter(problem.start(hparams), moving)
 
-    def advance(dynamics, s, hparams, x):
-        state, loss = dynamics.advance(restore(s), hparams, problem.batches.batch(x))
-        return eqx.filter(state, moving), loss
+    def step_of(dynamics):
+        def step(s, hparams, x):
+            return eqx.filter(dynamics.step(restore(s), hparams, problem.batches.batch(x)), moving)
 
-    def step_and_loss(s, hparams, x):
-        return advance(problem.dynamics, s, hparams, x)
-
-    def step(s, hparams, x):
-        return step_and_loss(s, hparams, x)[0]
-
-    def transposable(s, hparams, x):
-        return advance(problem.dynamics.transposable(), s, hparams, x)[0]
+        return step
 
     def errors(s, hparams):
         return tuple(f(restore(s), hparams, problem.validation) for f in functions.values())
 
     xs, steps, rows = problem.batches.xs, problem.steps, rows_of(problem)
-    plain = System(initial, step, step_and_loss, errors, xs, steps, restore, rows, transposable)
+    step, transposable = step_of(problem.dynamics), step_of(problem.dynamics.transposable())
+    plain = System(initial, step, errors, xs, steps, restore, rows, transposable)
     return _averaged(plain, hparams) if problem.trajectory else plain
 
 
-def objectives_of(problem: Any) -> dict[str | None, Callable[..., Any]]:
-    """Return the objectives by hyperparameter name, sorted; a single one has the name None."""
-    if not isinstance(problem.objective, dict):
-        return {None: problem.objective}
-    return {name: problem.objective[name] for name in sorted(problem.objective)}
-
-
-def rows_of(problem: Any) -> dict[str | None, int]:
+def rows_of(problem: Definition) -> dict[str | None, int]:
     """Return, by hyperparameter name, the number of the error that it follows."""
     order = {key: k for k, key in enumerate(_distinct_objectives(problem))}
-    return {name: order[_identity(name, f)] for name, f in objectives_of(problem).items()}
+    return {name: order[_identity(name, f)] for name, f in problem.objectives.items()}
 
 
-def _distinct_objectives(problem: Any) -> dict[Any, Callable[..., Any]]:
+def _distinct_objectives(problem: Definition) -> dict[object, Objective]:
     """Return the objectives, each once though several hyperparameters may follow it."""
-    return {_identity(name, f): f for name, f in objectives_of(problem).items()}
+    return {_identity(name, f): f for name, f in problem.objectives.items()}
 
 
-def owners(problem: Any, hparams: PyTree) -> list[str | None]:
+def owners(problem: Definition, hparams: PyTree) -> list[str | None]:
     """Return, for each leaf of the hyperparameters, the name of the objective it follows."""
     paths, _ = jax.tree_util.tree_flatten_with_path(hparams)
     if not isinstance(problem.objective, dict):
@@ -141,7 +128,7 @@ def owners(problem: Any, hparams: PyTree) -> list[str | None]:
     return [path[0].key for path, _ in paths]
 
 
-def _identity(name: Any, objective: Any) -> Any:
+def _identity(name: str | None, objective: Objective) -> object:
     # a module may hold arrays, which cannot be compared inside a program: it counts by its name,
     # unless it stands for another objective, as the mean over folds does
     objective = getattr(objective, "stands_for", objective)
@@ -177,7 +164,7 @@ def _averaged(system: System, hparams: PyTree) -> System:
     )
 
 
-def _constants(problem: Any, hparams: PyTree) -> dict[int, Array]:
+def _constants(problem: Definition, hparams: PyTree) -> dict[int, Array]:
     """Return the leaves of the state that are arrays of the problem and that no step changes."""
     arrays, structure = flatten((problem, hparams))
     shapes = tuple((a.shape, a.dtype, getattr(a, "weak_type", False)) for a in arrays)
@@ -185,13 +172,13 @@ def _constants(problem: Any, hparams: PyTree) -> dict[int, Array]:
 
 
 @functools.lru_cache(maxsize=256)
-def _unchanged(structure: Structure, shapes: tuple[tuple[Any, ...], ...]) -> dict[int, int]:
+def _unchanged(structure: Structure, shapes: tuple[tuple, ...]) -> dict[int, int]:
     """Return, by number of the state's leaf, the number of the array that it is from start to end."""
     arrays = [jax.ShapeDtypeStruct(s, d, weak_type=weak) for s, d, weak in shapes]
     problem, hparams = unflatten(structure, arrays)
     given = len(arrays) - len(jax.tree.leaves(hparams))  # the problem's arrays come first
     s_0 = eqx.filter_eval_shape(lambda p, h: p.start(h), problem, hparams)
-    s, static = eqx.partition(s_0, _is_abstract)
+    s, static = eqx.partition(s_0, is_abstract)
 
     def start(arrays):
         problem, hparams = unflatten(structure, arrays)
@@ -200,14 +187,14 @@ def _unchanged(structure: Structure, shapes: tuple[tuple[Any, ...], ...]) -> dic
     def step(arrays, s):
         problem, hparams = unflatten(structure, arrays)
         batch = problem.batches.batch(jax.tree.map(lambda leaf: leaf[0], problem.batches.xs))
-        state, _ = problem.dynamics.advance(eqx.combine(s, static), hparams, batch)
+        state = problem.dynamics.step(eqx.combine(s, static), hparams, batch)
         return eqx.filter(state, eqx.is_array)
 
     first, then = jax.make_jaxpr(start)(arrays).jaxpr, jax.make_jaxpr(step)(arrays, s).jaxpr
     source = {var: k for k, var in enumerate(first.invars[:given])}
     origin = _origins(then)
     found = {}
-    numbers = [i for i, leaf in enumerate(jax.tree.leaves(s_0)) if _is_abstract(leaf)]
+    numbers = [i for i, leaf in enumerate(jax.tree.leaves(s_0)) if is_abstract(leaf)]
     rows = zip(numbers, first.outvars, then.invars[len(arrays) :], then.outvars, strict=True)
     for i, begins, before, after in rows:
         passes = isinstance(after, Var) and origin.get(after, after) is before
@@ -216,7 +203,7 @@ def _unchanged(structure: Structure, shapes: tuple[tuple[Any, ...], ...]) -> dic
     return found
 
 
-def _origins(jaxpr: Any) -> dict[Any, Any]:
+def _origins(jaxpr: Jaxpr) -> dict[Var, Var]:
     """Return the variables that are others with 0 added, as Optax's update of a frozen weight is."""
     zeros, origin = set(), {}
 
@@ -236,5 +223,5 @@ def _origins(jaxpr: Any) -> dict[Any, Any]:
     return origin
 
 
-def _is_abstract(leaf: Any) -> bool:
+def is_abstract(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)

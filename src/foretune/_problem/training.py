@@ -11,7 +11,6 @@ mode over reverse, in which nothing is kept that the gradient itself does not ke
 """
 
 import contextlib
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
 from .checks import check_flag, check_key, check_signature, describe, describe_tree
 from .dynamics import Dynamics
 from .equality import reused
+from .jaxprs import equations
 
 BRANCHES = (
     "foretune: the optimizer asks in Python for the value of a hyperparameter, as some of Optax's "
@@ -41,16 +41,23 @@ GRADIENT = "foretune.gradient"
 FLAX = "flax.nnx.module.Module"  # told by name: Flax is not a dependency
 
 
+Objective = Callable[[PyTree], tuple[Float[Array, ""], PyTree]]  # weights -> loss, model state
+
+
 class TrainState(NamedTuple):
-    """The state s_t of `Training`: weights, optimizer's accumulators, model state, step number."""
+    """The state s_t of `Training`: weights, optimizer's accumulators, model state, step number.
+
+    `loss` is that of the last step's minibatch, at the weights before the step; 0 before the first.
+    """
 
     params: PyTree
     opt_state: PyTree
     model_state: PyTree
     step: Int[Array, ""]
+    loss: Float[Array, ""]
 
 
-class Training(Dynamics, eqx.Module):
+class Training(Dynamics):
     """Gradient descent on `loss` with an Optax optimizer.
 
     Args:
@@ -85,7 +92,7 @@ class Training(Dynamics, eqx.Module):
     optimizer: Any = eqx.field(converter=reused)
     has_state: bool = eqx.field(static=True, default=False, kw_only=True)
     key: Key[Array, ""] | UInt32[Array, "..."] | None = eqx.field(default=None, kw_only=True)
-    _symmetric: bool = eqx.field(static=True, default=False, init=False)  # see `transposable`
+    _symmetric: bool = eqx.field(default=False, kw_only=True, repr=False)  # see `transposable`
 
     def __check_init__(self):
         if not callable(self.loss):
@@ -100,21 +107,7 @@ class Training(Dynamics, eqx.Module):
         check_signature(self.loss, form, ("key",) if self.key is not None else ())
         if self.key is not None:
             check_key(self.key, "Training's key")
-        _check_not_multisteps(self.optimizer)
-        from_optax = str(getattr(self.optimizer, "__module__", "")).split(".")[0] == "optax"
-        if from_optax and not isinstance(self.optimizer, optax.GradientTransformation):
-            raise TypeError(
-                "Training's optimizer is one of Optax's functions. Call it, `optax.sgd(0.1)`, or "
-                'give a function of the hyperparameters, `lambda h: optax.sgd(h["lr"])`.'
-            )
-        if not isinstance(self.optimizer, optax.GradientTransformation):
-            if not callable(self.optimizer):
-                raise TypeError(
-                    f"Training's optimizer is {describe(self.optimizer)}; give an Optax "
-                    "transformation, `optax.sgd(0.1)`, or a function of the hyperparameters that "
-                    'returns one, `lambda h: optax.sgd(h["lr"])`.'
-                )
-            check_signature(self.optimizer, "optimizer(hparams)")
+        _check_optimizer(self.optimizer)
 
     def init(self, params: PyTree, hparams: PyTree) -> TrainState:
         """Return s_0; with `has_state`, `params` is the pair `(params, model_state)`."""
@@ -141,23 +134,12 @@ class Training(Dynamics, eqx.Module):
                 "`has_state=True`, and `nnx.merge(graph, params, model_state)` in the loss."
             )
         opt_state = self._optimizer(hparams).init(weights)
-        return TrainState(params, opt_state, model_state, jnp.zeros((), jnp.int32))
+        zero = jnp.zeros((), jnp.result_type(float))
+        return TrainState(params, opt_state, model_state, jnp.zeros((), jnp.int32), zero)
 
     def step(self, state: TrainState, hparams: PyTree, batch: PyTree) -> TrainState:
         """Return s_t: one gradient, one update of the optimizer."""
-        return self._advanced(state, hparams, batch)[0]
-
-    def step_and_loss(
-        self, state: TrainState, hparams: PyTree, batch: PyTree
-    ) -> tuple[TrainState, Float[Array, ""]]:
-        """Return s_t, and the loss at s_{t-1} that the gradient was taken of."""
-        return self._advanced(state, hparams, batch)
-
-    # Not `step_and_loss` itself, so that a subclass may override one of the two and call the other.
-    def _advanced(
-        self, state: TrainState, hparams: PyTree, batch: PyTree
-    ) -> tuple[TrainState, Array]:
-        weights, fixed, objective = self._objective(state, hparams, batch)
+        weights, fixed, objective = self.objective(state, hparams, batch)
         differentiated = _symmetric_gradient if self._symmetric else _gradient
         (value, model_state), grads = differentiated(objective, weights)
         optimizer = self._optimizer(hparams)
@@ -173,15 +155,17 @@ class Training(Dynamics, eqx.Module):
             weights = optax.apply_updates(weights, updates)
         # A constant given as a float32 array would promote a bfloat16 accumulator.
         opt_state = jax.tree.map(_keep_dtype, opt_state, state.opt_state)
-        state = TrainState(eqx.combine(weights, fixed), opt_state, model_state, state.step + 1)
-        return state, value
+        loss, params = value.astype(state.loss.dtype), eqx.combine(weights, fixed)
+        return TrainState(params, opt_state, model_state, state.step + 1, loss)
 
     def gradient(self, state: TrainState, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return the gradient of the loss in the weights, with which a step begins."""
-        weights, _, objective = self._objective(state, hparams, batch)
+        weights, _, objective = self.objective(state, hparams, batch)
         return jax.grad(objective, has_aux=True)(weights)[0]
 
-    def _objective(self, state: TrainState, hparams: PyTree, batch: PyTree) -> tuple:
+    def objective(
+        self, state: TrainState, hparams: PyTree, batch: PyTree
+    ) -> tuple[PyTree, PyTree, Objective]:
         """Return the weights, the rest of the parameters, and weights -> (loss, model state)."""
         weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
 
@@ -199,7 +183,7 @@ class Training(Dynamics, eqx.Module):
 
         return weights, fixed, objective
 
-    def in_precision(self, dtype: Any) -> "Training":
+    def in_precision(self, dtype: jax.typing.DTypeLike) -> "Training":
         """Return the same training with its loss computed in another floating-point type.
 
         Parameters and batch are cast inside the loss; the parameters themselves, their gradients
@@ -210,17 +194,15 @@ class Training(Dynamics, eqx.Module):
 
     def transposable(self) -> "Training":
         """Return the same training, with the gradient's transposed product by forward mode."""
-        training = copy.copy(self)
-        object.__setattr__(training, "_symmetric", True)  # a module is frozen
-        return training
+        return eqx.tree_at(lambda training: training._symmetric, self, True)
 
     def _optimizer(self, hparams: PyTree) -> optax.GradientTransformationExtraArgs:
-        optimizer: Any = self.optimizer
+        optimizer = self.optimizer
         if not isinstance(optimizer, optax.GradientTransformation):
             with _noting_branches():
                 optimizer = optimizer(hparams)
-        _check_not_multisteps(optimizer)
         if not isinstance(optimizer, optax.GradientTransformation):
+            _check_not_multisteps(optimizer)
             raise TypeError(
                 "Training's `optimizer` must be an Optax transformation or a function of the "
                 f"hyperparameters that returns one; it returned {describe(optimizer)}."
@@ -231,10 +213,12 @@ class Training(Dynamics, eqx.Module):
 class _Cast(eqx.Module):
     """A loss computed in another floating-point type."""
 
-    loss: Callable[..., Any]
-    dtype: Any = eqx.field(static=True)
+    loss: Callable[..., PyTree]
+    dtype: jax.typing.DTypeLike = eqx.field(static=True)
 
-    def __call__(self, params: PyTree, hparams: PyTree, batch: PyTree, *state: Any, **key: Any):
+    def __call__(
+        self, params: PyTree, hparams: PyTree, batch: PyTree, *state: PyTree, **key: Array
+    ) -> PyTree:
         def cast(leaf):
             return leaf.astype(self.dtype) if eqx.is_inexact_array(leaf) else leaf
 
@@ -251,12 +235,14 @@ class _Cast(eqx.Module):
         )
 
 
-def _gradient(objective: Callable[..., Any], weights: PyTree) -> tuple[Any, PyTree]:
+def _gradient(objective: Objective, weights: PyTree) -> tuple[tuple[Array, PyTree], PyTree]:
     """Return (J, model state) and g."""
     return jax.value_and_grad(objective, has_aux=True)(weights)
 
 
-def _symmetric_gradient(objective: Callable[..., Any], weights: PyTree) -> tuple[Any, PyTree]:
+def _symmetric_gradient(
+    objective: Objective, weights: PyTree
+) -> tuple[tuple[Array, PyTree], PyTree]:
     """Return the same, with a transposed product of its own; it has no forward mode.
 
     With the pullback G(w, theta, c) = c' d(J, m)/d(w, theta) of the loss J and the model state m, of
@@ -275,7 +261,10 @@ def _symmetric_gradient(objective: Callable[..., Any], weights: PyTree) -> tuple
         return value, arrays
 
     traced, shape = jax.make_jaxpr(arrays_only, return_shape=True)(weights)
-    if traced.effects or _has_own_rules(traced.jaxpr) or any(map(jnp.iscomplexobj, traced.consts)):
+    # A function with a reverse mode of its own need not have a forward mode, and its derivative need
+    # not be one (a gradient that is reversed, say): the Hessian need not be symmetric then.
+    own = any("custom_vjp" in equation.primitive.name for equation in equations(traced.jaxpr))
+    if traced.effects or own or any(map(jnp.iscomplexobj, traced.consts)):
         return _gradient(objective, weights)
     if any(map(jnp.iscomplexobj, jax.tree.leaves(weights))):
         return _gradient(objective, weights)
@@ -321,19 +310,7 @@ def _symmetric_gradient(objective: Callable[..., Any], weights: PyTree) -> tuple
     return (value, eqx.combine(floats, others, *rest)), grads
 
 
-def _has_own_rules(jaxpr: Any) -> bool:
-    """Return whether a function in it has a reverse mode of its own.
-
-    It need not have a forward mode then, and its derivative need not be one (a gradient that is
-    reversed, say), so that the Hessian need not be symmetric.
-    """
-    inner = [j for equation in jaxpr.eqns for j in jaxprs_in_params(equation.params)]
-    return any("custom_vjp" in e.primitive.name for e in jaxpr.eqns) or any(
-        map(_has_own_rules, inner)
-    )
-
-
-def _no_tangent(leaf: Any) -> Any:
+def _no_tangent(leaf: Array) -> np.ndarray:
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
@@ -347,7 +324,7 @@ def _noting_branches() -> Iterator[None]:
         raise
 
 
-def _taken(update: Any, extra: dict[str, Any]) -> dict[str, Any]:
+def _taken(update: Callable[..., PyTree], extra: dict[str, PyTree]) -> dict[str, PyTree]:
     """Return the arguments that an optimizer's update takes: some refuse those they do not know."""
     parameters = inspect.signature(update).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -355,7 +332,21 @@ def _taken(update: Any, extra: dict[str, Any]) -> dict[str, Any]:
     return {name: argument for name, argument in extra.items() if name in parameters}
 
 
-def _check_not_multisteps(optimizer: Any) -> None:
+def _check_optimizer(optimizer: object) -> None:
+    if isinstance(optimizer, optax.GradientTransformation):
+        return
+    _check_not_multisteps(optimizer)
+    from_optax = str(getattr(optimizer, "__module__", "")).split(".")[0] == "optax"
+    if from_optax or not callable(optimizer):
+        given = "one of Optax's functions" if from_optax else describe(optimizer)
+        raise TypeError(
+            f"Training's optimizer is {given}. Give an Optax transformation, `optax.sgd(0.1)`, or a "
+            'function of the hyperparameters that returns one, `lambda h: optax.sgd(h["lr"])`.'
+        )
+    check_signature(optimizer, "optimizer(hparams)")
+
+
+def _check_not_multisteps(optimizer: object) -> None:
     if isinstance(optimizer, optax.MultiSteps):
         raise TypeError(
             "Training's optimizer is an `optax.MultiSteps`, which is no transformation itself: give "
@@ -363,7 +354,7 @@ def _check_not_multisteps(optimizer: Any) -> None:
         )
 
 
-def _check_loss(result: Any, has_state: bool) -> None:
+def _check_loss(result: object, has_state: bool) -> None:
     if not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
             "with `has_state=True` the loss must return the pair (value, model_state), it returned "

@@ -21,7 +21,8 @@ from .arguments import Structure, unflatten
 from .batches import users_level
 from .checks import describe, describe_tree, named_leaves
 from .choices import cut_hparams
-from .system import make_system, objectives_of, owners, rows_of
+from .definition import Definition
+from .system import is_abstract, make_system, owners, rows_of
 from .training import Training
 
 UNTRACEABLE = (
@@ -36,13 +37,9 @@ TRACED = (
 )
 
 
-def _is_abstract(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 @functools.lru_cache(maxsize=256)
 def check_shapes(
-    structure: Structure, shapes: tuple[tuple[Any, Any], ...], smooth: bool = True
+    structure: Structure, shapes: tuple[tuple, ...], smooth: bool = True
 ) -> tuple[str, ...]:
     """Raise where the parts of a problem do not fit each other, or the hyperparameters.
 
@@ -58,14 +55,14 @@ def check_shapes(
     with noting(call, state=s_0, hparams=hparams, batch=batch):
         s_1 = eqx.filter_eval_shape(_first_step, problem, hparams)
     _check_same_state(s_0, s_1)
-    for name in objectives_of(problem):
+    for name in problem.objectives:
         label = "objective" if name is None else f"objective[{name!r}]"
         call, validation = f"{label}(state, hparams, validation)", problem.validation
         if validation is None:
             call += " (validation is None: the problem was given no `validation=`)"
         with noting(call, state=s_0, hparams=hparams, validation=validation):
             value = eqx.filter_eval_shape(
-                lambda p, s, h, name=name: objectives_of(p)[name](s, h, p.validation),
+                lambda p, s, h, name=name: p.objectives[name](s, h, p.validation),
                 problem,
                 s_0,
                 hparams,
@@ -109,15 +106,15 @@ def noting(what: str, **arguments: PyTree):
         raise
 
 
-def _first_batch(problem: Any) -> PyTree:
+def _first_batch(problem: Definition) -> PyTree:
     return problem.batches.batch(jax.tree.map(lambda leaf: leaf[0], problem.batches.xs))
 
 
-def _first_step(problem: Any, hparams: PyTree) -> PyTree:
-    return problem.dynamics.advance(problem.start(hparams), hparams, _first_batch(problem))[0]
+def _first_step(problem: Definition, hparams: PyTree) -> PyTree:
+    return problem.dynamics.step(problem.start(hparams), hparams, _first_batch(problem))
 
 
-def _check_names(problem: Any, hparams: PyTree) -> None:
+def _check_names(problem: Definition, hparams: PyTree) -> None:
     if not isinstance(problem.objective, dict):
         return
     if not isinstance(hparams, dict):
@@ -143,7 +140,7 @@ def _check_same_state(before: PyTree, after: PyTree) -> None:
     old, new = named_leaves(before, "state"), named_leaves(after, "state")
     for path in [*old, *(path for path in new if path not in old)]:
         was, now = old.get(path), new.get(path)
-        if not _is_abstract(was) and not _is_abstract(now):
+        if not is_abstract(was) and not is_abstract(now):
             continue
         if path not in old or path not in new:
             found, lacking = ("s_1", "s_0") if path in new else ("s_0", "s_1")
@@ -155,7 +152,7 @@ def _check_same_state(before: PyTree, after: PyTree) -> None:
         if describe(was) != describe(now):
             hint = (
                 "Return it from `init` as an array, `jnp.asarray(...)`."
-                if not _is_abstract(was)
+                if not is_abstract(was)
                 else "`step` must keep every shape and dtype; cast or reshape inside it."
             )
             raise ValueError(
@@ -164,11 +161,11 @@ def _check_same_state(before: PyTree, after: PyTree) -> None:
 
 
 def _check_scalar(value: Any, name: str) -> None:
-    if not _is_abstract(value) or value.shape != ():
+    if not is_abstract(value) or value.shape != ():
         remedy = "Reduce it, for instance with `jnp.mean`."
         if value is None:
             remedy = "Is a `return` missing?"
-        elif not _is_abstract(value):
+        elif not is_abstract(value):
             remedy = "Return one array of shape ()."
         raise ValueError(
             f"the {name} must return one scalar, it returned\n{describe_tree(value, name)}\n{remedy}"
@@ -180,12 +177,12 @@ def _check_scalar(value: Any, name: str) -> None:
         )
 
 
-def _check_dependence(problem: Any, hparams: PyTree, smooth: bool) -> tuple[str, ...]:
+def _check_dependence(problem: Definition, hparams: PyTree, smooth: bool) -> tuple[str, ...]:
     """Raise for a hyperparameter that cannot influence its error: its gradient would be 0.
 
     Return the paths of those with a gradient that leaves out their influence on random choices.
     """
-    arrays, static = eqx.partition(problem, jax.tree.map(_is_abstract, problem))
+    arrays, static = eqx.partition(problem, jax.tree.map(is_abstract, problem))
 
     def errors(arrays, hparams):
         system = make_system(eqx.combine(arrays, static), hparams)

@@ -1,25 +1,24 @@
 """The usual names of constants; for those that `tuned` tunes, what they start at and where they lie.
 
 By name, these are the arguments of Optax's optimizers that are real numbers (those of
-`optax.contrib` included), and the
-short forms that factories of one's own use. What means different things in different places (`alpha`,
-`gamma`), or may be any number (`f_min`), is left out: `tuned` asks for its set.
+`optax.contrib` included), and the short forms that factories of one's own use. What means different
+things in different places (`alpha`, `gamma`), or may be any number (`f_min`), is left out: `tuned`
+asks for its set.
 """
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from .._constraints.base import AbstractConstraint
 from .._constraints.sets import Box, NonNegative
-from .._problem.checks import describe
+from .._problem.checks import check_signature, describe
 
 RATES = "learning_rate lr step_size stepsize eta"
 PENALTIES = "weight_decay wd weight_decay_rate adam_weight_decay l1 l2 penalty"
@@ -54,13 +53,36 @@ _NAMES: list[tuple[AbstractConstraint, str]] = [
 USUAL = {name: usual for usual, names in _NAMES for name in names.split()}
 
 
-def check_callable(function: Any, form: str) -> None:
+def check_loss_and_error(
+    loss: object, error: object, of_loss: bool, has_state: bool, has_key: bool
+) -> None:
+    """Raise unless loss and error can be called, with what depends on the options of `tuned`."""
+    carried = ", model_state" if has_state else ""
+    form = "loss(params{}, batch{}{})".format(
+        ", hparams" if of_loss else "", carried, ", key=..." if has_key else ""
+    )
+    _check_callable(loss, form, ("key",) if has_key else ())
+    if error is not None:
+        _check_callable(error, f"error(params, validation{carried})")
+    elif form != "loss(params, batch)":
+        raise TypeError(
+            f"tuned needs an `error(params, validation{carried})` here: a loss with `loss_hparams`, "
+            "`has_state` or `key` is not what a model is judged by. Write it as for a test, without "
+            "dropout, smoothing or new batch statistics."
+        )
+
+
+def _check_callable(function: object, form: str, keywords: tuple[str, ...] = ()) -> None:
     if not callable(function):
         raise TypeError(f"tuned needs a function `{form}`, got {describe(function)}.")
+    if not form.startswith("optimizer"):
+        check_signature(function, form, keywords)
 
 
 def start_of(
-    optimizer: Any, hparams: dict[str, Any], of_loss: Mapping[Any, Any]
+    optimizer: Callable[..., optax.GradientTransformation],
+    hparams: Mapping[str, object],
+    of_loss: Mapping[str, object],
 ) -> dict[str, Array]:
     """Return the initial constants of optimizer and loss as arrays, or raise."""
     if not hparams and not of_loss:
@@ -70,7 +92,7 @@ def start_of(
             "tuned makes the optimizer itself, from the constants to be tuned: give `optax.sgd`, not "
             "`optax.sgd(0.1)`."
         )
-    check_callable(optimizer, "optimizer(learning_rate=...)")
+    _check_callable(optimizer, "optimizer(learning_rate=...)")
     called = getattr(optimizer, "__name__", "optimizer")
     instead = f"Keep it in the optimizer: `functools.partial({called}, ...)`."
     start = {name: _constant(name, value, instead) for name, value in hparams.items()}
@@ -89,13 +111,11 @@ def start_of(
             "Rename that of the loss."
         )
     for name, value in of_loss.items():
-        if not isinstance(name, str):
-            raise TypeError(f"tuned(loss_hparams=...) has the key {name!r:.40}: names are text.")
         start[name] = _constant(name, value, "Keep it in the loss: `functools.partial(loss, ...)`.")
     return start
 
 
-def constraints_of(start: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def constraints_of(start: Mapping[str, Array], given: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Return the constraint of each constant, the given one or the usual one, or raise."""
     unknown = [name for name in start if name not in given and name not in USUAL]
     if unknown:
@@ -115,7 +135,7 @@ def constraints_of(start: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
     return usual | dict(given)
 
 
-def _constant(name: str, value: Any, instead: str) -> Float[Array, "..."]:
+def _constant(name: str, value: object, instead: str) -> Float[Array, "..."]:
     """Return a constant to be tuned as an array, or raise and say where it goes instead."""
     numeric = isinstance(value, float | int | np.ndarray | np.generic | jax.Array)
     kind = getattr(value, "dtype", np.result_type(type(value))) if numeric else np.dtype(bool)

@@ -1,7 +1,7 @@
 """An outer optimizer whose steps are relative to the hyperparameters: nothing to tune.
 
 Hyperparameters differ in scale by orders of magnitude, and a good learning rate is not known in
-advance to one. So Adam runs on the scaled variable: with r_i the reach of entry i,
+advance to one. So Adam runs on the scaled variable: with r_i the scale of entry i,
 
     r_i = |lambda_i| + o_i   (at most the way to its upper bound),
     o_i = unit * |f| / |df/dlambda_i|   at the first gradient that is not 0,
@@ -16,14 +16,13 @@ slope. Under a `Box`, steps shrink towards the upper bound (a momentum of 0.9 mo
 """
 
 import math
-import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 MOST = 10.0
 FARTHEST = 100.0  # the largest unit, in starting values (1 for a start at 0)
@@ -33,11 +32,14 @@ class RelativeState(NamedTuple):
     """The units o, 0 until known, and Adam's moments of the scaled gradient."""
 
     unit: PyTree
-    adam: Any
+    adam: optax.OptState
 
 
 def relative_adam(
-    step_size: float = 0.1, b1: float = 0.9, b2: float = 0.999, unit: float = 0.1
+    step_size: float | int = 0.1,
+    b1: float | int = 0.9,
+    b2: float | int = 0.999,
+    unit: float | int = 0.1,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with steps relative to each hyperparameter's own size: the default of `RealTime`.
 
@@ -59,10 +61,10 @@ def relative_adam(
     -0.055
     """
     for name, share in {"step_size": step_size, "unit": unit}.items():
-        if not _fits(share, lambda x: 0 < x < math.inf):
+        if not 0 < share < math.inf:
             raise ValueError(f"relative_adam({name}={share!r:.60}): a number above 0.")
     for name, decay in {"b1": b1, "b2": b2}.items():
-        if not _fits(decay, lambda x: 0 <= x < 1):
+        if not 0 <= decay < 1:
             raise ValueError(f"relative_adam({name}={decay!r:.60}): a number in [0, 1).")
     adam = optax.scale_by_adam(b1, b2, eps=1e-30)
 
@@ -74,21 +76,21 @@ def relative_adam(
         state: RelativeState,
         params: PyTree = None,
         *,
-        value: Any = None,
-        reach: Callable[[PyTree, PyTree], PyTree] | None = None,
-        **extra: Any,
+        value: Float[Array, ""] | None = None,
+        scale: Callable[[PyTree, PyTree], PyTree] | None = None,
+        **extra: object,
     ) -> tuple[PyTree, RelativeState]:
         if params is None or value is None:
             raise ValueError("relative_adam needs `params` and `value` in its update.")
 
-        def scale(o, g, h):
+        def first_unit(o, g, h):
             natural = unit * jnp.abs(value) / jnp.where(g == 0, 1, jnp.abs(g))
             most = jnp.where(h == 0, 1.0, FARTHEST * jnp.abs(h))  # where the slope is hardly any
             first = jnp.minimum(natural, most).astype(o.dtype)
             return jnp.where((o == 0) & (g != 0), first, o)
 
-        o = jax.tree.map(scale, state.unit, updates, params)
-        own = reach or (lambda u, o: jax.tree.map(lambda u, o: jnp.abs(u) + o, u, o))
+        o = jax.tree.map(first_unit, state.unit, updates, params)
+        own = scale or (lambda u, o: jax.tree.map(lambda u, o: jnp.abs(u) + o, u, o))
         r = own(params, o)
         with jax.numpy_dtype_promotion("standard"):  # Adam multiplies floats by a count
             direction, moments = adam.update(jax.tree.map(jnp.multiply, r, updates), state.adam)
@@ -97,10 +99,3 @@ def relative_adam(
         return steps, RelativeState(o, moments)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def _fits(number: Any, condition: Callable[[Any], bool]) -> bool:
-    """Whether a constant is a number as it should be; arrays and schedules are not looked at."""
-    if isinstance(number, jax.Array) or callable(number):
-        return True
-    return isinstance(number, numbers.Real) and condition(number)

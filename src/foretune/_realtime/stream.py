@@ -1,59 +1,25 @@
-"""Streams of minibatches: cut into windows, and tuned over in real time.
+"""Streams of minibatches, cut into windows.
 
 Any iterable of batches will do, of known, unknown or infinite length: a list, a generator, a Grain
 or PyTorch loader. A batch is a pytree of what NumPy can read; all batches of a stream have the same
 shapes.
 """
 
-import contextlib
-import dataclasses
-import functools
-import itertools
-import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
-from .._outer.interrupt import Interrupt
-from .._outer.run import (
-    Best,
-    Result,
-    Run,
-    check_callbacks,
-    check_evaluate,
-    check_functions,
-    check_outside_programs,
-    digest_of,
-    metrics_of,
-    nowhere,
-    on_host,
-    plain,
-    started,
-)
-from .._problem.arguments import Structure, flatten
-from .._problem.batches import FullBatch, Minibatches
-from .._problem.checks import (
-    check_count,
-    check_flag,
-    check_leading_axis,
-    check_numbers,
-    check_some_number,
-    describe,
-    describe_tree,
-    named_leaves,
-)
-from .._problem.validation import noting
-from .warn import warn_of_dropped, warn_of_vanished
+from .._problem.batches import Minibatches
+from .._problem.checks import check_count, check_data, check_numbers, describe
+from .updates import shapes_of
 
-REMEMBERED = 256  # entries of a memory, before it is begun again
-_CAPACITY: dict[Any, int] = {}  # the longest window seen, by the program it is for
+END = object()  # of a stream
 
 
-def windows(stream: Any, n: int) -> Iterator[Any]:
+def windows(stream: Iterable[PyTree] | Minibatches, n: int) -> Iterator[PyTree]:
     """Cut a stream of minibatches into windows of n, stacked on a leading axis; the last is shorter.
 
     Of `Minibatches` it makes shorter `Minibatches`, whose data stays where it is.
@@ -68,7 +34,7 @@ def windows(stream: Any, n: int) -> Iterator[Any]:
     return _windows(stream, n)
 
 
-def _windows(stream: Any, n: int) -> Iterator[Any]:
+def _windows(stream: Iterable[PyTree] | Minibatches, n: int) -> Iterator[PyTree]:
     if isinstance(stream, Minibatches):
         for first in range(0, stream.steps, n):
             yield stream.at(stream.indices[first : first + n])
@@ -92,17 +58,12 @@ def _windows(stream: Any, n: int) -> Iterator[Any]:
         yield jax.tree.map(_stack, *batches)
 
 
-def readable(leaf: Any) -> Any:
-    """Return an array of what NumPy can read."""
-    return leaf if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)
-
-
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: object) -> Array | np.ndarray:
     return leaf if isinstance(leaf, jax.Array) else np.array(leaf)  # a loader may reuse its own
 
 
-def _stack(*leaves: Any) -> Any:
-    return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)
+def _stack(*leaves: Array | np.ndarray) -> Array | np.ndarray:
+    return jnp.stack(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
 
 
 def _changed(index: int, expected: dict[str, str], found: dict[str, str]) -> str:
@@ -116,7 +77,7 @@ def _changed(index: int, expected: dict[str, str], found: dict[str, str]) -> str
     )
 
 
-def check_stream(stream: Any, name: str, *, minibatches: bool = False) -> None:
+def check_stream(stream: object, name: str, *, minibatches: bool = False) -> None:
     """Raise where a stream is one batch, or nothing that can be iterated over."""
     arrays = isinstance(stream, tuple | dict) and any(
         hasattr(leaf, "shape") for leaf in (stream.values() if isinstance(stream, dict) else stream)
@@ -135,318 +96,8 @@ def check_stream(stream: Any, name: str, *, minibatches: bool = False) -> None:
         raise TypeError(f"{name} must be an iterable of batches, got {describe(stream)}.")
 
 
-def padded(program: Structure, window: Any) -> tuple[Any, np.ndarray]:
-    """Return the window padded to the longest like it so far, and its true length.
-
-    A program is compiled for the shape of its window; its loop runs to the true length.
-    """
-    if isinstance(window, FullBatch):
-        return FullBatch(window.data, 1), np.asarray(window.steps, np.int32)
-    xs = window.indices if isinstance(window, Minibatches) else window
-    steps = check_leading_axis(xs, "window", "the minibatches") if jax.tree.leaves(xs) else 0
-    if steps == 0:
-        raise ValueError(
-            "the window is empty: no minibatch is on its leading axis,\n"
-            + describe_tree(xs, "window")
-            + "\nLeave it out. Where steps need no data, give `FullBatch(None, steps=...)`."
-        )
-    leaves, structure = flatten(xs)
-    key = program, structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
-    if key not in _CAPACITY:
-        check_some_number(xs, "window")
-    capacity = max(_CAPACITY.get(key, 0), steps)
-    remember(_CAPACITY, key, capacity)
-    if capacity > steps:
-        xs = jax.tree.map(functools.partial(_pad, capacity), xs)
-        window = window.at(xs) if isinstance(window, Minibatches) else xs
-    return window, np.asarray(steps, np.int32)
-
-
-def _pad(capacity: int, x: Any) -> Any:
-    more = (capacity - len(x), *x.shape[1:])
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jnp.concatenate([x, jnp.broadcast_to(x[:1], more)])
-    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:  # it stays where it is
-        return jax.device_put(jnp.concatenate([x, jnp.zeros(more, x.dtype)]), x.sharding)
-    x = np.asarray(x)  # by NumPy, which compiles nothing
-    return np.concatenate([x, np.zeros(more, x.dtype)])
-
-
-def remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(memory) >= REMEMBERED:
-        memory.clear()
-    memory[key] = value
-
-
-def check_data(tree: PyTree, name: str) -> None:
-    """Raise for lists of numbers, each of which would be a leaf of its own."""
-
-    def of_numbers(node: Any) -> bool:
-        number = isinstance(node, int | float | complex)
-        return number or (isinstance(node, list) and bool(node) and all(map(of_numbers, node)))
-
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=of_numbers)
-    for path, leaf in leaves:
-        if isinstance(leaf, list):
-            raise TypeError(
-                f"{name}{jax.tree_util.keystr(path)} is a list of {len(leaf)}, down to numbers. Data "
-                "are arrays: give `numpy.asarray(...)` of it."
-            )
-
-
-class Misfit(ValueError):
-    """Something that does not fit, in an error that says all about it."""
-
-
-class Shapes:
-    """What a tuner was given last that fitted, for what is said of something that does not."""
-
-    def __init__(self):
-        self.known: dict[str, dict[str, str]] = {}
-
-    def note(self, **given: PyTree) -> None:
-        """Take these for what fits."""
-        self.known |= {name: shapes_of(tree, name) for name, tree in given.items()}
-
-    @contextlib.contextmanager
-    def explaining(self, **given: PyTree) -> Iterator[None]:
-        """Add to an error, of checks, what has changed since all was well."""
-        try:
-            yield
-        except Misfit:
-            raise
-        except Exception as error:
-            now = {name: shapes_of(tree, name) for name, tree in given.items()}
-            old = {name: self.known[name] for name in given if name in self.known}
-            lines = [differences(now[name], old[name], "it was") for name in old]
-            if changed := "\n".join(filter(None, lines)):
-                advice = " Is the state that of another tuner?" if "  state" in changed else ""
-                raise ValueError(
-                    "`update` was given something that differs from before, and does not fit:\n"
-                    f"{changed}\nWith it: {type(error).__name__}: {error}{advice}"
-                ) from error
-            if getattr(error, "__notes__", ()):  # it comes from the user's code
-                for name in (name for name in given if name not in old):
-                    error.add_note(f"foretune: given with\n{describe_tree(given[name], name)}")
-            raise
-        self.note(**given)
-
-
-def shapes_of(tree: PyTree, name: str) -> dict[str, str]:
-    """Return what the leaves are, by path."""
-    return {path: describe(leaf) for path, leaf in named_leaves(tree, name).items()}
-
-
-def differences(now: dict[str, str], old: dict[str, str], was: str, most: int = 6) -> str:
-    """Return in which leaves two trees differ, the first few of them."""
-    paths = [path for path in {**now, **old} if now.get(path) != old.get(path)]
-    lines = [
-        f"  {path} is {now.get(path, 'absent')}, {was} {old.get(path, 'absent')}" for path in paths
-    ]
-    return "\n".join(lines[:most] + ["  ..."] * (len(lines) > most))
-
-
-class RealTimeCarry(NamedTuple):
-    """All that decides how a real-time run continues: what a checkpoint saves."""
-
-    state: Any
-    best: Best
-
-    @property
-    def hparams(self) -> PyTree:
-        """The current hyperparameters."""
-        return self.state.hparams
-
-
-class RealTimeRun(Run):
-    """A real-time run in progress: `step` counts finished windows.
-
-    `state` is the tuner's state after the window, `record` what belongs to the window; `window` and
-    `validation` are its data, `log` is what `update` returned, `tuner` the `RealTime`.
-    """
-
-    tuner: Any = None
-    window: Any = None
-    validation: Any = None
-    log: Any = None
-
-    @property
-    def hparams(self) -> PyTree:
-        """The current hyperparameters."""
-        return (self.state or self.carry).hparams
-
-    @property
-    def whole(self) -> bool:
-        """Whether the carry can be resumed from: not where a window has taken its memory."""
-        gone = (x.is_deleted() for x in jax.tree.leaves(self.carry) if isinstance(x, jax.Array))
-        return self.step > 0 and not any(gone)
-
-
-def run_stream(
-    tuner: Any,
-    train_stream: Any,
-    validation_stream: Any,
-    *,
-    params: PyTree,
-    hparams: PyTree,
-    steps: Any,
-    window: Any,
-    callbacks: Any,
-    stop: Any,
-    evaluate: Any,
-    evaluate_every: Any,
-    score: Any,
-    skip: bool,
-) -> Result:
-    """Do what `RealTime.run` documents."""
-    if steps is not None:
-        check_count(steps, f"run(steps={steps!r})")
-    check_count(window, f"run(window={window!r})")
-    check_count(evaluate_every, f"run(evaluate_every={evaluate_every!r})")
-    check_flag(skip, "run(skip=...)")
-    check_callbacks(callbacks)
-    rules = check_functions(stop, evaluate, score)
-    check_outside_programs("RealTime.run", params, hparams)
-    check_stream(validation_stream, "the validation stream")
-    pieces = windows(train_stream, window)
-    state = tuner.init(params, hparams)
-    if evaluate is not None:
-        with noting("evaluate(state, hparams)", state=state.train, hparams=state.hparams):
-            check_evaluate(evaluate, state.train, state.hparams, _RECORD)
-
-    def fingerprint():  # asked for before the first window, while `state` is the initial one
-        static = [f.name for f in dataclasses.fields(tuner.settings) if f.metadata.get("static")]
-        constants = [name for name in static if name not in ("chunk", "mesh")]
-        return {name: str(getattr(tuner.settings, name)) for name in constants} | {
-            "constraints": repr(tuner.settings.constraints),
-            "window": str(window),
-            "initial hyperparameters": digest_of(state.hparams),
-            "initial parameters": digest_of(state.train),
-        }
-
-    run = RealTimeRun(steps, RealTimeCarry(state, nowhere(state.hparams)), fingerprint)
-    run.tuner = tuner
-    with Interrupt() as interrupt, started(callbacks, run):
-        already = run.step if skip else 0
-        validations = itertools.islice(_repeated(validation_stream), already, None)
-        pieces = itertools.islice(pieces, already, None)
-        upcoming, stopped, failure = _next(pieces), None, None
-        if steps is not None and run.step >= steps:
-            stopped = f"{steps} steps done"
-        while stopped is None:
-            run.window, run.validation = upcoming, _next(validations)
-            if run.window is END or run.validation is END:
-                which = "training" if run.window is END else "validation"
-                stopped = f"the {which} stream ended"
-                if run.step == 0:
-                    raise ValueError(f"the {which} stream is empty: it gave no batch.")
-                break
-            state, log, fault = tuner.dispatch(run.carry.state, run.window, run.validation)
-            run.state = state
-            # The next window is read and sent to the device while this one runs.
-            more = steps is None or run.step + 1 < steps
-            try:
-                upcoming = _next(pieces) if more and not interrupt.asked else END
-            except BaseException as error:  # raised when this window has been noted
-                failure = error
-            if fault:
-                _fail(tuner, run, state)
-            record = _record(run, state, log, evaluate, evaluate_every)
-            best = run.best
-            if not record["undone"] and (not evaluate or set(record) > _RECORD):
-                best = run.ranked(score, record, log["hparams"])
-            # The window is done: from here on the run stands after it, in every respect.
-            run.value, run.grad, run.log = log["value"], log["hypergradient"], log
-            run.note(record)
-            run.move(run.step + 1, RealTimeCarry(state, best))
-            _warn_where_all_is_undone(run)
-            warn_of_dropped(state, log, stacklevel=3)
-            warn_of_vanished(
-                run.history[0]["hparams"], record["hparams"], state.hparams, stacklevel=3
-            )
-            for callback in callbacks:
-                callback.step(run)
-            if failure is not None:
-                raise failure
-            stopped = next(iter(run.reasons(rules, interrupt)), None)
-            horizon = tuner.settings.horizon
-            if stopped is None and horizon is not None and state.course.steps >= horizon:
-                stopped = f"the horizon of {horizon} minibatches is reached"
-    if run.value is None and run.history:  # resumed at its end
-        run.value = jax.tree.map(lambda x: jnp.asarray(x, float), run.history[-1]["value"])
-    return Result(run.hparams, run.value, run.carry.state, run.history, run.best, stopped)
-
-
-END = object()  # of a stream
-UNDONE = 10  # windows in a row, after which a run warns
-_NOTED = (
-    "loss",
-    "hparams",
-    "z_norm",
-    "undone",
-    "outliers",
-    "dropped",
-    "tuned",
-    "restarted",
-)  # of a window's log
-_RECORD = {"step", "value", "gradient_norm", *_NOTED}
-
-
-def _record(run: RealTimeRun, state: Any, log: Any, evaluate: Any, every: int) -> dict[str, Any]:
-    """Return the record of the window that follows the run's step, which is waited for."""
-    step, numbers = run.step + 1, on_host(log)
-    wide = jax.tree.map(lambda g: np.asarray(g, np.float64), numbers["hypergradient"])
-    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(wide)))
-    record = {"step": step, "value": numbers["value"], "gradient_norm": norm}
-    record |= {name: numbers[name] for name in _NOTED}
-    if evaluate and (step % every == 0 or step == run.steps):
-        record |= metrics_of(evaluate, state.train, state.hparams)
-    return plain(record)
-
-
-def _warn_where_all_is_undone(run: RealTimeRun) -> None:
-    """Warn once, when many windows in a row have been undone: backing off may not help."""
-    recent = run.history[-UNDONE - 1 :]
-    if [record["undone"] for record in recent][-UNDONE:] != [True] * UNDONE:
-        return
-    if len(recent) > UNDONE and recent[0]["undone"]:  # it has been said
-        return
-    warnings.warn(
-        f"the last {UNDONE} windows were undone, because training diverged in each; the last ran with "
-        f"{run.record['hparams']!r:.200}. Hyperparameters halve with each of them, at most: start from "
-        "others (a smaller learning rate), and look at the scale of the inputs and of the initial "
-        "parameters. `RealTime(rollback=None)` undoes nothing, and says where something is not finite.",
-        RuntimeWarning,
-        stacklevel=4,
-    )
-
-
-def _fail(tuner: Any, run: RealTimeRun, state: Any) -> None:
-    error = tuner.fault(state, run.window, run.validation)
-    if not run.whole:  # the state before the window comes back without its Z
-        run.move(run.step, run.carry._replace(state=state))
-    error.run = run
-    error.add_note(
-        "foretune: what there is until then (history, best, hparams) is in the attribute `run` of "
-        "this error."
-    )
-    raise error
-
-
-def _next(iterator: Iterator[Any]) -> Any:
-    """Return what comes next, on the device, or END."""
-    batch = next(iterator, END)
-    if batch is END:
-        return END
-
-    def put(leaf):  # what is on devices stays there: other processes may have parts of it
-        return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
-
-    return jax.tree.map(put, batch)
-
-
-def _repeated(stream: Any) -> Iterator[Any]:
-    """Go through a stream again and again, where it can be; an iterator only once."""
+def repeated(stream: Iterable[PyTree]) -> Iterator[PyTree]:
+    """Go through a stream of validation data again and again; an iterator only once."""
     while True:
         empty = True
         for batch in stream:
@@ -456,3 +107,15 @@ def _repeated(stream: Any) -> Iterator[Any]:
             yield jax.tree.map(_copied, batch)
         if empty or isinstance(stream, Iterator):
             return
+
+
+def following(iterator: Iterator[PyTree]) -> PyTree:
+    """Return what comes next, on the device, or END."""
+    batch = next(iterator, END)
+    if batch is END:
+        return END
+
+    def put(leaf):  # what is on devices stays there: other processes may have parts of it
+        return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
+
+    return jax.tree.map(put, batch)

@@ -4,42 +4,31 @@ The loop continues to call `update` once for each minibatch; every few steps the
 It is `RealTime` with its window spread over calls.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, Key, PyTree, UInt32
 
-from .._engines.nonfinite import NonFiniteError
-from .._engines.products import stack_columns, unstack
 from .._problem.arguments import Rest, copied, flatten
-from .._problem.checks import (
-    as_arrays,
-    check_count,
-    check_flag,
-    check_key,
-    check_numbers,
-    check_signature,
-    describe,
-    named_leaves,
-)
+from .._problem.checks import check_count, check_data, check_key, check_numbers, describe
 from .._problem.problem import validated
 from .._problem.system import make_system
-from .._problem.training import Training
-from .constants import check_callable, constraints_of, start_of
-from .stream import Shapes, check_data, readable, remember
-from .tuner import RealTime, check_state
-from .warn import Dropped, tell
-from .window import Progressing, RealTimeState, begin, finish, if_tuning, make_step
-
-SAY = -2  # that a derivative was dropped
-RUNS = 8  # of one optimizer at the same time, whose calls are remembered
+from .._problem.training import Training, TrainState
+from .constants import check_loss_and_error, constraints_of, start_of
+from .dropped import Dropped, tell
+from .frozen import Beside, Trainable, check_trainable, divide, parted, unite
+from .outcome import finish
+from .pending import NONE, WARN, Call, Pending
+from .tuner import RealTime
+from .updates import check_not_donated, check_state
+from .window import RealTimeState, Window, WindowState, begin
 
 
 class TunedState(NamedTuple):
@@ -48,11 +37,11 @@ class TunedState(NamedTuple):
     Its leaves are arrays, so that it can pass through `jax.jit`, whatever the parameters hold.
     """
 
-    log: dict[str, Any]
+    log: dict[str, PyTree]
     """The log of the last window, as of `RealTime.update`, and whether it was `dropped`; NaN before."""
     anchor: RealTimeState
     """The arrays of the tuner's state at the beginning of the window, without its Z."""
-    window: Progressing
+    window: WindowState
     """The window under way."""
     frozen: PyTree
     """The parameters that are not trained; None without `trainable`."""
@@ -62,7 +51,7 @@ class TunedState(NamedTuple):
     @property
     def params(self) -> PyTree:
         """The current parameters, those that are not trained included."""
-        return _whole(self._train().params, self.frozen)
+        return unite(self._train().params, self.frozen)
 
     @property
     def model_state(self) -> PyTree:
@@ -78,35 +67,25 @@ class TunedState(NamedTuple):
         """Return the whole state of the tuner at the beginning of the window, without its Z."""
         return eqx.combine(self.anchor, self.rest.tree)
 
-    def _train(self) -> Any:
+    def _train(self) -> TrainState:
         return eqx.combine(self.window.s, self.rest.tree.train)
 
 
-class Tuned(NamedTuple):
-    """A pair of pure functions, like an Optax optimizer."""
-
-    init: Callable[[PyTree], TunedState]
-    """`init(params) -> state`"""
-    update: Callable[[TunedState, PyTree, PyTree], tuple[TunedState, Array]]
-    """`update(state, batch, validation) -> (state, loss)`"""
-
-
 def tuned(
-    optimizer: Any,
-    loss: Any,
-    error: Any = None,
+    optimizer: Callable[..., optax.GradientTransformation],
+    loss: Callable[..., Array],
+    error: Callable[..., Array] | None = None,
     *,
-    every: Any = 10,
-    horizon: Any = None,
-    constraints: Any = None,
-    loss_hparams: Any = None,
-    has_state: Any = False,
-    key: Any = None,
-    trainable: Any = None,
-    donate: Any = False,
-    options: Any = None,
-    **hparams: Any,
-) -> Tuned:
+    every: int = 10,
+    constraints: Mapping[str, PyTree] | None = None,
+    loss_hparams: Mapping[str, object] | None = None,
+    has_state: bool = False,
+    key: Key[Array, ""] | UInt32[Array, "..."] | None = None,
+    trainable: Trainable | None = None,
+    donate: bool = False,
+    options: Mapping[str, object] | None = None,
+    **hparams: object,
+) -> "Tuned":
     """Return an optimizer that tunes its own constants on validation data, as it trains.
 
     Args:
@@ -115,9 +94,6 @@ def tuned(
         loss: your loss, `loss(params, batch)`.
         error: the validation error, `error(params, validation)`; the loss by default.
         every: the minibatches between two updates of the constants.
-        horizon: the number of minibatches you will train for, if you know it: constants are tuned in
-            its first quarter, then learning rates decay linearly to 0, as in `RealTime`. With it,
-            this takes the place of an optimizer with a schedule.
         constraints: a dict of constraints by name, as in `RealTime`; None for any number. The usual
             names need none: Optax's, and `lr`, `wd`, `beta1` and the like. Learning rates, decays and
             epsilons are non-negative, momenta and averages in [0, 1). Other names need one.
@@ -135,13 +111,14 @@ def tuned(
         options: further options of `RealTime`.
         **hparams: the constants to be tuned, with their initial values.
 
-    `update` returns the new state and the loss of the minibatch. It is compiled, and pure: inside your
-    own `jax.jit` it has less overhead. It does not wait for the device. The parameters may be
-    any pytree, an Equinox model for instance. A window whose loss diverges is undone. One in which
-    something else is not finite, the data for instance, is dropped, and training continues from
-    where the window began; there is a `NonFiniteError`, at the latest `every` calls later, whose
-    `state` is the one to continue from. Inside `jit` there is no error, only `state.log["dropped"]`.
-    Where only a derivative is not finite, training continues, and a warning says so, inside `jit` too.
+    `init(params)` returns the first state, `update(state, batch, validation)` the next one and the
+    loss of the minibatch. It is compiled, and pure: inside your own `jax.jit` it has less overhead. It
+    does not wait for the device. The parameters may be any pytree, an Equinox model for instance. A
+    window whose loss diverges is rolled back. One in which something else is not finite, the data for
+    instance, is dropped, and training continues from where the window began; there is a
+    `NonFiniteError`, at the latest `every` calls later, whose `state` is the one to continue from.
+    Inside `jit` there is no error, only `state.log["dropped"]`. Where only a derivative is not finite,
+    training continues, and a warning says so, inside `jit` too.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> loss = lambda w, x: jnp.mean((w - x) ** 2)
@@ -166,286 +143,193 @@ def tuned(
     (2.0, ['l2', 'learning_rate'], True)
     """
     check_count(every, f"tuned(every={every!r})")
-    check_flag(has_state, "tuned(has_state=...)")
-    check_flag(donate, "tuned(donate=...)")
     if key is not None:
         check_key(key, "tuned(key=...)")
     if trainable is not None:
-        _check_trainable(trainable, function=True)
+        check_trainable(trainable)
     dicts = {"constraints": constraints, "options": options, "loss_hparams": loss_hparams}
     for name, given in dicts.items():
         if not (given is None or isinstance(given, Mapping)):
             raise TypeError(f"tuned({name}=...) must be a dict, got {describe(given)}.")
-    for name in {"donate", "horizon"} & set(options or ()):
-        raise TypeError(f"tuned(options={{{name!r}: ...}}): give `tuned({name}=...)`.")
-    of_loss = loss_hparams or {}
-    # How the two are called, which depends on what there is.
-    carried = ", model_state" if has_state else ""
-    form = "loss(params{}, batch{}{})".format(
-        ", hparams" if of_loss else "", carried, ", key=..." if key is not None else ""
-    )
-    check_callable(loss, form)
-    check_signature(loss, form, () if key is None else ("key",))
-    if error is None and form != "loss(params, batch)":
-        raise TypeError(
-            f"tuned needs an `error(params, validation{carried})` here: a loss with `loss_hparams`, "
-            "`has_state` or `key` is not what a model is judged by. Write it as for a test, without "
-            "dropout, smoothing or new batch statistics."
-        )
-    error = loss if error is None else error
-    check_callable(error, f"error(params, validation{carried})")
-    check_signature(error, f"error(params, validation{carried})")
+    options, of_loss = dict(options or {}), dict(loss_hparams or {})
+    if "donate" in options:
+        raise TypeError("tuned(options={'donate': ...}): give `tuned(donate=...)`.")
+    check_loss_and_error(loss, error, bool(of_loss), has_state, key is not None)
+    judged = loss if error is None else error
     start = start_of(optimizer, hparams, of_loss)
 
     def inner_loss(params, h, data, *model_state, **key):
-        batch, frozen = _parted(data, trainable)
+        batch, frozen = parted(data)
         own = ({name: h[name] for name in of_loss},) if of_loss else ()
-        return loss(_whole(params, frozen), *own, batch, *model_state, **key)
+        return loss(unite(params, frozen), *own, batch, *model_state, **key)
 
     def objective(state, h, data):
-        validation, frozen = _parted(data, trainable)
+        validation, frozen = parted(data)
         model_state = (state.model_state,) if has_state else ()
-        return error(_whole(state.params, frozen), validation, *model_state)
+        return judged(unite(state.params, frozen), validation, *model_state)
 
     def inner_optimizer(h):
         return optimizer(**{name: h[name] for name in hparams})
 
-    tuner = RealTime(
-        Training(inner_loss, inner_optimizer, has_state=has_state, key=key),
-        objective,
-        constraints=constraints_of(start, constraints or {}),
-        horizon=horizon,
-        **(options or {}),
-    )
-    settings = tuner.settings
-    few = unstack if settings.chunk is None and settings.mesh is None else lambda Z: Z
+    dynamics = Training(inner_loss, inner_optimizer, has_state=has_state, key=key)
+    sets = constraints_of(start, constraints or {})
+    tuner = RealTime(dynamics, objective, **{"constraints": sets, **options})  # pyright: ignore
+    return Tuned(tuner, start, every, has_state, trainable, donate)
 
-    def beginning(state: RealTimeState) -> tuple[RealTimeState, Progressing]:
-        """Return the arrays of a state without its Z, and the window that begins there."""
-        window = begin(settings, state)
-        anchor = eqx.filter(state._replace(Z=None), eqx.is_array)
-        return anchor, window._replace(Z=few(window.Z))
 
-    def init(params: PyTree) -> TunedState:
-        if has_state and not (isinstance(params, tuple) and len(params) == 2):
-            raise TypeError(
-                "tuned(has_state=True) starts from a pair, `init((params, model_state))`; got "
-                f"{describe(params)}."
-            )
-        weights, model_state = params if has_state else (params, None)
-        weights, frozen = _divided(weights, trainable)
-        state = tuner.init((weights, model_state) if has_state else weights, start)
-        shapes.note(state=state._replace(Z=None))
+class Tuned:
+    """An optimizer that tunes its own constants: `init` and `update`, which are pure functions."""
+
+    def __init__(
+        self,
+        tuner: RealTime,
+        start: dict[str, Array],
+        every: int,
+        has_state: bool,
+        trainable: Trainable | None,
+        donate: bool,
+    ):
+        self._tuner, self._start, self._every = tuner, start, every
+        self._has_state, self._trainable, self._donate = has_state, trainable, donate
+        self._pending = Pending(every)
+        self._checked: set[tuple] = set()  # the structures and shapes that have passed the checks
+        # Not the window: its old arrays are needed until a minibatch has proved no outlier, so that to
+        # write over them takes longer than to write beside them.
+        self._program = jax.jit(self._step, donate_argnums=(0,) if donate else ())
+
+    def init(self, params: PyTree) -> TunedState:
+        """Return the state before the first minibatch; `params` is a pair with `has_state`."""
+        model_state = None
+        if self._has_state:
+            if not (isinstance(params, tuple) and len(params) == 2):
+                raise TypeError(
+                    "tuned(has_state=True) starts from a pair, `init((params, model_state))`; got "
+                    f"{describe(params)}."
+                )
+            params, model_state = params
+        weights, frozen = divide(params, self._trainable)
+        begun = (weights, model_state) if self._has_state else weights
+        state = self._tuner.init(begun, self._start)
         nan = jnp.full((), jnp.nan, jnp.result_type(float))
         log = {
             "value": nan,
             "hypergradient": jax.tree.map(lambda h: jnp.full_like(h, jnp.nan), state.hparams),
             "hparams": state.hparams,
-            "z_norm": dict.fromkeys(start, nan),
-            "undone": jnp.array(False),
-            "outliers": jnp.zeros((), jnp.int32),
+            "z_norm": dict.fromkeys(self._start, nan),
+            "rolled_back": jnp.array(False),
+            "skipped": jnp.zeros((), jnp.int32),
             "dropped": jnp.array(False),
-            "tuned": jnp.array(True),
-            "restarted": jnp.array(False),
         }
         # No two leaves share memory, so that the state can be donated.
         rest = Rest(state._replace(Z=None))
-        return copied(TunedState(log, *beginning(state), frozen, rest))
+        return copied(TunedState(log, *self._begun(state), frozen, rest))
 
-    shapes = Shapes()
-    checked: dict[Any, None] = {}
-    unseen = _Unseen(every)
-
-    def check(state: TunedState, batch: PyTree, validation: PyTree) -> None:
-        if set(state.hparams) != set(start):
-            raise ValueError(
-                f"this state is of another optimizer: it has the constants {sorted(state.hparams)}, "
-                f"this one tunes {sorted(start)}. Begin with `init` of this one."
-            )
-        if (state.frozen is None) != (trainable is None):
-            raise ValueError(
-                "this state is of another optimizer: one of the two has `trainable`, the other has "
-                "not. Begin with `init` of this one."
-            )
-        anchor = state.begun()
-
-        def fit(frozen):
-            problem = settings.problem(anchor.train, *given(batch, validation, frozen))
-            validated(problem, state.hparams)
-
-        with shapes.explaining(state=anchor, batch=batch, validation=validation):
-            check_state(settings, anchor)
-            jax.eval_shape(fit, state.frozen)  # which would be copied else
-
-    def given(batch: PyTree, validation: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the window of one minibatch, and the validation data, with what is not trained."""
-        if trainable is not None:
-            batch, validation = _Beside(batch, frozen), _Beside(validation, frozen)
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch), validation
-
-    def update(state: Any, batch: PyTree, validation: PyTree) -> tuple[TunedState, Array]:
+    def update(
+        self, state: TunedState, batch: PyTree, validation: PyTree
+    ) -> tuple[TunedState, Float[Array, ""]]:
+        """Train on a minibatch, and update the constants where it is time; return the loss too."""
         if not isinstance(state, TunedState):
             raise TypeError(
                 f"`update` takes the state that `init` or `update` returned, got {describe(state)}."
             )
-        window = state.anchor.window
-        if donate and not isinstance(window, Tracer) and window.is_deleted():
-            raise ValueError(
-                "this state has been given to an `update` that reused its memory (`donate=True`). "
-                "Continue from the state that it returned, or leave `donate` out."
-            )
-        data = {"batch": batch, "validation": validation}
-        batch, validation = jax.tree.map(readable, (batch, validation))
-        arrays, structure = flatten((batch, validation))
-        shape = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in arrays)
-        if shape not in checked:
-            for name, tree in data.items():
-                check_data(tree, name)
-                check_numbers(jax.tree.map(readable, tree), name)
-            check(state, batch, validation)
-            remember(checked, shape, None)
-        after, value, (lost, told) = program(state[:2], state[2:], batch, validation)
+        if self._donate:
+            check_not_donated(state.anchor.window)
+        batch, validation = self._readable(state, batch, validation)
+        after, value, news, dropped = self._program(state[:2], state[2:], batch, validation)
         after = after._replace(frozen=state.frozen)  # which has not been through the program
-        if isinstance(lost, Tracer):
-            tell(after.begun().train, told)
+        train = after.begun().train
+        if isinstance(news, Tracer):
+            tell(train, dropped)
             return after, value
-        call = _Call(lost, told, batch, validation)
-        if (failed := unseen.look(state, after, call)) is not None:
-            window, _, batch, validation = failed
-            begun = after.begun()._replace(window=window)
-            error = tuner.fault(begun, *given(batch, validation, state.frozen))
+        call = Call(news, dropped, batch, validation)
+        tokens = state.log["dropped"], after.log["dropped"]
+        if (failed := self._pending.look(*tokens, train, call)) is not None:
+            begun = after.begun()._replace(window=failed.news)
+            data = self._given(failed.batch, failed.validation, state.frozen)
+            error = self._tuner.fault(begun, *data)
             error.state = after
             raise error
         return after, value
 
-    def program(
-        first: tuple, others: tuple, batch: PyTree, validation: PyTree
-    ) -> tuple[TunedState, Array, tuple[Array, Dropped]]:
-        state = TunedState(*first, *others)
+    def _readable(
+        self, state: TunedState, batch: PyTree, validation: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Return the data as arrays, after the checks that new shapes need."""
+        data = {"batch": batch, "validation": validation}
+        arrays = {name: jax.tree.map(_readable, tree) for name, tree in data.items()}
+        leaves, structure = flatten(arrays)
+        key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in leaves)
+        if key not in self._checked:
+            for name, tree in data.items():
+                check_data(tree, name)
+                check_numbers(arrays[name], name)
+            self._check(state, **arrays)
+            self._checked.add(key)
+        return arrays["batch"], arrays["validation"]
+
+    def _check(self, state: TunedState, batch: PyTree, validation: PyTree) -> None:
+        if set(state.hparams) != set(self._start):
+            raise ValueError(
+                f"this state is of another optimizer: it has the constants {sorted(state.hparams)}, "
+                f"this one tunes {sorted(self._start)}. Begin with `init` of this one."
+            )
+        if (state.frozen is None) != (self._trainable is None):
+            raise ValueError(
+                "this state is of another optimizer: one of the two has `trainable`, the other has "
+                "not. Begin with `init` of this one."
+            )
+        anchor, settings = state.begun(), self._tuner.settings
+
+        def fit(frozen):
+            problem = settings.problem(anchor.train, *self._given(batch, validation, frozen))
+            validated(problem, state.hparams)
+
+        check_state(settings, anchor)
+        jax.eval_shape(fit, state.frozen)  # which would be copied else
+
+    def _given(self, batch: PyTree, validation: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the window of one minibatch, and the validation data, with what is not trained."""
+        if self._trainable is not None:
+            batch, validation = Beside(batch, frozen), Beside(validation, frozen)
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch), validation
+
+    def _begun(self, state: RealTimeState) -> tuple[RealTimeState, WindowState]:
+        """Return the arrays of a state without its Z, and the window that begins there."""
+        anchor = eqx.filter(state._replace(Z=None), eqx.is_array)
+        return anchor, begin(self._tuner.settings, state)
+
+    def _step(
+        self, first: tuple, others: tuple, batch: PyTree, validation: PyTree
+    ) -> tuple[TunedState, Float[Array, ""], Array, Dropped]:
+        """Return the state after a minibatch, its loss, and what `Call` has for the host."""
+        state, settings = TunedState(*first, *others), self._tuner.settings
         anchor = state.begun()
-        problem = settings.problem(anchor.train, *given(batch, validation, state.frozen))
+        problem = settings.problem(anchor.train, *self._given(batch, validation, state.frozen))
         system = make_system(problem, anchor.hparams, whole=True)
-
-        def step(derive: bool) -> Progressing:
-            return make_step(settings, problem, system, anchor, derive)(state.window, 0)
-
-        window = if_tuning(settings, anchor, lambda: step(True), lambda: step(False))
+        window = Window(settings, problem, system, anchor)
+        now = window.step(state.window, 0)
+        assert now.loss is not None  # a training has one
 
         def tune():
-            end = window._replace(Z=stack_columns(window.Z))
-            new, log, fault = finish(settings, anchor, problem, system, end, 0, every)
-            told = Dropped.of(new, log)
+            new, log, fault = finish(window, now, 0)
+            dropped = Dropped.of(new, log)
             log = log | {"dropped": fault | log["dropped"]}
-            log = {name: jax.tree.map(_as, log[name], state.log[name]) for name in state.log}
-            return log, *beginning(new), fault, told
+            log = {
+                name: jax.tree.map(lambda now, old: now.astype(old.dtype), log[name], old)
+                for name, old in state.log.items()
+            }
+            return log, *self._begun(new), fault, dropped
 
         def wait():
-            told = Dropped(jnp.array(False), anchor.window, window.nonfinite)
-            return state.log, state.anchor, window, jnp.array(False), told
+            dropped = Dropped(jnp.array(False), anchor.window, now.nonfinite)
+            return state.log, state.anchor, now, jnp.array(False), dropped
 
-        over = (window.steps == every) | ~window.calm
-        log, new, following, fault, told = lax.cond(over, tune, wait)
-        lost = jnp.where(fault, anchor.window, jnp.where(told.first, SAY, -1))
-        return TunedState(log, new, following, None, state.rest), window.loss, (lost, told)
-
-    # Not the window: its old arrays are needed until a minibatch has proved no outlier, so that to
-    # write over them takes longer than to write beside them.
-    program = jax.jit(program, donate_argnums=(0,) if donate else ())
-    return Tuned(init, update)
+        over = (now.steps == self._every) | now.spiked
+        log, new, following, fault, dropped = lax.cond(over, tune, wait)
+        news = jnp.where(fault, anchor.window, jnp.where(dropped.first, WARN, NONE))
+        return TunedState(log, new, following, None, state.rest), now.loss, news, dropped
 
 
-class _Call(NamedTuple):
-    """A call of `update` and how it ended, which the host need not know yet."""
-
-    lost: Any  # the number of the window that was dropped, -1, or SAY
-    told: Dropped  # what is said where a derivative was
-    batch: PyTree
-    validation: PyTree
-
-
-class _Unseen:
-    """The calls whose end has not been looked at: to look at the last one would be to wait for it.
-
-    Calls that belong together, each with the state that the one before it returned, form a run.
-    """
-
-    def __init__(self, most: int):
-        self.most = most  # calls of a run; then the first of them is waited for
-        self.runs: dict[int, tuple[Any, deque[_Call]]] = {}
-
-    def look(self, before: TunedState, after: TunedState, call: _Call) -> _Call | None:
-        """Return a call of this run that has ended in a dropped window, if there is one."""
-        _, calls = self.runs.pop(id(before.log["dropped"]), (None, deque()))
-        calls.append(call)
-        failed = None
-        while failed is None and calls and (len(calls) > self.most or calls[0].lost.is_ready()):
-            first = calls.popleft()
-            failed = first if (lost := int(first.lost)) >= 0 else None
-            if lost == SAY:
-                tell(after.begun().train, first.told, stacklevel=3)
-        if len(self.runs) >= RUNS:  # the oldest has been given up
-            del self.runs[next(iter(self.runs))]
-        token = after.log["dropped"]  # kept, so that no other array gets its id
-        self.runs[id(token)] = token, calls
-        return failed
-
-
-def _check_trainable(trainable: Any, *, function: bool) -> None:
-    """Raise unless it is a pytree of True and False, or a `function`."""
-    leaves = named_leaves(trainable, "trainable")
-    wrong = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, bool | np.bool_)}
-    if not leaves or (wrong and not (function and callable(trainable))):
-        path, leaf = next(iter(wrong.items()), ("trainable", trainable))
-        raise TypeError(
-            f"tuned(trainable=...) is a prefix of the parameters with True and False, or a function "
-            f"from the parameters to it; {path} is {describe(leaf)}."
-        )
-
-
-def _divided(params: PyTree, trainable: Any) -> tuple[PyTree, PyTree]:
-    """Return the parameters that are trained, with None for the others, and the others."""
-    if trainable is None:
-        return params, None
-    params, flags = as_arrays(params, "params"), trainable
-    if not all(isinstance(leaf, bool | np.bool_) for leaf in jax.tree.leaves(trainable)):
-        flags = trainable(params)  # an Equinox model of flags can be called too
-        _check_trainable(flags, function=False)
-    try:
-        stays = jax.tree.map(
-            lambda flag, part: jax.tree.map(lambda x: eqx.is_inexact_array(x) and not flag, part),
-            flags,
-            params,
-        )
-    except ValueError as problem:
-        raise ValueError(
-            f"tuned(trainable=...) is no prefix of the parameters: {problem!s:.300}"
-        ) from None
-    frozen, trained = eqx.partition(params, stays)
-    for path, leaf in named_leaves(frozen, "params").items():
-        if not isinstance(leaf, Tracer) and not jnp.all(jnp.isfinite(leaf)):
-            raise NonFiniteError(f"not finite: {path} ({describe(leaf)}), which is not trained.")
-    if not any(map(eqx.is_inexact_array, jax.tree.leaves(trained))):
-        raise ValueError(
-            "tuned(trainable=...) leaves nothing to train: no floating-point array has a True."
-        )
-    return trained, frozen
-
-
-class _Beside(NamedTuple):
-    """A batch, and beside it the parameters that are not trained: so they are no state."""
-
-    data: PyTree
-    frozen: PyTree
-
-
-def _whole(params: PyTree, frozen: PyTree) -> PyTree:
-    return params if frozen is None else eqx.combine(params, frozen)
-
-
-def _parted(data: PyTree, trainable: Any) -> tuple[PyTree, PyTree]:
-    """Return the data, and the parameters that are not trained, if there are any beside them."""
-    return (data, None) if trainable is None else data
-
-
-def _as(new: Array, old: Array) -> Array:
-    return new.astype(old.dtype)
+def _readable(leaf: object) -> Array | np.ndarray:
+    """Return an array of what NumPy can read."""
+    return leaf if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)

@@ -11,7 +11,6 @@ A file of JSON ends with a digest of the rest, so that a changed number is not t
 """
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -23,7 +22,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .._files.files import FolderLock, RunError, write_whole
+from .._files.digests import digest
+from .._files.files import RunError, locked, write_whole
 from ._console import say
 from ._page import Json, parsed, signed, write_page
 
@@ -45,7 +45,7 @@ class RunFolder:
         files: Iterable[str] = (),
     ):
         self.path = Path(path)
-        digests = {name: digest(name) for name in files}
+        digests = {name: digest(Path(name).read_bytes())[:16] for name in files}
         settings = {**settings, "digests": digests} if digests else settings
         config = {
             "kind": kind,
@@ -67,7 +67,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{self.path} cannot be made: {error.strerror}.") from error
-        self._lock = FolderLock(self.path).acquire()
+        self._lock = contextlib.ExitStack()
+        self._lock.enter_context(locked(self.path, reentrant=True))
         try:
             self._open(config)
         except BaseException:
@@ -103,7 +104,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Let other processes have the folder."""
-        self._lock.release()
+        self._lock.close()
 
     @property
     def figures(self) -> Path:
@@ -178,11 +179,6 @@ class RunFolder:
 def _is_remainder(name: str) -> bool:
     """Whether a file may be left by a run that was killed before it had written its settings."""
     return name == ".lock" or name.startswith(".config.json.")
-
-
-def digest(path: str | Path) -> str:
-    """Return a short hash of a file, so that changed data is not taken for the same run."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 def command() -> str:

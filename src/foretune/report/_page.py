@@ -7,7 +7,6 @@ follows no link and fetches nothing, whatever an SVG holds.
 """
 
 import base64
-import hashlib
 import json
 import math
 import re
@@ -16,6 +15,7 @@ from importlib import resources
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+from .._files.digests import digest
 from .._files.files import write_whole
 
 Json = dict[str, Any]
@@ -128,7 +128,7 @@ def parsed(text: str) -> Any:
 
 
 def _digest(content: Json) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return digest(json.dumps(content, sort_keys=True))
 
 
 def _fill(value: Any, shape: Any, where: str) -> Any:

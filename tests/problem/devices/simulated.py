@@ -25,7 +25,7 @@ def distance(a, b):
 
 
 def main(folder):
-    from benchmarks.collectives import collectives  # pyright: ignore
+    from .collectives import collectives
 
     hparams, report = tasks.hyperparameters(), {"devices": jax.device_count()}
     data, split = ft.mesh(), ft.mesh(data=2, model=4)

@@ -1,0 +1,85 @@
+"""The callback that saves a run, and resumes it."""
+
+import warnings
+from pathlib import Path
+
+from .._files.checkpoints import Checkpoints, SavedRun
+from .._files.digests import as_numbers, with_numbers
+from .._files.files import as_path
+from .._problem.checks import check_count, describe, named_leaves
+from .callbacks import Callback
+from .run import Run
+
+
+class Checkpoint(Callback):
+    """Saves the run every few steps, and resumes it when the directory holds one.
+
+    Args:
+        directory: where the checkpoints are; made if need be.
+        every: the steps between two of them. The first step and the last are saved, too.
+        keep: how many are kept.
+
+    Each is a folder `foretune_<step>`, and `foretune.records` has the history; other files and folders
+    in the directory are left alone. A checkpoint that is damaged is renamed, not removed, and the run
+    resumes from the one before it.
+
+    A resumed run continues as if it had never stopped: its results are the same to the bit on the same
+    machine. A run that is over returns the same result again; with more `steps`, or without the `stop`
+    rule that ended it, it continues. (`TimeLimit` counts the seconds of each call, and ends none for
+    good.) The directory of a run with other shapes, another start, other data, other constraints, other
+    constants of the tuner or another kind of optimizer is refused with a `ValueError`. What cannot be
+    compared is yours to keep as it was: the functions (loss, objective, `evaluate`, a draw), the data
+    of a stream, the engine and the outer optimizer's constants.
+    Arrays are saved whole, so a run may continue with another number of devices or processes (then to
+    rounding, not to the bit).
+
+    >>> import foretune as ft
+    >>> checkpoint = ft.Checkpoint("runs/clean", every=10)
+    """
+
+    resumes = True
+
+    def __init__(self, directory: str | Path, every: int = 1, keep: int = 2):
+        check_count(every, f"Checkpoint(every={every!r})")
+        check_count(keep, f"Checkpoint(keep={keep!r})")
+        self.directory, self.every = as_path(directory, "Checkpoint").absolute(), every
+        self._files = Checkpoints(self.directory, keep)
+        self._saved: int | None = None
+
+    def start(self, run: Run) -> None:
+        """Resume the run, if the directory holds one."""
+        place = run.carry, run.best
+        leaves = {path: describe(leaf) for path, leaf in named_leaves(run.carry, "").items()}
+        saved = self._files.open(leaves | run.fingerprint(), as_numbers(place))
+        run.begun, self._saved = self._files.begun, None
+        if saved is None:
+            return
+        self._saved = saved.step
+        if run.steps is not None and saved.step > run.steps:
+            warnings.warn(
+                f"the run in {self.directory} has done {saved.step} steps already, more than the "
+                f"{run.steps} that are asked for: it is shown as it is.",
+                stacklevel=4,
+            )
+        run.resume(saved.step, *with_numbers(place, saved.arrays), saved.history)
+        if run.rules and saved.steps == run.steps:
+            run.ended = saved.stopped
+
+    def step(self, run: Run) -> None:
+        """Save the first step, the last, and every few."""
+        if run.step % self.every == 0 or self._saved is None or run.stopped is not None:
+            self._save(run)
+
+    def end(self, run: Run) -> None:
+        """Save what has not been saved."""
+        try:
+            self._save(run)
+        finally:
+            self._files.close()
+
+    def _save(self, run: Run) -> None:
+        if run.step == self._saved or not run.whole:
+            return
+        self._saved = run.step  # a save that is interrupted is not tried again
+        arrays = as_numbers((run.carry, run.best))
+        self._files.save(SavedRun(run.step, arrays, run.records, run.steps, run.ended))

@@ -1,0 +1,242 @@
+"""One driver for all runs: a stepper's steps, and all that happens beside them.
+
+A step is, in this order: the stepper's own work; `evaluate`; `score`; the record is noted and the run
+stands after the step; callbacks; stopping rules; and the callbacks that can resume a run, which thus
+save whether it is over.
+"""
+
+import abc
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
+
+from .._engines.nonfinite import NonFiniteError
+from .._files.digests import on_host
+from .._files.records import Record
+from .._problem.arguments import filtered
+from .._problem.checks import describe, named_leaves
+from .callbacks import Callback
+from .checks import explaining_traces
+from .interrupt import Interrupt
+from .run import Best, Result, Run
+
+R = TypeVar("R", bound=Run)
+Score = Callable[[Record], object]
+Metrics = Callable[[PyTree, PyTree], dict[str, Array]]
+
+
+class Evaluation(NamedTuple):
+    """What a step has found."""
+
+    carry: PyTree  # all that decides how the run continues
+    hparams: PyTree  # those that the value belongs to
+    value: PyTree
+    grad: PyTree
+    state: PyTree
+    record: dict[str, PyTree]  # all but the step and the metrics
+    arguments: tuple[PyTree, PyTree]  # of `evaluate`
+    counts: bool | Bool[Array, ""] = True  # whether it may be the best
+
+
+class Stepper(abc.ABC, Generic[R]):
+    """What makes the steps of a run."""
+
+    first: int  # the step of the first evaluation
+
+    def begin(self, run: R) -> None:
+        """Do what is to be done before the first step of this process, when the run is resumed."""
+
+    @abc.abstractmethod
+    def advance(self, run: R, step: int) -> Evaluation | str:
+        """Make a step from the run's carry; or return why there are no more."""
+
+    def noted(self, run: R) -> None:
+        """Do what is to be done when a step has been noted, before the callbacks."""
+
+    @abc.abstractmethod
+    def result(self, run: R) -> tuple[PyTree, PyTree, PyTree]:
+        """Return the hyperparameters, the value and the state that the run ends with."""
+
+
+def drive(
+    run: R,
+    stepper: Stepper[R],
+    *,
+    callbacks: Sequence[Callback],
+    rules: list[Callable[[Run], object]],
+    evaluate: Metrics | None,
+    score: Score | None,
+) -> Result:
+    """Make the steps of a run until it ends, and return its result."""
+    run.rules = rules
+    with Interrupt() as run.interrupt, started(callbacks, run):
+        run.stopped = run.ended or _all_done(run)
+        if run.stopped is None:
+            stepper.begin(run)
+        while run.stopped is None:
+            step = stepper.first if run.begins else run.step + 1
+            found = _advanced(stepper, run, step)
+            if isinstance(found, str):
+                run.stopped = found
+                break
+            _note(run, step, found, evaluate, score)
+            stepper.noted(run)
+            for callback in callbacks:
+                if not callback.resumes:
+                    callback.step(run)
+            run.stopped = _reason(run)
+            for callback in callbacks:
+                if callback.resumes:
+                    callback.step(run)
+        hparams, value, state = stepper.result(run)
+    return Result(hparams, value, state, run.history, run.best, run.stopped)
+
+
+@contextlib.contextmanager
+def started(callbacks: Sequence[Callback], run: Run) -> Iterator[None]:
+    """Start the callbacks, those that may resume the run first; each that has started is ended.
+
+    They end in the reverse order, each of them also where the run or another callback fails.
+    """
+    with contextlib.ExitStack() as stack:
+        for callback in sorted(callbacks, key=lambda callback: not callback.resumes):
+            callback.start(run)
+            stack.callback(callback.end, run)
+        yield
+
+
+def _advanced(stepper: Stepper[R], run: R, step: int) -> Evaluation | str:
+    try:
+        return stepper.advance(run, step)
+    except NonFiniteError as error:
+        error.run = run
+        error.add_note(
+            "foretune: what there is until then (history, best, hparams) is in the attribute `run` of "
+            "this error."
+        )
+        raise
+
+
+def _note(
+    run: Run, step: int, found: Evaluation, evaluate: Metrics | None, score: Score | None
+) -> None:
+    """Let the run stand after a step, in every respect."""
+    record = {"step": step, **found.record}
+    if evaluate is not None:
+        with explaining_traces():
+            record |= _metrics(evaluate, *found.arguments)
+    record = plain(record)
+    best = run.best
+    if found.counts:
+        best = _better(best, found.hparams, _score_of(run, record, score), step)
+    run.value, run.grad, run.state = found.value, found.grad, found.state
+    run.move(step, found.carry, best, found.hparams, record)
+
+
+@filtered
+def _metrics(evaluate: Metrics, state: PyTree, hparams: PyTree) -> dict[str, Array]:
+    return evaluate(state, hparams)
+
+
+@jax.jit
+def _better(best: Best, hparams: PyTree, score: Float[Array, ""], step: ArrayLike) -> Best:
+    new = Best(hparams, score, jnp.asarray(step, best.step.dtype))
+    return jax.tree.map(lambda new, old: jnp.where(score < best.score, new, old), new, best)
+
+
+def _score_of(run: Run, record: Record, score: Score | None) -> Float[Array, ""]:
+    """Return the score of a record, and warn, once, where it is NaN."""
+    values = jax.tree.leaves(record["value"])
+    now = sum(values) if score is None else _scored(score, record)
+    if np.isnan(now) and not run.nan_reported:
+        run.nan_reported = True
+        warnings.warn(
+            f"the score at step {record['step']} is NaN. It never counts as the best, here or "
+            "later in the run.",
+            stacklevel=5,
+        )
+    return jnp.asarray(now, float)
+
+
+def _scored(score: Score, record: Record) -> np.ndarray:
+    """Return the user's score of a record."""
+    try:
+        given = score(record)
+    except Exception as error:
+        error.add_note(
+            f"foretune: this happened in score(record) at step {record['step']}; the record has the "
+            f"names {list(record)}."
+        )
+        raise
+    number = np.asarray(on_host(given))
+    real = any(jnp.issubdtype(number.dtype, kind) for kind in (np.floating, np.integer, np.bool_))
+    if not real or number.shape != ():
+        raise TypeError(
+            f"score(record) must return one real number; at step {record['step']} it returned "
+            f"{describe(given)}. The record has the names {list(record)}."
+        )
+    return number
+
+
+def _all_done(run: Run) -> str | None:
+    done = run.steps is not None and not run.begins and run.step >= run.steps
+    return f"{run.steps} steps done" if done else None
+
+
+def _reason(run: Run) -> str | None:
+    """Return the reason to stop, if any; that of a rule is also kept in `run.ended`."""
+    reasons = []
+    for rule in run.rules:
+        if reason := _reason_of(rule, run):
+            reasons.append(reason)
+            if not getattr(rule, "pauses", False):
+                run.ended = run.ended or reason
+    # An interrupt comes first: whoever asked for the run asks whether it was one.
+    reasons = ["interrupted"] * run.interrupted + reasons
+    if done := _all_done(run):
+        reasons.append(done)
+    if jax.process_count() > 1:  # all end at the same step, else some would wait for ever
+        stops = multihost_utils.process_allgather(np.array(bool(reasons)))
+        reasons = reasons or ["another process stopped"] * bool(stops.any())
+    return reasons[0] if reasons else None
+
+
+def _reason_of(rule: Callable[[Run], object], run: Run) -> str | None:
+    """Return a rule's reason to stop, or raise where it is none."""
+    reason = rule(run)
+    if reason is False:  # `run.step > 9 and "enough"`
+        return None
+    if reason is not None and not isinstance(reason, str):
+        raise TypeError(
+            f"a stopping rule returns the reason to stop, as text, or None; at step {run.step} it "
+            f"returned {describe(reason)}. Write `lambda run: 'enough' if ... else None`."
+        )
+    return reason
+
+
+def plain(record: dict[str, PyTree]) -> Record:
+    """Return a record as JSON gives it back, so that a resumed history is equal to a fresh one.
+
+    Numbers are Python's own, and what JSON has no word for is named by path, as in error messages:
+    `{0: a}` under the name hparams becomes `{"hparams[0]": a}`.
+    """
+    return {name: _plain(part, name) for name, part in on_host(record).items()}
+
+
+def _plain(tree: PyTree, name: str) -> PyTree:
+    if isinstance(tree, np.ndarray | np.generic):
+        return tree.tolist()
+    if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+        return {key: _plain(part, f"{name}[{key!r}]") for key, part in tree.items()}
+    if type(tree) in (list, tuple):
+        return [_plain(part, f"{name}[{i}]") for i, part in enumerate(tree)]
+    if tree is None or jax.tree_util.all_leaves([tree]):
+        return tree
+    return {path: _plain(leaf, path) for path, leaf in named_leaves(tree, name).items()}

@@ -1,0 +1,104 @@
+"""Draws: what is random of a problem, as a function of a key.
+
+    draw(key) -> Problem
+
+draws minibatches, a start, data, validation: whatever may differ from run to run. Wherever a problem is
+accepted, a draw is too, with the key. It is traced once, as a function from the key to the problem's
+arrays, and becomes a part of the program that uses it: another key compiles nothing, and the arrays
+that the draw closes over are inputs of the program, on the device once.
+"""
+
+import functools
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jaxtyping import Array
+
+from .arguments import Structure, flatten, unflatten
+from .checks import check_key, check_signature, describe
+from .definition import Definition
+from .validation import noting
+
+REMEMBERED = 8  # draws, with the arrays that they close over
+Draw = Callable[[Array], Definition]
+
+
+class Drawn(eqx.Module):
+    """A draw with its key: a problem that is made inside the program."""
+
+    key: Array
+    constants: list[Array]  # what the draw closes over
+    program: Jaxpr = eqx.field(static=True)
+    structure: Structure = eqx.field(static=True)
+
+    def at(self, key: Array) -> "Drawn":
+        """Return the same draw with another key."""
+        return eqx.tree_at(lambda drawn: drawn.key, self, key)
+
+    def problem(self) -> Definition:
+        """Return the problem; call it inside a trace."""
+        arrays = jaxpr_as_fun(ClosedJaxpr(self.program, self.constants))(self.key)
+        return unflatten(self.structure, arrays)
+
+
+def as_problem(problem: object, key: Array | None = None) -> Definition | Drawn:
+    """Return a problem as it is, and a draw with its key, or raise."""
+    if isinstance(problem, Definition | Drawn):
+        if key is not None:
+            raise TypeError(
+                "key=... is for a draw, a function `draw(key)` that returns a problem; this is a "
+                "problem already."
+            )
+        return problem
+    if not callable(problem) or isinstance(problem, type):
+        raise TypeError(
+            "the first argument must be a `foretune.Problem`, or a function `draw(key)` that returns "
+            f"one; got {describe(problem)}. Call an engine as `engine(problem, hparams)`."
+        )
+    check_signature(problem, "draw(key)")
+    if key is None:
+        raise TypeError(
+            "the problem is a function: where it draws a problem, give the key too, "
+            "`key=jax.random.key(0)`."
+        )
+    check_key(key, "the key of a draw")
+    try:
+        hash(problem)
+    except TypeError:
+        raise TypeError(
+            f"the draw {describe(problem)} cannot be hashed; give a function."
+        ) from None
+    closed, structure = _traced(problem, jax.eval_shape(lambda: key), jnp.result_type(float))
+    return Drawn(key, closed.consts, closed.jaxpr, structure)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _traced(
+    draw: Draw, key: jax.ShapeDtypeStruct, precision: np.dtype
+) -> tuple[ClosedJaxpr, Structure]:
+    """Return a draw as a program from the key to the arrays of its problem, and all the rest of it.
+
+    `precision` is the type of Python's floats, for which alone the program holds.
+    """
+    found: list[Structure] = []
+
+    def arrays_of(key):
+        with noting("draw(key)", key=key):
+            problem = draw(key)
+        if not isinstance(problem, Definition):
+            raise TypeError(
+                f"draw(key) returned {describe(problem)}; a `foretune.Problem` is expected."
+            )
+        arrays, structure = flatten(problem)
+        found[:] = [structure]
+        return arrays
+
+    closed = jax.make_jaxpr(arrays_of)(key)
+    with jax.ensure_compile_time_eval():  # inside `jit` too: what is remembered is of no trace
+        constants = [c if isinstance(c, Tracer) else jnp.asarray(c) for c in closed.consts]
+    return closed.replace(consts=constants), found[0]

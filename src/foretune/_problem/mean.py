@@ -1,0 +1,349 @@
+"""Mean problems: one lambda, several inner problems, the mean of their errors.
+
+    f(lambda) = 1/k sum_i E_i(s_T^i(lambda), lambda)
+
+The k inner problems (folds of the same examples, draws of the same training) run side by side as one
+dynamics whose state is the stack of theirs, so every engine and driver takes it for a problem like
+any other. What is the same in all of them, the examples above all, is held once.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Float, PyTree
+
+from .batches import Batches, FullBatch, Minibatches, Whole
+from .checks import check_count, check_signature, describe, named_leaves
+from .definition import Definition
+from .draws import Draw
+from .dynamics import Dynamics, Wrapper
+from .equality import same
+from .problem import Problem
+
+
+class Mean(Problem):
+    """The mean response of several problems under the same hyperparameters.
+
+    Args:
+        problems: two or more that are the same but for the numbers in their arrays: same functions,
+            same shapes, same number of steps. Folds of unequal size are made equal by a mask (see the
+            example).
+
+    It is a problem: every engine, `minimize` and `check_hypergradient` take it. Its state is the stack
+    of the inner states, on a leading axis. An array that all problems share, such as the examples
+    where folds differ by their masks only, lies on the device once; make it a JAX array before, so
+    that it is not copied there first either. `Mean.of_draws(draw, n)` is the mean over random draws.
+
+    >>> import foretune as ft, jax.numpy as jnp, optax
+    >>> x = jnp.linspace(-1.0, 1.0, 9)
+    >>> y = 2 * x + jnp.sin(40 * x)
+    >>> fold = jnp.arange(9) % 3
+    >>> def loss(w, h, batch):
+    ...     x, y, use = batch
+    ...     return jnp.sum(use * (w * x - y) ** 2) + h["decay"] * w**2
+    >>> def error(state, h, batch):
+    ...     x, y, use = batch
+    ...     return jnp.sum(use * (state.params * x - y) ** 2)
+    >>> def problem_of(k):
+    ...     return ft.Problem(
+    ...         ft.Training(loss, optax.sgd(0.1)), error, init=jnp.array(0.0),
+    ...         batches=ft.FullBatch((x, y, fold != k), steps=50), validation=(x, y, fold == k))
+    >>> problem = ft.Mean([problem_of(k) for k in range(3)])
+    >>> value, grad, state = ft.Reverse()(problem, {"decay": jnp.array(0.5)})
+    >>> state.params.shape
+    (3,)
+    """
+
+    count: int = eqx.field(static=True)
+
+    def __init__(self, problems: object):
+        problems = _checked(problems)
+        self.count = len(problems)
+        objectives = [problem.objectives for problem in problems]
+        for k, others in enumerate(objectives):
+            if list(others) != list(objectives[0]):
+                raise ValueError(
+                    f"fold {k} has objectives for {list(others)}, fold 0 for {list(objectives[0])}."
+                )
+        mean = {
+            name: MeanObjective(_combine([o[name] for o in objectives], "objective"), self.count)
+            for name in objectives[0]
+        }
+        super().__init__(
+            MeanDynamics(_combine([p.dynamics for p in problems], "dynamics"), self.count),
+            mean.get(None, mean),
+            _combine([p.init for p in problems], "init"),
+            MeanBatches([p.batches for p in problems]),
+            _combine([p.validation for p in problems], "validation"),
+            trajectory=problems[0].trajectory,
+        )
+
+    @staticmethod
+    def of_draws(draw: Draw, n: int) -> "MeanDraw":
+        """Return the draw of the mean over n draws, each with a key of its own.
+
+        >>> import foretune as ft, jax, jax.numpy as jnp, optax
+        >>> training = ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"]))
+        >>> def draw(key):
+        ...     return ft.Problem(
+        ...         training, lambda state, h, x: (state.params - x) ** 2, validation=jnp.array(0.0),
+        ...         init=jax.random.normal(key), batches=ft.FullBatch(jnp.array(0.0), steps=2))
+        >>> mean = ft.Mean.of_draws(draw, 4)
+        >>> hparams, key = {"lr": jnp.array(0.1)}, jax.random.key(0)
+        >>> ft.Reverse()(mean, hparams, key=key).state.params.shape
+        (4,)
+        """
+        return MeanDraw(draw, n)
+
+    def values(self, state: PyTree, hparams: PyTree) -> PyTree[Float[Array, " count"]]:
+        """Return the error of each problem at a final state; their mean is the value."""
+        values = {
+            name: f.each(state, hparams, self.validation) for name, f in self._means().items()
+        }
+        return values.get(None, values)
+
+    def _means(self) -> "dict[str | None, MeanObjective]":
+        return self.objectives  # pyright: ignore[reportReturnType]
+
+    def replace(self, **changes: object) -> Problem:
+        """Raise: the parts of the problems are changed before their mean is taken."""
+        raise TypeError(
+            f"a Mean has no {', '.join(changes) or 'arguments'} of its own: change the problems, "
+            "`Mean([problem.replace(...) for problem in problems])`."
+        )
+
+    def unshared(self) -> "Mean":
+        """Return the problem whose hyperparameters are a stack, with an entry for each problem.
+
+        One hypergradient of it has those of all, at the price of their mean.
+        """
+
+        def apart(mean):
+            return eqx.tree_at(lambda m: m.shared, mean, False)
+
+        means = {name: apart(mean) for name, mean in self._means().items()}
+        return eqx.tree_at(
+            lambda mean: (mean.dynamics, mean.objective),
+            self,
+            (apart(self.dynamics), means.get(None, means)),
+        )
+
+
+class MeanDraw(eqx.Module):
+    """A draw whose problem is the mean over n draws of another."""
+
+    draw: Draw = eqx.field(static=True)
+    n: int = eqx.field(static=True)
+
+    def __check_init__(self):
+        check_count(self.n, f"Mean.of_draws(n={self.n!r})")
+        check_signature(self.draw, "draw(key)")
+
+    def __call__(self, key: Array) -> Mean:
+        """Return the mean over the draws with n keys."""
+        return Mean([self.draw(k) for k in jax.random.split(key, self.n)])
+
+
+class PerFold(eqx.Module):
+    """An array that differs between the problems, which are its leading axis."""
+
+    array: Array
+
+
+class MeanDynamics(Wrapper):
+    """The inner dynamics side by side: the state is the stack of their states."""
+
+    count: int = eqx.field(static=True)
+    shared: bool = True
+    """Whether all have the same hyperparameters, or each its own: a stack of them."""
+
+    def init(self, params: PyTree, hparams: PyTree) -> PyTree:
+        """Return the stack of the s_0."""
+        h = hparams if self.shared else _per_fold(hparams)
+        return _each(lambda d, p, h: d.init(p, h), self.count, self.dynamics, params, h)
+
+    def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
+        """Return the stack of the s_t. The batch is the source and its entry, see `MeanBatches`."""
+        return self._each_step(lambda d: d.step, state, hparams, batch)
+
+    def gradient(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
+        """Return the stack of the gradients."""
+        return self._each_step(lambda d: d.gradient, state, hparams, batch)
+
+    def _each_step(
+        self, method: Callable[[Dynamics], Any], state: PyTree, hparams: PyTree, batch: PyTree
+    ) -> PyTree:
+        def one(dynamics, s, h, batch):
+            source, x = batch
+            return method(dynamics)(s, h, source.batch(x))
+
+        h = hparams if self.shared else _per_fold(hparams)
+        return _each(one, self.count, self.dynamics, _per_fold(state), h, batch)
+
+
+class MeanObjective(eqx.Module):
+    """The mean of an objective over the problems."""
+
+    objective: Callable[..., Array]
+    count: int = eqx.field(static=True)
+    shared: bool = True
+
+    @property
+    def stands_for(self) -> Callable[..., Array]:
+        """The objective itself: hyperparameters that follow the same one share its gradient."""
+        return self.objective
+
+    def each(self, state: PyTree, hparams: PyTree, validation: PyTree) -> Float[Array, " count"]:
+        """Return the error of each problem."""
+        h = hparams if self.shared else _per_fold(hparams)
+        return _each(
+            lambda f, s, h, v: jnp.asarray(f(s, h, v)),
+            self.count, self.objective, _per_fold(state), h, validation,
+        )  # fmt: skip
+
+    def __call__(self, state: PyTree, hparams: PyTree, validation: PyTree) -> Float[Array, "..."]:
+        """Return their mean."""
+        return jnp.mean(self.each(state, hparams, validation), axis=0)
+
+
+class MeanBatches(Batches):
+    """The batches of all problems. A step's batch is made inside each, so shared data stays single."""
+
+    source: Batches  # the batches without what the loop scans over
+    xs: PyTree  # x_1 .. x_T, the steps as the leading axis, then the problems where they differ
+    length: int = eqx.field(static=True)
+
+    def __init__(self, batches: Sequence[Batches]):
+        kinds = {type(b).__name__ for b in batches}
+        steps = {b.steps for b in batches}
+        if len(kinds) > 1 or len(steps) > 1:
+            shown = ", ".join(
+                f"fold {k}: {type(b).__name__} of {b.steps} steps" for k, b in enumerate(batches)
+            )
+            raise ValueError(
+                f"the folds' batches differ in kind or number of steps ({shown}). "
+                "Give every fold the same."
+            )
+        self.length = steps.pop()
+        self.xs = _combine([b.xs for b in batches], "batches.xs", axis=1)
+        self.source = _combine([_source(b) for b in batches], "batches")
+
+    @property
+    def steps(self) -> int:
+        """T, the number of steps."""
+        return self.length
+
+    def batch(self, x: PyTree) -> PyTree:
+        """Return what `MeanDynamics.step` takes: the source and the entry, not yet brought together."""
+        return self.source, x
+
+    def whole(self) -> PyTree:
+        """Return the source and no entry, for the whole data of each problem."""
+        return Whole(batches=self.source), None
+
+
+def _source(batches: Batches) -> Batches:
+    if isinstance(batches, FullBatch):
+        return batches
+    scanned = "indices" if isinstance(batches, Minibatches) else "xs"
+    return eqx.tree_at(lambda b: getattr(b, scanned), batches, None)
+
+
+def _per_fold(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: PerFold(leaf) if eqx.is_array(leaf) else leaf, tree)
+
+
+def _is_per_fold(node: object) -> bool:
+    return isinstance(node, PerFold)
+
+
+def _each(f: Callable[..., PyTree], count: int, *arguments: PyTree) -> PyTree:
+    """Return f on each problem, stacked; what is not `PerFold` is the same for all."""
+    nodes, treedef = jax.tree.flatten(arguments, is_leaf=_is_per_fold)
+    differ = [node.array for node in nodes if _is_per_fold(node)]
+
+    def one(differ):
+        rest = iter(differ)
+        return f(
+            *jax.tree.unflatten(treedef, [next(rest) if _is_per_fold(n) else n for n in nodes])
+        )
+
+    axes = eqx.if_array(0)
+    return eqx.filter_vmap(one, in_axes=axes, out_axes=axes, axis_size=count)(differ)
+
+
+def _checked(problems: object) -> list[Definition]:
+    if not isinstance(problems, Sequence) or not problems:
+        raise TypeError(
+            "Mean takes a list of problems, `Mean([problem_of(k) for k in range(5)])`, or "
+            f"`Mean.of_draws(draw, n)` a function of a key; got {describe(problems)}."
+        )
+    for k, problem in enumerate(problems):
+        if not isinstance(problem, Definition) or isinstance(problem, Mean):
+            more = " Give all their problems in one list." if isinstance(problem, Mean) else ""
+            raise TypeError(f"Mean takes problems; fold {k} is {describe(problem)}.{more}")
+        if problem.trajectory != problems[0].trajectory:
+            raise ValueError(f"trajectory is {problem.trajectory} in fold {k}, but not in fold 0.")
+    return list(problems)
+
+
+def _combine(parts: Sequence[PyTree], name: str, axis: int = 0) -> PyTree:
+    """Return one pytree for all problems, with `PerFold` where their arrays differ."""
+    first, structure = named_leaves(parts[0], name), jax.tree.structure(parts[0])
+    columns = [[leaf] for leaf in first.values()]
+    for k, part in enumerate(parts[1:], start=1):
+        leaves = named_leaves(part, name)
+        if list(leaves) != list(first):
+            odd = next((p for p in [*leaves, *first] if (p in leaves) != (p in first)), name)
+            raise ValueError(
+                f"fold {k} and fold 0 differ in structure: only one of them has {odd}."
+            )
+        if not same(jax.tree.structure(part), structure):
+            raise ValueError(
+                f"the {name} of fold {k} and of fold 0 differ in what is not an array: "
+                f"{jax.tree.structure(part)} and {structure}."
+            )
+        for (path, old), new, column in zip(first.items(), leaves.values(), columns, strict=True):
+            _check_leaf(path, k, old, new)
+            column.append(new)
+    return jax.tree.unflatten(
+        structure,
+        [
+            column[0] if _is_shared(column) else PerFold(jnp.stack(column, axis))
+            for column in columns
+        ],
+    )
+
+
+def _check_leaf(path: str, k: int, old: object, new: object) -> None:
+    if not eqx.is_array(old) and not eqx.is_array(new):
+        if not same(old, new):
+            raise ValueError(
+                f"{path} is another {type(new).__name__} in fold {k} than in fold 0, or closes over "
+                "other values. Problems of a mean may differ in their arrays only: pass what differs "
+                "(the fold's rows, its mask, its start) through batches, validation or init, define "
+                "the functions outside, and give all the same constants."
+            )
+    elif describe(old) != describe(new):
+        raise ValueError(
+            f"{path} is {describe(new)} in fold {k}, {describe(old)} in fold 0. Folds run as one "
+            "program and need equal shapes: keep all rows in each and give a mask of those to use, or "
+            "leave out the rows that are over."
+        )
+
+
+def _is_shared(column: Sequence[object]) -> bool:
+    return not eqx.is_array(column[0]) or all(_equal(column[0], leaf) for leaf in column[1:])
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b or isinstance(a, Tracer) or isinstance(b, Tracer):
+        return a is b
+    with jax.ensure_compile_time_eval():  # inside a draw too
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        return bool(jnp.array_equal(a, b, equal_nan=bool(jnp.issubdtype(a.dtype, jnp.inexact))))

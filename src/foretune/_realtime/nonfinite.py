@@ -1,0 +1,75 @@
+"""What is said where a real-time run meets what is not finite: in its start, its data, its training."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._engines.nonfinite import NonFiniteError, first_nonfinite, origin_of
+from .._files.digests import on_host
+from .._problem.checks import describe
+from .._problem.problem import Problem
+from .._problem.training import TrainState
+
+GROWN = (
+    "From this state with Z = 0 the window is finite: the derivative Z had grown over the windows "
+    "before. Give `RealTime` a smaller `discount`."
+)
+KEPT = "The state before the window is kept, in the attribute `state` of this error."
+
+
+def start_of(train: PyTree, hparams: PyTree) -> tuple[PyTree, PyTree]:
+    """Return what a training begins with and must be finite, with 0 for what need not be.
+
+    An optimizer may begin with an infinite accumulator, but parameters may not.
+    """
+
+    def tolerated(leaf):
+        return jnp.where(jnp.isinf(leaf), 0, leaf) if eqx.is_inexact_array(leaf) else leaf
+
+    begun = jax.tree.map(tolerated, train)
+    return begun._replace(params=train.params) if isinstance(train, TrainState) else begun, hparams
+
+
+def check_start(train: PyTree, hparams: PyTree) -> None:
+    """Raise where the initial parameters or hyperparameters are not finite."""
+    name = "" if isinstance(train, TrainState) else "params"  # their paths: `params['w']` in both
+    if found := _fault(train, hparams, name):
+        raise NonFiniteError(
+            f"not finite: {found.removeprefix('.')} A run cannot start from there: every window "
+            "would be rolled back."
+        )
+
+
+def explain_fault(problem: Problem, train: PyTree, hparams: PyTree, window: int) -> str:
+    """Return the message for a window that failed, from the training state before it."""
+    if found := _fault(train, hparams, "state.train"):
+        return f"not finite: what window {window} (counted from 0) begins with. {found}"
+    for i in range(problem.steps):
+        x = jax.tree.map(lambda leaf, i=i: leaf[i], problem.batches.xs)
+        if found := _entries(problem.batches.batch(x), "batch"):
+            return (
+                f"not finite: the data. In window {window}, minibatch {i} of {problem.steps} (both "
+                f"counted from 0), {found} {KEPT}"
+            )
+    if found := _entries(problem.validation, "validation"):
+        return (
+            f"not finite: the validation data of window {window} (counted from 0). {found} {KEPT}"
+        )
+    everywhere = jax.tree.map(jnp.ones_like, hparams)
+    origin = origin_of(problem, hparams, everywhere, otherwise=GROWN)
+    return f"not finite: window {window} (counted from 0). {origin} {KEPT}"
+
+
+def _fault(train: PyTree, hparams: PyTree, name: str) -> str | None:
+    begun, _ = start_of(train, hparams)
+    return _entries(hparams, "hparams") or _entries(begun, name)
+
+
+def _entries(tree: PyTree, name: str) -> str | None:
+    """Return which leaf of a tree is not finite, and in how many entries, or None."""
+    found = first_nonfinite(on_host(tree), name)
+    if found is None:
+        return None
+    path, leaf, where = found
+    return f"{path} ({describe(leaf)}) is not finite in {where.sum()} of {where.size} entries."

@@ -1,0 +1,198 @@
+"""The end of a window: how it went, and what follows for the training and the hyperparameters.
+
+    lambda <- P(lambda - step(grad E(s) Z + dE/dlambda))   where all went well,
+
+and elsewhere what `Outcome` says. Pure functions, to be traced.
+"""
+
+import enum
+import functools
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from .._constraints.base import check_constraints
+from .._engines.nonfinite import is_finite
+from .._engines.products import error_gradients, inner_products, stack_columns
+from .._outer.update import Outer
+from .nonfinite import start_of
+from .window import RealTimeState, Window, WindowState, column_norms, directions_of, select
+
+BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that is rolled back
+FEW = 0.1  # where the error depends on less than this share of the weights that it did, they have died
+FEWER = 0.6  # the same while the error has not fallen to half of the first
+SMALL = 0.02  # an error below this share of the first is not worth a rollback
+
+
+class Outcome(enum.IntEnum):
+    """How a window ended. The codes are numbers, so that a program can compute them."""
+
+    STEPPED = 0
+    """The hyperparameters move down the hypergradient."""
+    DROPPED = 1
+    """The hypergradient is not finite, the training is: hyperparameters stay, Z begins at 0."""
+    WORSE = 2
+    """The validation error rose too far: rolled back, and away from there by the hypergradient."""
+    DIVERGED = 3
+    """The training diverged: rolled back, and away from there by the slope of the loss."""
+    DEAD = 4
+    """The error depends on few of the weights any more: rolled back, and towards 0."""
+    FAULT = 5
+    """Something is not finite that no hyperparameter is to blame for, the data say: an error."""
+
+
+class Evidence(NamedTuple):
+    """What a window is judged by."""
+
+    errors: tuple[Float[Array, ""], ...]  # at its end
+    grad: PyTree  # the hypergradient
+    norms: Float[Array, " m"]  # of the columns of Z
+    alive: Int[Array, ""]  # how many numbers of the state the error depends on at its end
+    sound: Bool[Array, ""]  # whether data and start are finite: else they are at fault
+    before: Float[Array, ""]  # the sum of the errors before it, where windows are rolled back
+    first: Float[Array, ""]  # that before the first window
+    first_alive: Int[Array, ""]  # `alive` before the first window
+
+
+def finish(
+    window: Window, end: WindowState, last: int | Int[Array, ""]
+) -> tuple[RealTimeState, dict[str, PyTree], Bool[Array, ""]]:
+    """Return the state after a window, its log, and whether it ended in a fault.
+
+    `last` is the place of its last minibatch in the problem.
+    """
+    state, system = window.state, window.system
+    end = end._replace(Z=stack_columns(end.Z))
+    seen = gather(window, end, last)
+    outcome = judge(window.tuner.rollback, end, seen)
+    stepped, fault = outcome == Outcome.STEPPED, outcome == Outcome.FAULT
+    rolled_back = (outcome >= Outcome.WORSE) & (outcome <= Outcome.DEAD)
+    dropped = (outcome == Outcome.DROPPED) | (stepped & jnp.any(end.nonfinite >= 0))
+    value, direction = system.value(seen.errors), _direction(outcome, state.hparams, end, seen)
+    hparams, opt_state = _moved(window, stepped, rolled_back, value, direction)
+    new = RealTimeState(
+        train=system.restore(select(rolled_back | fault, system.initial(state.hparams), end.s)),
+        hparams=hparams,
+        Z=select(stepped, end.Z, jax.tree.map(jnp.zeros_like, end.Z)),
+        opt_state=opt_state,
+        window=state.window + jnp.where(fault, 0, 1),
+        first=seen.first,
+        highest=jnp.where(fault, state.highest, end.highest),
+        skipped_last=end.skipped_last,
+        dropped=state.dropped + dropped.astype(jnp.int32),
+        alive=seen.first_alive,
+    )
+    flat, unravel = ravel_pytree(state.hparams)
+    counted = (end.steps - end.skipped).astype(end.highest.dtype)
+    log = {
+        "value": value,
+        "hypergradient": direction,
+        "hparams": state.hparams,
+        "z_norm": jax.tree.map(optax.tree.norm, unravel(seen.norms.astype(flat.dtype))),
+        "loss": None if end.total is None else end.total / counted,
+        "rolled_back": rolled_back,
+        "skipped": end.skipped,
+        "nonfinite": jnp.where(dropped, end.nonfinite, -1),
+        "dropped": dropped,
+    }
+    return new, log, fault
+
+
+def gather(window: Window, end: WindowState, last: int | Int[Array, ""]) -> Evidence:
+    """Return what there is to judge a window by: grad f = grad E(s) Z + dE/dlambda above all."""
+    system, state = window.system, window.state
+    hparams, before = state.hparams, system.initial(state.hparams)
+    directions, unravel = directions_of(hparams)
+    errors, alpha, explicit = error_gradients(system, end.s, hparams)
+    rows = inner_products((alpha, explicit), (end.Z, directions))
+    rows = rows.astype(ravel_pytree(hparams)[0].dtype)
+    batch = window.problem.batches.batch(window.entry(last))
+    sound = is_finite((batch, start_of(state.train, hparams)))
+    if end.loss is not None:  # where no loss has ever been finite, it is not the hyperparameters
+        sound &= jnp.isfinite(end.highest)
+    was, first, first_alive = state.first, state.first, state.alive
+    if window.tuner.rollback is not None:
+        was = _total(system.errors(before, hparams))
+        first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
+        start = lambda: _count_alive(error_gradients(system, before, hparams)[1])  # noqa: E731
+        first_alive = lax.cond(state.window == 0, start, lambda: state.alive)
+    grad, norms = system.gradient(jax.vmap(unravel)(rows)), column_norms(end.Z)
+    return Evidence(errors, grad, norms, _count_alive(alpha), sound, was, first, first_alive)
+
+
+def judge(rollback: float | None, end: WindowState, seen: Evidence) -> Int[Array, ""]:
+    """Return the window's `Outcome`."""
+    trained = is_finite((seen.errors, end.s, end.total)) & ~end.spiked
+    derived = is_finite((seen.grad, seen.norms))
+    well = jnp.where(derived, Outcome.STEPPED, Outcome.DROPPED)
+    otherwise = jnp.where(trained, well, Outcome.FAULT)
+    if rollback is None:
+        return otherwise
+    now = _total(seen.errors)
+    first = seen.first.astype(now.dtype)
+    rise = (rollback - 1) * jnp.maximum(jnp.abs(seen.before), SMALL * first)
+    worse = trained & (now > seen.before + rise)
+    broken = jnp.isfinite(seen.before) & ~is_finite((seen.errors, end.s))
+    diverged = ((broken | end.spiked) & seen.sound) | (worse & ~derived)
+    share = seen.alive.astype(now.dtype) / jnp.maximum(seen.first_alive, 1).astype(now.dtype)
+    dead = (share < FEW) | ((share < FEWER) & (now > 0.5 * first))
+    dead &= trained & (now > SMALL * first)
+    cases = {Outcome.DEAD: dead, Outcome.WORSE: worse & derived, Outcome.DIVERGED: diverged}
+    return jnp.select(list(cases.values()), list(cases), otherwise)
+
+
+def _direction(
+    outcome: Int[Array, ""], hparams: PyTree, end: WindowState, seen: Evidence
+) -> PyTree:
+    """Return the direction that the hyperparameters move against."""
+    # Away from a divergence, down the loss's last slope; where there is none, towards 0.
+    away = jax.tree.map(lambda slope, h: jnp.where(slope == 0, h, slope), end.slope, hparams)
+    direction = select(outcome == Outcome.DIVERGED, away, seen.grad)
+    return select(outcome == Outcome.DEAD, hparams, direction)
+
+
+def _moved(
+    window: Window,
+    stepped: Bool[Array, ""],
+    rolled_back: Bool[Array, ""],
+    value: PyTree,
+    direction: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Return the hyperparameters and the outer optimizer's state after the window."""
+    tuner, before = window.tuner, (window.state.hparams, window.state.opt_state)
+    outer = Outer(tuner.optimizer, check_constraints(tuner.constraints, window.state.hparams))
+    hparams, opt_state = select(stepped, outer.update(*before, value, direction), before)
+    return select(rolled_back, _back_off(outer, before[0], direction), hparams), opt_state
+
+
+def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
+    """Return the hyperparameters after a relative step of BACK_OFF against the direction's signs.
+
+    Steps that would end below the smallest normal number, at 0 before long, are not taken.
+    """
+
+    def update(direction, state, u, *, scale, **_):
+        scales = scale(u, jax.tree.map(jnp.zeros_like, u))
+        return jax.tree.map(lambda r, d: -BACK_OFF * r * jnp.sign(d), scales, direction), state
+
+    retreat = optax.GradientTransformationExtraArgs(lambda _: (), update)  # pyright: ignore
+    finite = jax.tree.map(lambda d: jnp.where(jnp.isfinite(d), d, 0), direction)
+    moved = Outer(retreat, outer.constraints).update(hparams, (), 0.0, finite)[0]
+    lost = lambda new, old: (jnp.abs(new) < jnp.finfo(new.dtype).tiny) & (old != 0)  # noqa: E731
+    return jax.tree.map(lambda new, old: jnp.where(lost(new, old), old, new), moved, hparams)
+
+
+def _total(errors: tuple[Float[Array, ""], ...]) -> Float[Array, ""]:
+    return functools.reduce(operator.add, errors)
+
+
+def _count_alive(alpha: PyTree) -> Int[Array, ""]:
+    """Return the number of entries of the state that the error has a derivative in."""
+    counts = [jnp.count_nonzero(row) for row in jax.tree.leaves(alpha)]
+    return sum(counts, jnp.zeros((), int)).astype(jnp.int32)
