@@ -127,7 +127,7 @@ class Minibatches(Batches):
                     f"(0 to {n - 1}). JAX would clamp them silently."
                 )
 
-    def at(self, indices: Array | None) -> "Minibatches":
+    def at(self, indices: Array | np.ndarray | None) -> "Minibatches":
         """Return other minibatches of the same data, without looking at the indices' values."""
         return eqx.tree_at(lambda batches: batches.indices, self, indices)
 
