@@ -231,7 +231,7 @@ def validated(make: Any, seed: int, quick: bool, first: bool) -> dict[str, Any]:
     case = make(seed, quick)
     problem, hparams, queries = case.problem, case.hparams, case.queries
     found, seconds = seconds_of(lambda: ft.attribute(problem, hparams, queries), first)
-    half, again = seconds_of(lambda: ft.attribute(problem, hparams, queries, keep=0.5), first)
+    half, again = seconds_of(lambda: ft.attribute(problem, hparams, queries, share=0.5), first)
     one = jax.tree.map(lambda leaf: leaf[:1], queries)
     _, unit = seconds_of(lambda: ft.attribute(problem, hparams, one).scores, first)
     (_, state), training = seconds_of(lambda: problem.response(hparams), first)
@@ -254,8 +254,8 @@ def validated(make: Any, seed: int, quick: bool, first: bool) -> dict[str, Any]:
         kept[option] = {"lds": lds, "seconds": seconds, "hypergradients": seconds / unit}
         print(f"  {method} {option}: {lds}, {seconds:.2f} s", flush=True)
 
-    noted("attribute", "keep=1", found.scores, seconds)
-    noted("attribute", "keep=0.5", half.scores, again)
+    noted("attribute", "share=1", found.scores, seconds)
+    noted("attribute", "share=0.5", half.scores, again)
     for method, program in others(case, state.params, seed).items():
         options, seconds = seconds_of(program, first)
         for option, scores in options.items():

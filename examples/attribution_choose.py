@@ -61,7 +61,7 @@ def accuracy(rows):
 hparams = {"lr": jnp.array(0.05)}
 everything = np.arange(800)
 # derivatives at weights of a half: halfway between a training with an example and one without
-found = ft.attribute(problem_on(everything), hparams, [error], keep=0.5)
+found = ft.attribute(problem_on(everything), hparams, [error], share=0.5)
 chosen = found.top(400)[0]
 print(f"wrong labels: {wrong.mean():.0%} of all, {wrong[chosen].mean():.0%} of those chosen")
 print(f"test accuracy with all digits: {accuracy(everything):.1%}")

@@ -16,16 +16,17 @@ studies, samplers, pruners, storages, several workers.
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import SupportsFloat, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from ._engines.nonfinite import NonFiniteError
+from ._files.records import Record
 from ._outer.callbacks import Callback
-from ._outer.run import Result
+from ._outer.run import Result, Run
 from ._problem.checks import check_count, check_hparams, named_leaves
 
 try:
@@ -41,9 +42,10 @@ SOURCE = "foretune:warm_start"
 """The number of the trial that a trial was started from."""
 NONFINITE = "foretune:not_finite"
 """Where and why a trial was not finite."""
+Trial: TypeAlias = optuna.trial.BaseTrial
 
 
-def warm_start(trial: Any, default: PyTree) -> PyTree:
+def warm_start(trial: Trial | optuna.Study, default: PyTree) -> PyTree:
     """Return the hyperparameters to start from: those of the study's best trial so far, or `default`.
 
     A trial whose value or hyperparameters are not finite is never the best.
@@ -80,10 +82,10 @@ def warm_start(trial: Any, default: PyTree) -> PyTree:
     return default
 
 
-def _start_from(stored: dict[str, Any], default: PyTree) -> PyTree | None:
+def _start_from(stored: dict[str, list | float], default: PyTree) -> PyTree | None:
     """Return the default with the stored numbers in it, or None where one of them is not finite."""
 
-    def leaf(path: str, ours: Any) -> Any:
+    def leaf(path: str, ours: Array) -> Array:
         theirs = np.asarray(stored.get(path, []))
         with np.errstate(over="ignore"):  # beyond the range of our type: not finite
             return jnp.asarray(theirs, ours.dtype) if theirs.shape == ours.shape else ours
@@ -104,8 +106,8 @@ class Pruning(Callback):
         every: the steps (in real time: windows) between two reports.
 
     It is a callback of `minimize` and of `RealTime.run`; the other callbacks end as usual. A window
-    that was undone counts with the value before it. Pruners compare trials at the same step, so give
-    all trials the same number of windows.
+    that was rolled back counts with the value before it. Pruners compare trials at the same step, so
+    give all trials the same number of windows.
 
     >>> import foretune as ft, foretune.optuna as fo, jax.numpy as jnp, optax, optuna
     >>> problem = ft.Problem(
@@ -119,20 +121,18 @@ class Pruning(Callback):
     [0, 1, 2, 3]
     """
 
-    def __init__(self, trial: Any, metric: str = "value", every: int = 1):
+    def __init__(self, trial: Trial, metric: str = "value", every: int = 1):
         _check_trial(trial, "Pruning")
         check_count(every, f"Pruning(every={every!r})")
-        if not isinstance(metric, str):
-            raise TypeError(f"Pruning(metric={metric!r:.60}): give the name of a record's entry.")
         self.trial, self.metric, self.every = trial, metric, every
         self._reported = False
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Refuse a study that would maximize an error."""
         if self.metric == "value":
             _check_minimizes(self.trial, "Pruning", "name another `metric`, of `evaluate`")
 
-    def step(self, run: Any) -> None:
+    def step(self, run: Run) -> None:
         """Report, and prune."""
         if run.step % self.every:
             return
@@ -145,7 +145,7 @@ class Pruning(Callback):
         if self.trial.should_prune():
             raise optuna.TrialPruned(f"{self.metric} {value:.6g} at step {run.step}")
 
-    def end(self, run: Any) -> None:
+    def end(self, run: Run) -> None:
         """Warn where there was nothing to report."""
         if run.history and not self._reported and self.metric not in run.history[-1]:
             warnings.warn(
@@ -156,7 +156,7 @@ class Pruning(Callback):
 
 
 @contextlib.contextmanager
-def prune_nonfinite(trial: Any) -> Iterator[None]:
+def prune_nonfinite(trial: Trial) -> Iterator[None]:
     """Turn a `NonFiniteError` into a pruned trial, with the reason among its user attributes.
 
     The study continues, and its sampler learns to stay away (of a failed trial it would learn nothing).
@@ -178,7 +178,7 @@ def prune_nonfinite(trial: Any) -> Iterator[None]:
         raise optuna.TrialPruned(str(error)) from error
 
 
-def keep(trial: Any, result: Any, value: Any = None) -> float:
+def keep(trial: Trial, result: Result | PyTree, value: object = None) -> float:
     """Keep what a trial has tuned for `warm_start`, and return the number for Optuna.
 
     Args:
@@ -189,9 +189,9 @@ def keep(trial: Any, result: Any, value: Any = None) -> float:
             `RealTime.run` that of the trained weights, after `minimize` the lowest score.
 
     Kept are, after `minimize`, the hyperparameters of the lowest score. After `RealTime.run` it is
-    their mean over the windows up to the one with the lowest error (less those that were undone): at
-    its end a learning rate has often gone to 0, which is no place to start from, and a mean lies
-    within the same constraints. They are stored as JSON, meant for some thousands of numbers at most.
+    their mean over the windows up to the one with the lowest error, without those that were rolled
+    back: at its end a learning rate has often gone to 0, which is no place to start from, and a mean
+    lies within the same constraints. They are stored as JSON, meant for some thousands of numbers.
 
     >>> import foretune.optuna as fo, jax.numpy as jnp, optuna
     >>> trial = optuna.create_study().ask()
@@ -221,9 +221,16 @@ def _tuned(result: Result) -> PyTree:
     """Return the hyperparameters that another trial should start from."""
     if "hparams" not in result.history[-1]:
         return result.best.hparams
-    best = int(result.best.step)
     leaves, structure = jax.tree.flatten(result.hparams)
-    rows = [_leaves_of(r["hparams"], structure) for r in _sound(result) if r["step"] <= best]
+
+    def leaves_of(hparams):  # of a record, which has arrays as lists of numbers
+        try:
+            return structure.flatten_up_to(hparams)
+        except ValueError:
+            return list(hparams.values())  # by path, where JSON cannot hold the structure
+
+    best = int(result.best.step)
+    rows = [leaves_of(record["hparams"]) for record in _sound(result) if record["step"] <= best]
     if not rows:
         return result.hparams
     means = [np.mean(np.asarray(column), axis=0) for column in zip(*rows, strict=True)]
@@ -231,39 +238,27 @@ def _tuned(result: Result) -> PyTree:
     return jax.tree.unflatten(structure, means)
 
 
-def _leaves_of(hparams: Any, structure: Any) -> list[Any]:
-    """Return the leaves of a record's hyperparameters, which have arrays as lists of numbers."""
-    try:
-        return structure.flatten_up_to(hparams)
-    except ValueError:
-        return list(hparams.values())  # by path, where JSON cannot hold the structure
+def _sound(run: Run | Result) -> list[Record]:
+    """Return the records of a run or result, less those of windows that were rolled back."""
+    return [record for record in run.history if not record.get("rolled_back")]
 
 
-def _sound(run: Any) -> list[dict[str, Any]]:
-    """Return the records of a run or result, less those of windows that were undone."""
-    return [record for record in run.history if not record.get("undone")]
-
-
-def _number(value: Any, what: str, remedy: str) -> float:
-    if not hasattr(value, "__float__") or np.ndim(value):
+def _number(value: object, what: str, remedy: str) -> float:
+    if not isinstance(value, SupportsFloat) or np.ndim(value):  # pyright: ignore
         several = "several errors" if isinstance(value, dict) else "not one number"
         raise ValueError(f"{what} is {several}, {value!r:.100}: Optuna compares one. {remedy}.")
     return float(value)
 
 
-def _check_trial(trial: Any, name: str) -> None:
-    if isinstance(trial, optuna.trial.BaseTrial) and not isinstance(
-        trial, optuna.trial.FrozenTrial
-    ):
-        return
-    if name == "warm_start" and isinstance(trial, optuna.Study):
-        return
-    raise TypeError(
-        f"{name} takes the trial that Optuna gives to the objective; got {trial!r:.100}."
-    )
+def _check_trial(trial: object, name: str) -> None:
+    trials = optuna.trial.Trial | optuna.trial.FixedTrial
+    if not isinstance(trial, trials | optuna.Study if name == "warm_start" else trials):
+        raise TypeError(
+            f"{name} takes the trial that Optuna gives to the objective; got {trial!r:.100}."
+        )
 
 
-def _check_minimizes(trial: Any, name: str, remedy: str) -> None:
+def _check_minimizes(trial: Trial, name: str, remedy: str) -> None:
     study = getattr(trial, "study", None)
     if study and _direction(study, name) == optuna.study.StudyDirection.MAXIMIZE:
         raise ValueError(
@@ -272,7 +267,7 @@ def _check_minimizes(trial: Any, name: str, remedy: str) -> None:
         )
 
 
-def _direction(study: Any, name: str) -> Any:
+def _direction(study: optuna.Study, name: str) -> optuna.study.StudyDirection:
     if len(study.directions) > 1:
         raise ValueError(
             f"{name}: the study has {len(study.directions)} objectives, and no trial of it is the "

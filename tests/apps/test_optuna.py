@@ -143,7 +143,7 @@ class TestKeep:
     def test_real_time_keeps_the_mean_up_to_the_best_window_and_the_last_error(self):
         trial = optuna.create_study().ask()
         result = real_time(windows=6)
-        history = [{**r, "undone": i == 1} for i, r in enumerate(result.history)]
+        history = [{**r, "rolled_back": i == 1} for i, r in enumerate(result.history)]
         best = result.best._replace(step=jnp.array(4))
         result = result._replace(history=history, best=best)
         assert fo.keep(trial, result) == history[-1]["value"]
@@ -230,11 +230,11 @@ class TestPruning:
         )
         assert sorted(study.trials[0].intermediate_values) == [2, 3, 4]  # at 3, that of 2
 
-    def test_undone_windows_count_with_the_value_before_them(self):
+    def test_windows_that_were_rolled_back_count_with_the_value_before_them(self):
         study = optuna.create_study()
         pruning = fo.Pruning(study.ask())
         run = real_time(windows=2)._asdict()
-        history = [run["history"][0], run["history"][1] | {"undone": True, "value": np.nan}]
+        history = [run["history"][0], run["history"][1] | {"rolled_back": True, "value": np.nan}]
 
         class Undone:
             step = 2

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, ArrayLike, Float, Int, PyTree
 
 from .._files.arrays import Damaged, load_arrays, save_arrays
 from .._files.files import as_path
@@ -43,9 +43,7 @@ class Attribution(NamedTuple):
         """Return the k most harmful examples of each query: the highest scores, the highest first."""
         return _first(-self.scores, k, "bottom")
 
-    def change(
-        self, left_out: Sequence[int] | Int[np.ndarray, " k"] | Bool[np.ndarray, " n"]
-    ) -> Float[np.ndarray, " K"]:
+    def change(self, left_out: ArrayLike | Sequence[int]) -> Float[np.ndarray, " K"]:
         """Return the predicted change of each error where some examples are left out.
 
         Args:

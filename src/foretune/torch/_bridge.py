@@ -11,13 +11,12 @@ in the computation; it sees the result when `Bridge.load` writes the weights bac
 import copy
 import traceback
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 from torch.utils import _pytree as pytree
 from torchax.tensor import OperatorNotFound
 
@@ -25,7 +24,7 @@ from .._problem.checks import describe
 from ._environment import environment, is_jax, to_jax, to_torch
 
 
-def bridge(module: Any) -> "Bridge":
+def bridge(module: torch.nn.Module) -> "Bridge":
     """Return `module`, a `torch.nn.Module` on the CPU, as a JAX function: a `Bridge`.
 
     >>> import foretune as ft, foretune.torch as ftt, jax.numpy as jnp, optax, torch
@@ -57,11 +56,11 @@ class Bridge:
         buffers: its buffers (batch statistics, masks) as JAX arrays by name: the model state.
     """
 
-    module: Any
+    module: torch.nn.Module
     params: dict[str, Array]
     buffers: dict[str, Array]
 
-    def __init__(self, module: Any):
+    def __init__(self, module: torch.nn.Module):
         _check_module(module)
         self.module = module
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -80,13 +79,13 @@ class Bridge:
 
     def apply(
         self,
-        params: Any,
-        *args: Any,
-        buffers: Any = None,
+        params: Mapping[str, Array],
+        *args: PyTree,
+        buffers: Mapping[str, Array] | None = None,
         train: bool = False,
-        key: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+        key: Array | None = None,
+        **kwargs: PyTree,
+    ) -> PyTree:
         """Return `module(*args, **kwargs)` at these parameters and buffers, a pure function in JAX.
 
         Args:
@@ -129,7 +128,9 @@ class Bridge:
             ) from error
         return (output, buffers) if train else output
 
-    def load(self, params: Any, buffers: Any = None) -> Any:
+    def load(
+        self, params: Mapping[str, Array], buffers: Mapping[str, Array] | None = None
+    ) -> torch.nn.Module:
         """Write parameters, and buffers where there are any, into the module, and return it.
 
         >>> import foretune.torch as ftt, jax, torch
@@ -146,7 +147,9 @@ class Bridge:
                     x.copy_(to_torch(new[name]))
         return self.module
 
-    def _check(self, what: str, given: Any, expected: dict[str, Array]) -> dict[str, Any]:
+    def _check(
+        self, what: str, given: Mapping[str, Array] | None, expected: dict[str, Array]
+    ) -> dict[str, Array]:
         """Return what was given, or raise where names or shapes are not those of the module."""
         if given is None and not expected:
             return {}
@@ -179,7 +182,7 @@ class Bridge:
         return f"the module {path!r} ({type(module).__name__})" if path else type(module).__name__
 
 
-def _input(x: Any) -> Any:
+def _input(x: object) -> object:
     if isinstance(x, torch.Tensor):
         raise TypeError(
             f"the input is a PyTorch tensor, {x.dtype} of shape {tuple(x.shape)}; give a JAX or NumPy "
@@ -188,11 +191,11 @@ def _input(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
 
 
-def _output(x: Any) -> jax.Array:
+def _output(x: torch.Tensor) -> Array:
     return x.jax() if is_jax(x) else to_jax(x)
 
 
-def _check_module(module: Any) -> None:
+def _check_module(module: object) -> None:
     if isinstance(module, type) and issubclass(module, torch.nn.Module):
         raise TypeError(f"the module is a class; give an instance, `{module.__name__}(...)`.")
     if not isinstance(module, torch.nn.Module):
@@ -204,7 +207,7 @@ def _check_module(module: Any) -> None:
         )
 
 
-def _check_tensor(name: str, x: Any) -> None:
+def _check_tensor(name: str, x: torch.Tensor) -> None:
     if torch.nn.parameter.is_lazy(x):
         raise ValueError(
             f"{name} has no shape yet: the module is lazy. Call it once on a batch, `module(x)`, first."

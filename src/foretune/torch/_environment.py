@@ -13,12 +13,13 @@ import contextlib
 import functools
 import re
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jaxtyping import Array, PyTree
 from torch.utils import _pytree as pytree
 from torchax import tensor
 from torchax.ops.mappings import t2j
@@ -41,7 +42,7 @@ class Environment(tensor.Environment):
         self.override_op_definition(torch.ops.aten.alias, _alias, is_view_op=True)
 
     @contextlib.contextmanager
-    def running(self, key: Any):
+    def running(self, key: Array | None) -> Iterator[None]:
         """Turn PyTorch's operations into JAX's, with random numbers from `key` (or None)."""
         with (
             warnings.catch_warnings(),
@@ -54,7 +55,7 @@ class Environment(tensor.Environment):
             warnings.filterwarnings("ignore", message="Explicitly requested dtype")
             yield
 
-    def get_and_rotate_prng_key(self, generator: Any = None):
+    def get_and_rotate_prng_key(self, generator: torch.Generator | None = None) -> Array:
         """Return the next random key of this call."""
         if self.param.prng is None:
             raise ValueError(
@@ -64,7 +65,9 @@ class Environment(tensor.Environment):
             )
         return super().get_and_rotate_prng_key()
 
-    def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any):
+    def dispatch(
+        self, func: Callable, types: tuple, args: tuple, kwargs: dict[str, PyTree] | None
+    ) -> PyTree:
         """Run one operation."""
         if not torch._C._is_fwd_grad_enabled():
             raise NotImplementedError(
@@ -75,7 +78,9 @@ class Environment(tensor.Environment):
         args, kwargs = self._prepared(func, args, kwargs or {})
         return super().dispatch(func, types, args, kwargs)
 
-    def _prepared(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _prepared(
+        self, func: Callable, args: tuple, kwargs: dict[str, PyTree]
+    ) -> tuple[tuple, dict[str, PyTree]]:
         """Return the arguments, constants among them as such."""
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if not any(map(is_jax, tensors)):
@@ -106,22 +111,22 @@ def environment() -> Environment:
     return Environment()
 
 
-def is_jax(x: Any) -> bool:
+def is_jax(x: object) -> bool:
     """Tell whether a tensor is a JAX array in PyTorch's clothes."""
     return isinstance(x, tensor.Tensor | View)
 
 
-def to_jax(x: Any) -> jax.Array:
+def to_jax(x: torch.Tensor) -> Array:
     """Return a copy of a PyTorch tensor; shared memory would follow the module's changes."""
     return jnp.array(t2j(x.detach(), use_dlpack=False), copy=True)
 
 
-def to_torch(x: Any) -> torch.Tensor:
+def to_torch(x: Array) -> torch.Tensor:
     """Return a copy of a JAX array as a tensor; NumPy knows no bfloat16, so that comes as float32."""
     return torch.from_numpy(np.array(x, np.float32 if x.dtype == jnp.bfloat16 else x.dtype))
 
 
-def name_of(func: Any) -> str:
+def name_of(func: Callable) -> str:
     """Return `add_` for aten::add_.Tensor and for torch.Tensor.add_."""
     name = func.name() if hasattr(func, "name") else getattr(func, "__name__", str(func))
     return name.split("::")[-1].split(".")[0]
