@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._outer.run import Run
 
 from ..problems import assert_trees_close, penalised, squared_error, squares
 
@@ -195,12 +196,10 @@ class TestRun:
         rates = [0.0, 0.1, 0.2, 1e-6, 0.0, 0.0]
         history = [{"hparams": {"lr": lr}} for lr in rates]
 
-        class Run:
-            pass
-
+        seen = Run(None, None, {}, dict)
         for k in range(1, 7):
-            Run.history, Run.record = history[:k], history[k - 1]
-            assert (rule(Run) is not None) == (k == 6)
+            seen.history, seen.record = history[:k], history[k - 1]
+            assert (rule(seen) is not None) == (k == 6)
         with pytest.raises(ValueError, match="names no hyperparameter"):
             run(batches(8), stop=ft.Vanished("rate"))
 

@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, PyTree
 
@@ -127,7 +128,7 @@ class Minibatches(Batches):
                     f"(0 to {n - 1}). JAX would clamp them silently."
                 )
 
-    def at(self, indices: Array | None) -> "Minibatches":
+    def at(self, indices: Array | np.ndarray | None) -> "Minibatches":
         """Return other minibatches of the same data, without looking at the indices' values."""
         return eqx.tree_at(lambda batches: batches.indices, self, indices)
 

@@ -222,7 +222,10 @@ def kernel_probabilities(
     data = _noise.Data.of(z, observed, trusted, folds.fold, folds.weight)
     some = data.sample(KERNEL_TUNED, np.random.default_rng(folds.seed))
     key = jax.random.key(folds.seed)
-    return _noise.tune(model, data, folds.classes, descent, key, tuned_on=some).probabilities
+    tuned = _noise.tune(model, data, folds.classes, descent, key, tuned_on=some)
+    if tuned.result.stopped == "interrupted":
+        raise KeyboardInterrupt
+    return tuned.probabilities
 
 
 def trained_rows(trust: np.ndarray, labels: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
