@@ -16,7 +16,7 @@ from foretune._engines.segments import segments_of
 
 from ..problems import assert_trees_close, regression
 
-STORES = ["everything", "gradients", "segments", "host", 1, 3]
+STORES = ["everything", "gradients", "segments", 1, 3]
 later = functools.partial(pytest.param, marks=pytest.mark.second_tier)
 
 
@@ -186,7 +186,7 @@ class TestMemory:
 
 def test_bad_options():
     with pytest.raises(
-        ValueError, match=r"store='sqrt'.*'everything', 'gradients', 'states', 'segments', 'host'"
+        ValueError, match=r"store='sqrt'.*'everything', 'gradients', 'states', 'segments'"
     ):
         ft.Reverse(store="sqrt")
     with pytest.raises(ValueError, match="store=0"):

@@ -229,6 +229,7 @@ def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
     """Return -v d(grad J)/dlambda with H v = alpha, for each of K rows, and the report."""
     gradient = problem.dynamics.gradient
     batch, state = problem.batches.whole(), system.restore(s)
+    eqx.filter_eval_shape(gradient, state, hparams, batch)  # raises where there is none
     weights = eqx.filter(s.params, eqx.is_inexact_array)
     trained = jax.tree.map(eqx.is_array, weights, is_leaf=lambda leaf: leaf is None)
 
