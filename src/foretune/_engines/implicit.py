@@ -128,13 +128,7 @@ class Implicit(TracedEngine):
         s = system.run(hparams)
         errors, alpha, g = error_gradients(system, s, hparams)
         solve = _by_conjugate_gradients if self.solver == "cg" else _by_series
-        try:
-            more, report = solve(self, problem, system, hparams, s, alpha)
-        except NotImplementedError:
-            raise TypeError(
-                "Implicit(solver='cg') needs the loss that the dynamics minimises, a method "
-                "`gradient(state, hparams, batch)` as `Training` has. Use Implicit(solver='neumann')."
-            ) from None
+        more, report = solve(self, problem, system, hparams, s, alpha)
         rows = jax.tree.map(lambda a, b: a + b, g, more)
         return Solution(errors, rows, s, report._replace(sound=is_finite(alpha)))
 
@@ -229,7 +223,13 @@ def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
     """Return -v d(grad J)/dlambda with H v = alpha, for each of K rows, and the report."""
     gradient = problem.dynamics.gradient
     batch, state = problem.batches.whole(), system.restore(s)
-    eqx.filter_eval_shape(gradient, state, hparams, batch)  # raises where there is none
+    try:
+        eqx.filter_eval_shape(gradient, state, hparams, batch)
+    except NotImplementedError:
+        raise TypeError(
+            "Implicit(solver='cg') needs the loss that the dynamics minimises, a method "
+            "`gradient(state, hparams, batch)` as `Training` has. Use Implicit(solver='neumann')."
+        ) from None
     weights = eqx.filter(s.params, eqx.is_inexact_array)
     trained = jax.tree.map(eqx.is_array, weights, is_leaf=lambda leaf: leaf is None)
 
