@@ -142,6 +142,15 @@ def test_all_trainings_that_diverge_are_an_error():
         ft.Evolution(0.1, 4)(problem, hparams)
 
 
+def test_pairs_with_a_training_that_diverges_are_left_out():
+    hparams = {"x": jnp.array(1.0)}
+    problem = response(lambda h: jnp.where(h["x"] > 1.05, jnp.inf, 3 * h["x"]), hparams)
+    with pytest.warns(RuntimeWarning, match=r"in \d of 8 pairs .* are left out") as caught:
+        grad = ft.Smoothed(ft.Forward(), 0.1, 8)(problem, hparams).grad["x"]
+    assert [warning.filename for warning in caught] == [__file__]
+    np.testing.assert_allclose(grad, 3.0, rtol=1e-4)
+
+
 @pytest.mark.second_tier
 def test_inside_jit_in_chunks_and_with_several_objectives():
     problem, hparams = regression(steps=5)
@@ -178,7 +187,7 @@ def test_each_step_of_a_descent_draws_other_points():
         (lambda: ft.Evolution("wide"), ValueError, "positive"),
         (lambda: ft.Evolution(0.1, 0), ValueError, "samples=0"),
         (lambda: ft.Evolution(0.1, 2.5), ValueError, "samples=2.5"),
-        (lambda: ft.Evolution(0.1, 2, "key"), TypeError, r"key=...\) is .* give a random key"),
+        (lambda: ft.Evolution(0.1, 2, "key"), TypeError, r"key=...\) must be one random key"),
         (lambda: ft.Evolution(0.1, 2, chunk=0), ValueError, "chunk=0"),
         (lambda: ft.Smoothed(0.1), TypeError, "Smoothed's engine is .* a single program"),
         (lambda: ft.Smoothed(ft.Auto()), TypeError, "a single program"),

@@ -10,7 +10,7 @@ import foretune as ft
 from ..problems import penalised
 from .given import INF, KEY, NAN, hparams, problem, solve
 
-CLASSES = {"Reverse": ft.Reverse, "Forward": ft.Forward, "Truncated": ft.Truncated, "Implicit": ft.Implicit, "Sampled": ft.Sampled, "Auto": ft.Auto}
+CLASSES = {"Reverse": ft.Reverse, "Forward": ft.Forward, "Truncated": ft.Truncated, "Implicit": ft.Implicit, "Auto": ft.Auto}
 ENGINES = {name: make(2) if name == "Truncated" else make() for name, make in CLASSES.items()}
 
 
@@ -35,13 +35,22 @@ ROWS = [
     *((f"{name}: the problem and hparams swapped", lambda e=e: e(hparams(), problem()), TypeError, "must be a `foretune.Problem`") for name, e in ENGINES.items()),
     *((f"{name}: no problem", lambda e=e: e(None, hparams()), TypeError, "must be a `foretune.Problem`", "None") for name, e in ENGINES.items()),
     *((f"{name}: an integer", lambda e=e: e(problem(), hparams(lr=1)), TypeError, "hparams['lr']") for name, e in ENGINES.items()),
-    *((f"{name}: check_finite is text", lambda e=make: e(2, check_finite="yes") if e is ft.Truncated else e(check_finite="yes"), TypeError, "check_finite='yes'") for name, make in CLASSES.items()),
-    *((f"{name}: check_finite is a number", lambda e=make: e(2, check_finite=3) if e is ft.Truncated else e(check_finite=3), TypeError, "check_finite=3") for name, make in CLASSES.items()),
+    ("check_finite of text", lambda: ft.check_finite("yes").__enter__(), TypeError, "check_finite('yes')"),
+    ("check_finite of a number", lambda: ft.check_finite(3).__enter__(), TypeError, "check_finite(3)"),
+    ("a draw without a key", lambda: ft.Reverse()(lambda key: problem(), hparams()), TypeError, "give the key too"),
+    ("a draw by a seed", lambda: ft.Reverse()(lambda key: problem(), hparams(), key=0), TypeError, "the key of a draw", "jax.random.key"),
+    ("a draw by two keys", lambda: ft.Reverse()(lambda key: problem(), hparams(), key=jax.random.split(KEY)), TypeError, "one random key"),
+    ("a key for a problem", lambda: ft.Reverse()(problem(), hparams(), key=KEY), TypeError, "a problem already"),
+    ("a draw of nothing", lambda: ft.Reverse()(lambda key: None, hparams(), key=KEY), TypeError, "draw(key) returned None"),
+    ("a draw of none", lambda: ft.Reverse()(lambda: problem(), hparams(), key=KEY), TypeError, "`draw(key)` is how it is called"),
+    ("a class for a draw", lambda: ft.Reverse()(ft.Problem, hparams(), key=KEY), TypeError, "must be a `foretune.Problem`"),
+    ("an `if` in a draw", lambda: ft.Reverse()(lambda key: problem() if jax.random.bits(key) > 3 else None, hparams(), key=KEY), Exception, "draw is compiled", "this happened in draw(key)"),
+    ("an error in a draw", lambda: ft.Reverse()(lambda key: problem(steps=-1), hparams(), key=KEY), ValueError, "steps=-1", "this happened in draw(key)"),
+    ("an estimate by one pair", lambda: ft.Evolution(0.1, 1).estimate(problem(), hparams()), ValueError, "two samples"),
     ("the problem given to Reverse", lambda: ft.Reverse(problem()), TypeError, "Reverse()(problem, hparams)"),
     ("the problem given to Forward", lambda: ft.Forward(problem()), TypeError, "Forward()(problem, hparams)"),
     ("the problem given to Truncated", lambda: ft.Truncated(problem()), TypeError, "Truncated"),
     ("the problem given to Implicit", lambda: ft.Implicit(problem()), TypeError, "Implicit"),
-    ("the problem given to Sampled", lambda: ft.Sampled(problem()), TypeError, "Sampled"),
     ("the problem given to Auto", lambda: ft.Auto(problem()), TypeError, "Auto"),
     ("an engine's class", lambda: ft.minimize(problem(), hparams(), steps=1, engine=ft.Reverse), TypeError, "engine must be an engine"),
     ("chunk 0", lambda: ft.Forward(chunk=0), ValueError, "chunk=0"),
@@ -71,12 +80,6 @@ ROWS = [
     ("an implicit tolerance of text", lambda: ft.Implicit(tolerance="small"), ValueError, "tolerance='small'"),
     ("an implicit stationarity of 0", lambda: ft.Implicit(stationarity=0), ValueError, "stationarity=0"),
     ("an implicit rate", lambda: solve(engine=ft.Implicit()), ValueError, "hparams['lr'] has no influence"),
-    ("no directions", lambda: ft.Sampled(0), ValueError, "directions=0"),
-    ("half a direction", lambda: ft.Sampled(0.5), ValueError, "directions=0.5"),
-    ("a seed of text", lambda: ft.Sampled(2, seed="a"), TypeError, "seed='a'"),
-    ("a seed of half", lambda: ft.Sampled(2, seed=0.5), TypeError, "seed=0.5"),
-    ("one direction for an estimate", lambda: ft.Sampled(1).estimate(problem(), hparams()), ValueError, "direction"),
-    ("an estimate of NaN", lambda: ft.Sampled(2).estimate(problem(), hparams(lr=NAN)), ft.NonFiniteError, "itself is not finite"),
     ("memory 0", lambda: ft.Auto(memory=0), ValueError, "memory=0"),
     ("memory -1", lambda: ft.Auto(memory=-1), ValueError, "memory=-1"),
     ("memory NaN", lambda: ft.Auto(memory=NAN), ValueError, "memory=nan"),

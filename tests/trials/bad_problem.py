@@ -3,6 +3,7 @@
 """Problems whose parts are wrong, or do not fit each other."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +30,11 @@ def batches(indices, rows=3, **options):
     return ft.Minibatches(np.zeros(rows, np.float32), indices, **options)
 
 
-class Steps:
+class Steps(ft.Dynamics):
     """A dynamics whose step returns what it is told to."""
 
-    def __init__(self, start, change):
-        self.start, self.change = start, change
+    start: Any
+    change: Any
 
     def init(self, params, hparams):
         return self.start
@@ -49,8 +50,8 @@ def stepped(start, change):
     return ft.Reverse()(made, {"a": 1.0})
 
 
-def folds(changed=lambda k: {}, folds=2):
-    return ft.CrossValidated(lambda k: problem(**changed(k)), folds)
+def folds(changed=lambda k: {}):
+    return ft.Mean([problem(**changed(k)) for k in range(2)])
 
 
 class NoStep:
@@ -85,11 +86,11 @@ ROWS = [
     ("an attribute the objective does not find", lambda: solve(objective=lambda s, h, b: s.weights), AttributeError, "objective(state", "state.params['w']"),
     ("trajectory is text", lambda: problem(trajectory="yes"), TypeError, "trajectory='yes'"),
     ("trajectory is a number", lambda: problem(trajectory=1), TypeError, "trajectory=1"),
-    ("the dynamics is a function", lambda: problem(dynamics=penalised), TypeError, "no method `init"),
+    ("the dynamics is a function", lambda: problem(dynamics=penalised), TypeError, "a subclass of `foretune.Dynamics`"),
     ("the dynamics is a class", lambda: problem(dynamics=Steps), TypeError, "give an instance"),
     ("the dynamics is None", lambda: problem(dynamics=None), TypeError, "the dynamics is None"),
-    ("the dynamics has no step", lambda: problem(dynamics=NoStep()), TypeError, "no method `step"),
-    ("the dynamics is an optimizer", lambda: problem(dynamics=optax.sgd(0.1)), TypeError, "dynamics.init(params, hparams)"),
+    ("the dynamics has no step", lambda: problem(dynamics=NoStep()), TypeError, "a subclass of `foretune.Dynamics`", "NoStep"),
+    ("the dynamics is an optimizer", lambda: problem(dynamics=optax.sgd(0.1)), TypeError, "foretune.Training"),
     ("the start is a function of two", lambda: problem(init=lambda a, b: 0.0), TypeError, "`init(hparams)`"),
     ("the start is a function of none", lambda: problem(init=lambda: 0.0), TypeError, "`init(hparams)`"),
     ("replace a part that is none", lambda: problem().replace(bathces=1), TypeError, "bathces"),
@@ -99,7 +100,7 @@ ROWS = [
     ("a loss with a state, not said", lambda: ft.Training(lambda p, h, b, s: 0.0, optax.sgd(0.1)), TypeError, "(p, h, b, s)"),
     ("a loss without its key", lambda: ft.Training(penalised, optax.sgd(0.1), key=KEY), TypeError, "key="),
     ("the loss is a number", lambda: ft.Training(0.1, optax.sgd(0.1)), TypeError, "the float 0.1"),
-    ("the optimizer is not called", lambda: ft.Training(penalised, optax.sgd), TypeError, "Call it"),
+    ("the optimizer is not called", lambda: ft.Training(penalised, optax.sgd), TypeError, "one of Optax's functions"),
     ("the optimizer is a number", lambda: ft.Training(penalised, 0.1), TypeError, "optimizer", "0.1"),
     ("the optimizer is None", lambda: ft.Training(penalised, None), TypeError, "optimizer", "None"),
     ("the optimizer is text", lambda: ft.Training(penalised, "sgd"), TypeError, "optimizer", "'sgd'"),
@@ -210,12 +211,11 @@ ROWS = [
     ("NaN in the data, truncated", lambda: solve(engine=ft.Truncated(2), batches=ft.FullBatch((holed(X), Y), 3)), ft.NonFiniteError, "The data hold NaN or infinity: batches", "[0]"),
     ("a rate that diverges", lambda: solve({"lr": 1e4, "decay": 0.0}, steps=40), ft.NonFiniteError, "diverges", "smaller learning rate"),
     # Folds
-    ("no folds", lambda: folds(folds=0), ValueError, "folds=0"),
-    ("half a fold", lambda: folds(folds=1.5), ValueError, "folds=1.5"),
-    ("folds of a problem", lambda: ft.CrossValidated(problem(), 2), TypeError, "a function from the fold's number"),
-    ("folds that return nothing", lambda: ft.CrossValidated(lambda k: None, 2), TypeError, "returned None"),
-    ("a function of none for folds", lambda: ft.CrossValidated(lambda: problem(), 2), TypeError, "problem_of_fold(k)"),
-    ("folds of folds", lambda: ft.CrossValidated(lambda k: folds(), 2), TypeError, "Number the inner problems"),
+    ("folds of a problem", lambda: ft.Mean(problem()), TypeError, "a list of problems"),
+    ("a fold that is nothing", lambda: ft.Mean([problem(), None]), TypeError, "fold 1 is None"),
+    ("draws by no key", lambda: ft.Mean.of_draws(lambda: problem(), 2), TypeError, "draw(key)"),
+    ("no draws", lambda: ft.Mean.of_draws(lambda key: problem(), 0), ValueError, "n=0"),
+    ("folds of folds", lambda: ft.Mean([folds(), folds()]), TypeError, "in one list"),
     ("folds of other lengths", lambda: folds(lambda k: {"steps": 3 + k}), ValueError, "number of steps"),
     ("folds of other shapes", lambda: folds(lambda k: {"validation": (X[k:], Y[k:])}), ValueError, "float32[5,3]", "mask"),
     ("folds with other functions", lambda: folds(lambda k: {"objective": lambda s, h, b: squared_error(s, h, b) * (k + 1)}), ValueError, "closes over"),
@@ -223,9 +223,7 @@ ROWS = [
     ("folds that differ in trajectory", lambda: folds(lambda k: {"trajectory": bool(k)}), ValueError, "trajectory"),
     ("folds that differ in objectives", lambda: folds(lambda k: {"objective": {"lr": squared_error, "decay": squared_error} if k else squared_error}), ValueError, "objectives"),
     ("folds that differ in structure", lambda: folds(lambda k: {"validation": (X, Y) if k else {"x": X}}), ValueError, "differ in structure"),
-    ("batches of one fold", lambda: folds().replace(batches=[ft.FullBatch((X, Y), 3)]), ValueError, "2 folds"),
-    ("validation for all folds", lambda: folds().replace(validation=(X, Y)), ValueError, "a list with one entry"),
-    ("another objective for folds", lambda: folds().replace(objective=squared_error), ValueError, "make a new CrossValidated"),
+    ("another objective for folds", lambda: folds().replace(objective=squared_error), TypeError, "change the problems"),
     ("NaN in one fold's data", lambda: ft.Reverse()(folds(lambda k: {"batches": ft.FullBatch((holed(X) if k else X, Y), 3)}), {"lr": 0.1, "decay": 0.1}), ft.NonFiniteError, "The data hold NaN or infinity: batches"),
     # Devices
     ("a mesh of no device", lambda: ft.mesh(data=0), ValueError, "data=0"),

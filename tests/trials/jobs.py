@@ -228,8 +228,6 @@ def clean(folder, trap):
             *arguments,
             "--model",
             "softmax",
-            "--method",
-            "weights",
             "--steps",
             "4",
             "--iterations",
@@ -263,9 +261,9 @@ def answer_of(result):
     """Return a result as text that is equal where all its numbers are, to the bit."""
     import jax
 
-    from foretune._outer.run import numbers
+    from foretune._files.digests import as_numbers
 
-    leaves = numbers(jax.device_get((result.hparams, result.state, result.best)))
+    leaves = as_numbers(jax.device_get((result.hparams, result.state, result.best)))
     arrays = [leaf.tobytes().hex() for leaf in leaves]
     return {"arrays": arrays, "value": float(result.value), "history": result.history}
 

@@ -203,6 +203,7 @@ class ReverseOnDisk(AbstractEngine):
         files.flush()
         ahead = files.ahead(_name(firsts[-1]), s_0) if firsts else None
         for k in reversed(range(len(firsts))):
+            assert ahead is not None
             s = files.placed(ahead, s_0)
             ahead = files.ahead(_name(firsts[k - 1]), s_0) if k else None
             count = min(length, steps - firsts[k])
@@ -281,7 +282,7 @@ def _programs(structure: Structure, arrays: list[Array], s_0: PyTree) -> str:
 @functools.lru_cache(maxsize=8)
 def _digest_of_programs(
     structure: Structure,
-    treedef: jax.tree_util.PyTreeDef,
+    treedef: Any,
     shapes: tuple[jax.ShapeDtypeStruct, ...],
 ) -> str:
     arrays, s = jax.tree.unflatten(treedef, shapes)
@@ -340,7 +341,7 @@ class _Files:
 
     def _write(self, name: str, tree: PyTree) -> None:
         arrays = {str(i): array for i, array in enumerate(as_numbers(tree))}
-        header = {"fingerprint": self.fingerprint, "name": name}
+        header: dict[str, object] = {"fingerprint": self.fingerprint, "name": name}
         try:
             save_arrays(self.path(name), arrays, header, sync=False)
         except OSError as error:

@@ -78,22 +78,10 @@ class Checkpoints:
         self._open.close()
 
     def _newest(self, manager: "CheckpointManager", like: list[np.ndarray]) -> SavedRun | None:
-        """Return the newest that is sound; better one before records that are damaged."""
-        steps, sound = sorted(manager.all_steps(), reverse=True), None
-        for step in steps:
-            found = self._read_or_warn(manager, step, like)
-            if found is None:
-                continue
-            if None not in found.history:
-                sound = found
-                break
-            warnings.warn(
-                f"the checkpoint of step {step} in {self.folder} lacks records: "
-                f"{found.history.count(None)} of {len(found.history)} in {self._records.path.name} "
-                "cannot be read.",
-                stacklevel=2,
-            )
-            sound = sound or found
+        """Return the newest that is sound, without records that are lost."""
+        steps = sorted(manager.all_steps(), reverse=True)
+        found = (self._read_or_warn(manager, step, like) for step in steps)
+        sound = next((saved for saved in found if saved is not None), None)
         if steps and sound is None:
             raise RunError(
                 f"none of the checkpoints in {self.folder} can be read; they are left as they "
@@ -107,7 +95,7 @@ class Checkpoints:
                 for newer in (step for step in steps if sound and step > sound.step):
                     set_aside(self._folder(newer))
                 if None in history:
-                    self._give_up([i for i, record in enumerate(history) if record is None])
+                    self._warn_of_lost([i for i, record in enumerate(history) if record is None])
                 self._records.begin(kept)
         manager.reload()
         return sound and sound._replace(history=kept)
@@ -150,8 +138,8 @@ class Checkpoints:
         records = self._records.read(meta["records"])
         return SavedRun(step, arrays, records, meta["steps"], meta["stopped"])
 
-    def _give_up(self, lost: list[int]) -> None:
-        """Continue without some records, since no checkpoint is from before them."""
+    def _warn_of_lost(self, lost: list[int]) -> None:
+        """Warn of records that cannot be read, and keep the file that had them."""
         path = self._records.path
         where = f"the file is kept as {set_aside(path).name}" if path.exists() else "it is gone"
         shown = ", ".join(map(str, lost[:5])) + ", ..." * (len(lost) > 5)

@@ -21,7 +21,7 @@ from .._engines.base import AbstractEngine, Hypergradient, check_engine
 from .._engines.nonfinite import NonFiniteError, check_finite, explain, is_finite
 from .._engines.reverse import Reverse
 from .._files.digests import digest
-from .._problem.arguments import Structure, filtered
+from .._problem.arguments import filtered
 from .._problem.checks import check_count, check_hparams, check_outside_programs, shown
 from .._problem.draws import Draw, Drawn, as_problem
 from .._problem.equality import reused
@@ -111,7 +111,8 @@ def minimize(
     source = as_problem(problem, key)
     arrays, structure = validated(source, hparams, smooth=engine.differentiates)
     if evaluate is not None:
-        check_evaluate(evaluate, _start_of(structure, arrays), hparams, RECORD)
+        start = eqx.filter_eval_shape(lambda a: _start(*opened(structure, a)), arrays)
+        check_evaluate(evaluate, start, hparams, RECORD)
     constraints = check_constraints(constraints, hparams)
     hparams = feasible(constraints, hparams)
     outer = Outer(optimizer, constraints, in_units=optimizer is DEFAULT_OPTIMIZER)
@@ -145,11 +146,7 @@ class Descent(Stepper[Run]):
         carry, found = _next(self.outer, run.carry, hyper.value, hyper.grad, noisy)
         if not found.finite:
             self._report(run, step, hyper)
-        record = {
-            "value": hyper.value,
-            "gradient_norm": found.norm,
-            "rejected": ~found.accepts,
-        }
+        record = {"value": hyper.value, "gradient_norm": found.norm, "rejected": ~found.accepts}
         return Evaluation(carry, hparams, *hyper, record, (hyper.state, hparams))
 
     def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
@@ -212,14 +209,8 @@ class Descent(Stepper[Run]):
         }
 
 
-def _start_of(structure: Structure, arrays: list[Array]) -> PyTree:
-    """Return the shapes of s_0."""
-
-    def start(arrays):
-        problem, hparams = opened(structure, arrays)
-        return problem.start(hparams)
-
-    return eqx.filter_eval_shape(start, arrays)
+def _start(problem: Problem, hparams: PyTree) -> PyTree:
+    return problem.start(hparams)
 
 
 @filtered
@@ -251,9 +242,6 @@ def _next(
     restarts = accepted.tries == RESTART
     direction, opt_state = chosen(restarts, anew, (accepted.direction, opt_state))
     shorter = jax.tree.map(lambda d: d * accepted.share.astype(d.dtype), direction)
-    carry = Carry(
-        outer.moved(accepted.hparams, shorter),
-        opt_state,
-        accepted._replace(direction=direction),
-    )
+    hparams = outer.moved(accepted.hparams, shorter)
+    carry = Carry(hparams, opt_state, accepted._replace(direction=direction))
     return carry, _Found(optax.tree.norm(grad), accepts, is_finite((value, grad)))
