@@ -31,13 +31,20 @@ PREFIX = "foretune"  # of the names of checkpoints: the mark by which they are k
 
 
 class SavedRun(NamedTuple):
-    """What a checkpoint holds; in the history, None is a record that is lost."""
+    """What a checkpoint holds."""
 
     step: int
     arrays: list[np.ndarray]
     history: list[Record]
     steps: int | None  # that were asked for
     stopped: str | None  # the rule's reason, where one has ended the run
+
+
+class _Read(NamedTuple):
+    """A checkpoint without its records, and how many these are."""
+
+    run: SavedRun
+    records: int
 
 
 class Checkpoints:
@@ -88,21 +95,21 @@ class Checkpoints:
                 "are. Give another directory, or remove this one to start anew."
             )
         self.begun = not steps and self._records.path.exists()
-        history = sound.history if sound else []
+        history = self._records.read(sound.records) if sound else []
         kept = [record for record in history if record is not None]
         with _one_process_at_work() as at_work:
             if at_work:
-                for newer in (step for step in steps if sound and step > sound.step):
+                for newer in (step for step in steps if sound and step > sound.run.step):
                     set_aside(self._folder(newer))
                 if None in history:
                     self._warn_of_lost([i for i, record in enumerate(history) if record is None])
                 self._records.begin(kept)
         manager.reload()
-        return sound and sound._replace(history=kept)
+        return sound and sound.run._replace(history=kept)
 
     def _read_or_warn(
         self, manager: "CheckpointManager", step: int, like: list[np.ndarray]
-    ) -> SavedRun | None:
+    ) -> "_Read | None":
         """Return a checkpoint, or None, with a warning, where it is damaged."""
         try:
             return self._read(manager, step, like)
@@ -119,7 +126,7 @@ class Checkpoints:
             )
             return None
 
-    def _read(self, manager: "CheckpointManager", step: int, like: list[np.ndarray]) -> SavedRun:
+    def _read(self, manager: "CheckpointManager", step: int, like: list[np.ndarray]) -> "_Read":
         """Return a checkpoint, or raise where it is not what was saved."""
         import orbax.checkpoint as ocp
 
@@ -135,8 +142,8 @@ class Checkpoints:
         arrays = [np.asarray(restored[name]) for name in named]
         if digest(arrays) != meta["arrays"]:
             raise ValueError("its arrays are not those that were saved")
-        records = self._records.read(meta["records"])
-        return SavedRun(step, arrays, records, meta["steps"], meta["stopped"])
+        run = SavedRun(step, arrays, [], meta["steps"], meta["stopped"])
+        return _Read(run, meta["records"])
 
     def _warn_of_lost(self, lost: list[int]) -> None:
         """Warn of records that cannot be read, and keep the file that had them."""

@@ -23,9 +23,10 @@ from .._engines.reverse import Reverse
 from .._files.digests import digest
 from .._problem.arguments import filtered
 from .._problem.checks import check_count, check_hparams, check_outside_programs, shown
-from .._problem.draws import Draw, Drawn, as_problem
+from .._problem.definition import Definition
+from .._problem.draws import Drawn, as_problem
 from .._problem.equality import reused
-from .._problem.problem import Problem, opened, validated
+from .._problem.problem import Problem, ProblemLike, opened, validated
 from .acceptance import RESTART, Accepted, chosen, is_accepted, next_accepted, none_accepted
 from .callbacks import Callback
 from .checks import check_callbacks, check_evaluate, check_functions, check_optimizer
@@ -38,7 +39,7 @@ RECORD = ("step", "value", "gradient_norm", "rejected")  # what a record has bes
 
 
 def minimize(
-    problem: Problem | Draw,
+    problem: ProblemLike,
     hparams: PyTree,
     *,
     steps: int,
@@ -107,7 +108,7 @@ def minimize(
     check_callbacks(callbacks)
     rules = check_functions(stop, evaluate, score)
     engine = Reverse() if engine is None else engine
-    optimizer = DEFAULT_OPTIMIZER if optimizer is None else reused(optimizer)
+    chosen_optimizer = DEFAULT_OPTIMIZER if optimizer is None else reused(optimizer)
     source = as_problem(problem, key)
     arrays, structure = validated(source, hparams, smooth=engine.differentiates)
     if evaluate is not None:
@@ -115,7 +116,7 @@ def minimize(
         check_evaluate(evaluate, start, hparams, RECORD)
     constraints = check_constraints(constraints, hparams)
     hparams = feasible(constraints, hparams)
-    outer = Outer(optimizer, constraints, in_units=optimizer is DEFAULT_OPTIMIZER)
+    outer = Outer(chosen_optimizer, constraints, in_units=optimizer is None)
     descent = Descent(source, engine.within(constraints), outer)
     run = Run(steps, _first(outer, hparams), hparams, lambda: descent.fingerprint(hparams))
     return drive(run, descent, callbacks=callbacks, rules=rules, evaluate=evaluate, score=score)
@@ -134,7 +135,7 @@ class Descent(Stepper[Run]):
 
     first = 0
 
-    def __init__(self, source: Problem | Drawn, engine: AbstractEngine, outer: Outer):
+    def __init__(self, source: Definition | Drawn, engine: AbstractEngine, outer: Outer):
         self.source, self.engine, self.outer = source, engine, outer
         self._warned = False
 
@@ -157,7 +158,7 @@ class Descent(Stepper[Run]):
         hyper = self._evaluated(run.step, hparams)
         return hparams, hyper.value, hyper.state
 
-    def _problem_at(self, step: int) -> Problem | Drawn:
+    def _problem_at(self, step: int) -> Definition | Drawn:
         if isinstance(self.source, Drawn):
             return self.source.at(jax.random.fold_in(self.source.key, step))
         return self.source
@@ -168,9 +169,8 @@ class Descent(Stepper[Run]):
 
     def _report(self, run: Run, step: int, hyper: Hypergradient) -> None:
         """Raise where the start is not finite; warn, once, of a step that is rejected for it."""
-        hparams, problem = run.carry.hparams, self._problem_at(step)
-        if isinstance(problem, Drawn):
-            problem = problem.problem()
+        arrays, structure = validated(self._problem_at(step), run.carry.hparams)
+        problem, hparams = opened(structure, arrays)
         why = explain(problem, hparams, hyper, self.engine.other_mode)
         if run.begins:  # there is nothing to go back to
             error = NonFiniteError(why)
