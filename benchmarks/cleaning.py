@@ -30,9 +30,8 @@ from experiments.cleaning.noise import corrupt
 from experiments.cleaning.splits import Split, score, split
 from experiments.datasets import load
 from foretune.apps import LabelCleaner
-from foretune.apps._models import make_features, make_model
-from foretune.apps._noise import START_L2, make_folds, train_plain
-from foretune.apps._weights import SUSPECT_BELOW
+from foretune.apps._models import prepared
+from foretune.apps._noise import make_folds, train_plain
 
 KINDS, RATES, CHECKS = ("symmetric", "pair"), (0.1, 0.3, 0.5), (50, 200, 1000, 5000)
 CLASSES = 10
@@ -104,23 +103,21 @@ def everyday(masks: Masks, s: Split, kind, rate, checks, seed) -> dict:
 
 
 class Kernel:
-    """LabelCleaner's default model, trained as it is on any labels of one seed's examples."""
+    """The kernel model of LabelCleaner, trained as it is on any labels of one seed's examples."""
 
     def __init__(self, x: np.ndarray, seed: int):
-        self.features = make_features("kernel", seed).fit(x)
-        self.z = self.features.transform(x)
-        self.model = make_model("kernel", self.features, self.z)
+        _, self.z, self.model = prepared("kernel", x, seed)
 
     def probabilities(self, train, labels, rows) -> np.ndarray:
         """Return the class probabilities of rows after training on others."""
-        l2, key, use = np.full(self.model.groups, START_L2), jax.random.key(0), np.ones(len(train))
-        params = train_plain(self.model, self.z[train], labels, use, l2, CLASSES, 60, key)
+        use, key = np.ones(len(train)), jax.random.key(0)
+        params = train_plain(self.model, self.z[train], labels, use, CLASSES, 60, key)
         scores = self.model.apply(params, jnp.asarray(self.z[rows]))
         return np.asarray(jax.nn.softmax(scores), np.float64)
 
 
 def same_model(masks: Masks, s: Split, kind, rate, checks, seed, kernels: dict) -> dict:
-    """cleanlab in its two ways, with the probabilities of LabelCleaner's default model."""
+    """cleanlab in its two ways, with the probabilities of LabelCleaner's kernel model."""
     n = len(s.x)
 
     def cross_validated():
@@ -152,7 +149,7 @@ def ours(masks: Masks, s: Split, kind, rate, checks, seed) -> dict:
     def default():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # few checked examples may lack a class
-            cleaner = LabelCleaner(random_state=seed)
+            cleaner = LabelCleaner("kernel", random_state=seed)
             return cleaner.fit(s.x, s.given, s.x_checked, s.checked).suspects_
 
     return {OURS[0]: masks.get(OURS[0], kind, rate, seed, checks, compute=default)}
@@ -199,7 +196,7 @@ def published(masks: Masks, dataset, checks: int, seeds: int) -> dict:
                 "weight": [[ft.CappedSimplex(n / 2) for _ in noises] for _ in range(seeds)]
             },
         )
-        found = np.asarray(result.hparams["weight"]) < SUSPECT_BELOW
+        found = np.asarray(result.hparams["weight"]) < 0.5
         np.savez_compressed(
             path, mask=found, seconds=(time.perf_counter() - begun) / found[..., 0].size
         )

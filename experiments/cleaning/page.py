@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 
 from foretune.apps import LabelCleaner
-from foretune.apps._gallery import gallery_item
-from foretune.apps._weights import SUSPECT_BELOW
+from foretune.apps._shown import write_picture
 from foretune.report import RunFolder, curves, histogram
 
 from ..datasets import Dataset
-from .splits import Scores, Split
+from .splits import SUSPECT_BELOW, Scores, Split
 
 
 def tables(
@@ -47,7 +46,7 @@ def tables(
         "notes": [
             "Accuracy is that of softmax regression trained on the kept and the checked examples. "
             "F1, precision and recall count wrong labels as positive.",
-            "LabelCleaner is this package's default method; with its own model it reaches "
+            "LabelCleaner is this package's kernel model; with its own model it reaches "
             f"{show(own)} %.",
         ],
         "tables": [
@@ -130,16 +129,15 @@ def gallery(
     for i in cleaner.ranking_[:count]:
         x, shape = first.x[i], dataset.image_shape
         items.append(
-            gallery_item(
-                folder,
-                cleaner,
-                i,
-                given=names[first.given[i]],
-                model=names[cleaner.suggested_[i]],
-                pixels=x.reshape(shape) if shape else None,
-                row=None if shape else {str(j): float(v) for j, v in enumerate(x[:6])},
-                wrong=bool(first.wrong[i]),
-            )
+            {
+                "index": int(i),
+                "observed": str(names[first.given[i]]),
+                "suggested": str(names[cleaner.suggested_[i]]),
+                "probability_wrong": float(cleaner.probability_wrong_[i]),
+                "image": write_picture(folder, "suspect", i, x.reshape(shape)) if shape else None,
+                "row": None if shape else {str(j): float(v) for j, v in enumerate(x[:6])},
+                "wrong": bool(first.wrong[i]),
+            }
         )
     note = "The first seed's training examples, by LabelCleaner's ranking."
     return {"title": "Most suspicious labels", "note": note, "items": items}

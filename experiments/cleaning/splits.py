@@ -9,6 +9,8 @@ from foretune.apps._tables import DataError
 from ..datasets import Dataset
 from .noise import corrupt
 
+SUSPECT_BELOW = 1e-3
+"""Weights below it mark a label as wrong."""
 LARGEST = 20_000
 """The experiment uses this many examples at most: the paper's number."""
 

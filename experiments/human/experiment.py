@@ -132,7 +132,7 @@ def score(labels: Labels, checked: int, seed: int) -> dict[str, Any]:
     found = clean_labels(
         labels.given, np.exp(labels.log_p), *helped, progress=False, random_state=seed
     )
-    doubt["clean_labels"] = found.confidence_[rest]
+    doubt["clean_labels"] = found.probability_wrong_[rest]
     if checked:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -148,7 +148,7 @@ def score(labels: Labels, checked: int, seed: int) -> dict[str, Any]:
         "seed": seed,
         "wrong": float(wrong.mean()),
         "f1": {name: at_count(d, wrong) for name, d in doubt.items()},
-        "f1, all rows": at_count(found.confidence_, labels.given != labels.true),
+        "f1, all rows": at_count(found.probability_wrong_, labels.given != labels.true),
         "average precision": {
             name: float(average_precision_score(wrong, d)) for name, d in doubt.items()
         },

@@ -217,7 +217,7 @@ def ask(task: Task) -> Asked:
     if first.verdicts["descent"] == "trust":
         task.folder.write(TRUST, {"report": str(first), "trainings": first.trainings})
         return Asked(exact, str(first), 1, first.trainings)
-    report = asking(advice="engine")
+    report = asking()
     return Asked(report.engine, str(report), 2, first.trainings + report.trainings)
 
 

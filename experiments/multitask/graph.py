@@ -29,9 +29,9 @@ from foretune import (
     AbstractConstraint,
     Callback,
     Checkpoint,
-    CrossValidated,
     FullBatch,
     Log,
+    Mean,
     Problem,
     SymmetricNonNegative,
     Training,
@@ -167,7 +167,7 @@ def learning_rate(rows: Rows, classes: int) -> np.ndarray:
     return np.minimum(0.4 / largest, 30.0 / rows.y.shape[1]).astype(np.float32)
 
 
-def graph_problem(rows: Rows, plan: Plan, pattern: Any, steps: int) -> CrossValidated:
+def graph_problem(rows: Rows, plan: Plan, pattern: Any, steps: int) -> Mean:
     """Return the problem of all splits and members, cross-validated over the plan's folds."""
     classes, members = len(pattern), plan.train.shape[2]
     x, y, rate, pattern = map(jnp.asarray, (*rows, learning_rate(rows, classes), pattern))
@@ -183,7 +183,7 @@ def graph_problem(rows: Rows, plan: Plan, pattern: Any, steps: int) -> CrossVali
             validation=(x, y, held),
         )
 
-    return CrossValidated(problem_of_fold, folds=len(plan.train))
+    return Mean([problem_of_fold(k) for k in range(len(plan.train))])
 
 
 def zeros(splits: int, members: int, classes: int, width: int) -> PyTree:
@@ -337,7 +337,6 @@ def descend(
         optimizer=optimizer,
         constraints=sets,
         callbacks=[*callbacks, keep],
-        take_back=False,
     )
     return keep, result
 

@@ -18,9 +18,10 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder
 
 import foretune as ft
-from foretune.apps import LabelCleaner, _pool, clean_labels
-from foretune.apps import _posterior as posterior
-from foretune.apps._columns import column_encoder, has_words
+from foretune.apps import LabelCleaner, _ensemble, clean_labels
+from foretune.apps import _label_model as posterior
+from foretune.apps._columns import column_encoder, is_mixed
+from foretune.apps._regularised import problem_of
 
 
 def predictions(n=400, classes=3, wrong=0.2, seed=0, bias=0.0):
@@ -40,7 +41,7 @@ def predictions(n=400, classes=3, wrong=0.2, seed=0, bias=0.0):
 
 def share_found(found, wrong, rows=slice(None)):
     """Return the share of wrong labels among the first, as many as there are."""
-    order = np.argsort(-found.confidence_[rows], kind="stable")
+    order = np.argsort(-found.probability_wrong_[rows], kind="stable")
     return wrong[rows][order[: wrong[rows].sum()]].mean()
 
 
@@ -54,7 +55,7 @@ def test_predictions_alone_rank_by_the_best_alternative():
     assert np.all(found.suspects_ == (found.weights_ < 0.5))
     assert np.all(np.diff(found.weights_[found.ranking_]) >= 0)
     assert np.all(found.suggested_[found.suspects_] == p.argmax(1)[found.suspects_])
-    assert found.noise_rate_ == pytest.approx(found.confidence_.mean())
+    assert found.noise_rate_ == pytest.approx(found.probability_wrong_.mean())
     assert 0 < found.unflagged_ < 400
 
 
@@ -68,7 +69,7 @@ def test_checked_rows_correct_predictions_that_lean_to_a_class():
     assert share_found(helped, wrong, rest) > share_found(alone, wrong, rest) + 0.05
     assert np.all(helped.suspects_[rows] == wrong[rows])  # what is checked is known
     assert np.all(helped.suggested_[rows] == true[rows])
-    bins = np.mean(helped.confidence_[rest]) - np.mean(wrong[rest])
+    bins = np.mean(helped.probability_wrong_[rest]) - np.mean(wrong[rest])
     assert abs(bins) < 0.1
     assert helped.stopped_ != "no descent"
 
@@ -87,7 +88,7 @@ def test_few_checked_rows_do_no_harm():
 
 def test_given_labels_count_as_a_thousand_rows_beside_few_checked_ones():
     def rows(n, c):
-        return c * np.exp(float(posterior._start_regularisers(n, c)["given"]))
+        return c * np.exp(float(posterior.start_hparams(n, c)["observed"]))
 
     assert rows(3000, 50) == pytest.approx(1000)
     assert rows(3000, 500) == pytest.approx(1500)  # three times the checked ones
@@ -101,7 +102,7 @@ def test_a_class_that_no_classifier_could_be_trained_on(weighed):
     weight = (given == "yes").astype(float) if weighed else None
     rows = "{'no': 0, 'yes': 10}" if weighed else "{'no': 1, 'yes': 19}"
     with pytest.raises(ValueError, match=f"only 'yes' left.*{rows}"):
-        LabelCleaner(estimator="pool", progress=False).fit(x, given, sample_weight=weight)
+        LabelCleaner(estimator="ensemble", progress=False).fit(x, given, sample_weight=weight)
 
 
 def test_a_second_look_counts_as_far_as_its_matrix_accounts_for_errors():
@@ -109,7 +110,7 @@ def test_a_second_look_counts_as_far_as_its_matrix_accounts_for_errors():
     right = np.array([[0.9, 0.1, 0.8, 0.6], [0.3, 0.2, 0.9, 0.3]])
     likely = np.array([[0, 1, 1, 1], [2, 1, 1, 0]])
     p = np.full((2, 4, 3), 1 / 3) * np.array([1.0, 2.0])[:, None, None]
-    rest = (np.eye(3), np.ones(2), {}, None)
+    rest = (np.eye(3), np.ones(2))
     first, second = (
         posterior.Judgement(right[i], likely[i], p[i], *rest, share=0.1) for i in range(2)
     )
@@ -129,7 +130,8 @@ def test_rows_kept_for_a_second_look_have_each_class_outside_of_each_fold():
     fold = np.arange(22) % 2
     trust = np.where(np.arange(22) % 3 == 0, 0.1, 0.9)
     trust[12:18] = [0.9, 0.1, 0.9, 0.1, 0.9, 0.1]  # all that would be kept are in one fold
-    keep = _pool.kept_by_fold(trust, labels, None, fold)
+    folds = _ensemble.Folds(np.zeros((22, 1)), labels, fold, None, 0, False)
+    keep = _ensemble.trained_by_fold(trust, folds)
     np.testing.assert_array_equal(keep[:12], trust[:12] >= 0.5)
     assert keep[12:18].all()
     for k in range(2):
@@ -145,9 +147,9 @@ def test_a_second_look_finds_more(noise):
     flip = rng.random(len(true)) < 0.3
     shift = rng.integers(1, 3, len(true)) if noise == "symmetric" else 1
     given = np.where(flip, (true + shift) % 3, true)
-    found = LabelCleaner(estimator="pool", random_state=0, progress=False).fit(x, given)
+    found = LabelCleaner(estimator="ensemble", random_state=0, progress=False).fit(x, given)
     pooled = found.probabilities_[np.arange(len(true)), given]
-    ours, alone = (average_precision_score(flip, c) for c in (found.confidence_, 1 - pooled))
+    ours, alone = (average_precision_score(flip, c) for c in (found.probability_wrong_, 1 - pooled))
     assert ours > alone + 0.01
     assert (found.suggested_ != given)[found.suspects_].all()
     assert (found.suggested_ == given)[~found.suspects_].all()
@@ -163,11 +165,10 @@ def test_checked_rows_do_not_say_how_far_the_matrix_is_believed():
     found = posterior.judge(q[:, rest], given[rest], q[:, :50], true[:50], unknown, seed=0)
 
     def weighed(share):
-        fit = (found.probabilities, found.noise, found.pool)
-        return posterior._weighed(*fit, given[rest], share, {}, None).right
+        return posterior.weighed(found.probabilities, found.noise, given[rest], share).right
 
     by_alone, by_found = (
-        weighed(posterior._share(of.probabilities, of.noise, given[rest], np.ones(250)))
+        weighed(posterior.accounted(of.probabilities, of.noise, given[rest], np.ones(250)))
         for of in (alone, found)
     )
     np.testing.assert_allclose(found.right, by_alone, rtol=1e-6)
@@ -178,7 +179,7 @@ def test_several_predictions_are_pooled_and_noise_is_left_out():
     given, p, _ = predictions()
     q = np.random.default_rng(1).dirichlet(np.ones(3), 400)
     found = clean_labels(given, {"good": p, "none": q}, progress=False)
-    assert found.pool_["pred_probs['good']"] > 5 * found.pool_["pred_probs['none']"]
+    assert found.ensemble_["pred_probs['good']"] > 5 * found.ensemble_["pred_probs['none']"]
 
 
 def test_of_few_rows_the_pool_stays_nearer_to_an_equal_one():
@@ -186,7 +187,7 @@ def test_of_few_rows_the_pool_stays_nearer_to_an_equal_one():
     for n in (20, 2000):
         given, p, _ = predictions(n=n)
         none = np.random.default_rng(1).dirichlet(np.ones(3), n)
-        good, bad = clean_labels(given, [p, none], progress=False).pool_.values()
+        good, bad = clean_labels(given, [p, none], progress=False).ensemble_.values()
         ratio[n] = good / bad
     assert ratio[20] < 5 < 15 < ratio[2000]
 
@@ -219,18 +220,27 @@ def test_labels_of_any_type_and_classes_without_labels():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda y, p: (y, p[:-1]), r"shape \(59, 3\): 60 labels need shape \(60, 3\)"),
-        (lambda y, p: (y, p[:, :2] / p[:, :2].sum(1, keepdims=True)), "2 columns.*3 classes"),
-        (lambda y, p: (y, p * np.where(np.arange(60) == 7, 0.5, 1)[:, None]), "row 7 with 0.5"),
+        (
+            lambda y, p: (y, p[:-1]),
+            r"shape \(59, 3\): 60 labels of .* need shape \(60, 3\)",
+        ),
+        (
+            lambda y, p: (y, p[:, :2] / p[:, :2].sum(1, keepdims=True)),
+            r"shape \(60, 2\): 60 labels",
+        ),
+        (
+            lambda y, p: (y, p * np.where(np.arange(60) == 7, 0.5, 1)[:, None]),
+            "row 7 with a sum",
+        ),
         (lambda y, p: (y, np.log(p)), "logarithms"),
-        (lambda y, p: (y, 5 * p - 1), "outside of .0, 1.*softmax"),
+        (lambda y, p: (y, 5 * p - 1), "no probabilities.*softmax"),
         (lambda y, p: (y, np.where(np.arange(60)[:, None] == 3, np.nan, p)), "row 3"),
-        (lambda y, p: (y, "words"), "must be numbers"),
+        (lambda y, p: (y, "words"), "shape"),
         (lambda y, p: (y, {}), "empty"),
         (lambda y, p: (y, p, [0, 0], [1, 1]), "twice"),
         (lambda y, p: (y, p, [99], [1]), "99; there are 60"),
         (lambda y, p: (y, p, [1.5], [1]), "row numbers"),
-        (lambda y, p: (y, p, [1], [9]), "checked_labels has 9"),
+        (lambda y, p: (y, p, [1], [9]), "checked_labels has labels that labels does not have: 9"),
         (lambda y, p: (y, p, [1], None), "together"),
         (lambda y, p: (y, p, [1, 2], [1]), "2 rows are checked"),
         (lambda y, p: (y, p, np.ones(9, bool), [1]), "mask of shape"),
@@ -266,7 +276,7 @@ def test_columns_by_name_and_missing_labels():
         clean_labels(names[given], swapped.rename(columns={"a": "index"}))
     with pytest.raises(ValueError, match="1 rows without a label, the first is row 0"):
         clean_labels(np.where(np.arange(len(given)) == 0, np.nan, given), p)
-    assert f"{expected.suspects_.sum()} of {len(given)} labels are suspects" in repr(expected)
+    assert f"{expected.suspects_.sum()} of {len(given)} are suspects" in repr(expected)
 
 
 def test_the_hypergradient_of_the_regularisers_is_right():
@@ -275,8 +285,9 @@ def test_the_hypergradient_of_the_regularisers_is_right():
     train = (np.arange(12) % 3 != np.arange(3)[:, None]).astype(np.float32)
     weight = np.linspace(0.5, 1.5, 28, dtype=np.float32)
     parts = (logs[:, 12:], given[12:], weight, logs[:, :12], true[:12], given[:12], train)
-    start = posterior._start_regularisers(28, 12) | {"belief": jnp.asarray(0.3)}
-    problem = posterior._problem(posterior.Rows(*map(jnp.asarray, parts)), start, steps=5)
+    start = posterior.start_hparams(28, 12) | {"belief": jnp.asarray(0.3)}
+    rows = posterior.Rows(*map(jnp.asarray, parts))
+    problem = problem_of(posterior.Labels(start), rows, posterior.DESCENT._replace(steps=5))
     hparams = jax.tree.map(lambda v: v + 0.5, start)
     ft.check_hypergradient(problem, hparams, verbose=False)
 
@@ -306,14 +317,14 @@ def customers():
 
 def test_columns_of_all_kinds(customers):
     frame, *_ = customers
-    assert has_words(frame)
-    assert not has_words(frame[["size"]].fillna(0))
+    assert is_mixed(frame)
+    assert not is_mixed(frame[["size"]].fillna(0))
     with pytest.warns(UserWarning, match="'id'.*identifier"):
         encoder = column_encoder(frame)
     encoded = encoder.fit_transform(frame)
     assert np.all(np.isfinite(encoded))
     assert {name for name, *_ in encoder.transformers} == {
-        *("numbers", "dates", "words", "text of note")
+        *("numbers", "dates", "categories", "text of note")
     }
     new = frame[:3].assign(colour="green", note=None, since=pd.NaT)
     assert np.all(np.isfinite(encoder.transform(new)))  # what was not seen is nothing, not an error
@@ -325,7 +336,7 @@ def test_a_table_as_it_is(customers):
     frame, given, true, wrong = customers
     cleaner = LabelCleaner(random_state=0, progress=False)
     cleaner.fit(frame[:200], given[:200], frame[200:], true[200:])
-    assert set(cleaner.pool_) == {"kernel", "logistic", "forest", "boosting"}
+    assert set(cleaner.ensemble_) == {"kernel", "logistic", "forest", "boosting"}
     assert share_found(cleaner, wrong[:200]) > 0.7
     again = pickle.loads(pickle.dumps(cleaner))
     np.testing.assert_array_equal(again.predict(frame[:9]), cleaner.predict(frame[:9]))
@@ -354,17 +365,16 @@ def test_a_pool_takes_sparse_rows():
     X, y = make_blobs(90, centers=2, random_state=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cleaner = LabelCleaner(estimator="pool", random_state=0, progress=False, hyper_steps=2)
+        cleaner = LabelCleaner(estimator="ensemble", random_state=0, progress=False, hyper_steps=2)
         cleaner.fit(sparse.csr_matrix(X), y)
-    assert set(cleaner.pool_) == {"kernel", "logistic", "forest"}
+    assert set(cleaner.ensemble_) == {"kernel", "logistic", "forest"}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"estimator": "forest"}, "estimator='forest'.*'pool'"),
+        ({"estimator": "forest"}, "estimator='forest'.*'ensemble'"),
         ({"estimator": RandomForestClassifier}, "a scikit-learn classifier"),
-        ({"estimator": GaussianNB(), "method": "weights"}, "leave `estimator` out"),
     ],
 )
 def test_bad_estimators(options, message):

@@ -9,7 +9,7 @@ import pytest
 from sklearn.base import clone
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 
-from foretune.apps import LabelCleaner, ValueCleaner, _pool, _value_cleaner
+from foretune.apps import LabelCleaner, ValueCleaner, _ensemble, _value_cleaner
 from foretune.apps._columns import column_encoder, native_columns
 
 
@@ -79,21 +79,26 @@ def test_rows_without_words_are_as_they_were():
     frame["nothing"] = pd.Series([None] * 9, dtype=object)
     assert native_columns(column_encoder(frame).fit(frame)) is None
     x, y = np.random.default_rng(0).normal(size=(80, 3)), np.arange(80) % 2
-    assert isinstance(_pool.pool_of(x, y, 2, 0)["boosting"], HistGradientBoostingClassifier)
-    assert isinstance(_pool.regressors_of(x, 0)["boosting"], HistGradientBoostingRegressor)
+    assert isinstance(
+        _ensemble.classifiers_of(x, y, 2, 0)["boosting"], HistGradientBoostingClassifier
+    )
+    assert isinstance(_ensemble.regressors_of(x, 0)["boosting"], HistGradientBoostingRegressor)
 
 
 def test_many_kinds_of_words_leave_boosted_trees_in_the_pool():
     frame, y = words()
     _, rows, native = encoded(frame)
-    assert rows.shape[1] > _pool.WIDE >= native.width == 6
-    assert "boosting" not in _pool.pool_of(rows, y, 2, 0)
-    members = _pool.pool_of(rows, y, 2, 0, native), _pool.regressors_of(rows, 0, native)
+    assert rows.shape[1] > _ensemble.WIDE >= native.width == 6
+    assert "boosting" not in _ensemble.classifiers_of(rows, y, 2, 0)
+    members = (
+        _ensemble.classifiers_of(rows, y, 2, 0, native),
+        _ensemble.regressors_of(rows, 0, native),
+    )
     for pool in members:
         trees = pool["boosting"][-1]
         assert trees.categorical_features == [2, 3, 4, 5]
     many = pd.concat([frame.add_prefix(f"{i} ") for i in range(17)], axis=1)
-    assert "boosting" not in _pool.pool_of(rows, y, 2, 0, encoded(many)[2])
+    assert "boosting" not in _ensemble.classifiers_of(rows, y, 2, 0, encoded(many)[2])
 
 
 def test_trees_get_codes_and_sample_weights(monkeypatch):
@@ -106,30 +111,31 @@ def test_trees_get_codes_and_sample_weights(monkeypatch):
         return self
 
     monkeypatch.setattr(HistGradientBoostingClassifier, "fit", fit)
-    trees = clone(_pool.pool_of(rows, y, 2, 0, native)["boosting"])
+    trees = clone(_ensemble.classifiers_of(rows, y, 2, 0, native)["boosting"])
     weight = np.arange(120.0)
-    _pool.fit(trees, rows, y, weight)
-    assert seen[0][1] is weight
+    folds = _ensemble.Folds(rows, y, np.zeros(120), weight, 0, False, 2)
+    folds.trained(trees, np.arange(120), np.random.default_rng(0), None)
+    rows, weight = rows[1:], weight[1:]  # without that of weight 0
+    np.testing.assert_array_equal(seen[0][1], weight)
     np.testing.assert_array_equal(seen[0][0][:, :2], rows[:, :2])
     codes = [np.unique(frame[f"w{j}"], return_inverse=True)[1] for j in range(4)]
-    np.testing.assert_array_equal(seen[0][0][:, 2:], np.stack(codes, axis=1))
+    np.testing.assert_array_equal(seen[0][0][:, 2:], np.stack(codes, axis=1)[1:])
 
 
 def test_all_models_get_the_same_rows(monkeypatch):
     frame, y = words(120)
-    monkeypatch.setattr(_pool, "TREES", 4)
+    monkeypatch.setattr(_ensemble, "TREES", 4)
     seen = {}
 
-    def out_of_fold(name, estimator, X, labels, fold, classes, **_):
-        seen[name] = X
-        return np.full((len(labels), classes), 1 / classes)
+    def predictions(folds, name, *_):
+        seen[name] = folds.rows
+        return np.full((len(folds.labels), folds.classes), 1 / folds.classes)
 
-    def kernel(X, given, checked, fold, classes, **_):
-        seen["kernel"] = X
-        return np.full((len(fold), classes), 1 / classes)
+    def kernel(folds, *_):
+        return predictions(folds, "kernel")
 
-    monkeypatch.setattr(_pool, "out_of_fold", out_of_fold)
-    monkeypatch.setattr(_pool, "kernel_probabilities", kernel)
+    monkeypatch.setattr(_ensemble.Folds, "predictions", predictions)
+    monkeypatch.setattr(_ensemble, "kernel_probabilities", kernel)
     LabelCleaner(random_state=0, progress=False).fit(frame, y)
     assert set(seen) == {"logistic", "forest", "boosting", "kernel"}
     expected = column_encoder(frame).fit_transform(frame)
@@ -140,8 +146,8 @@ def test_all_models_get_the_same_rows(monkeypatch):
 @pytest.fixture
 def small_pool(monkeypatch):
     """Leave the kernel model and most trees out: they are the same in all tables."""
-    monkeypatch.setattr(_pool, "MOST_KERNEL", 0)
-    monkeypatch.setattr(_pool, "TREES", 4)
+    monkeypatch.setattr(_ensemble, "MOST_KERNEL", 0)
+    monkeypatch.setattr(_ensemble, "TREES", 4)
     monkeypatch.setattr(_value_cleaner, "ROUNDS", 1)
 
 
@@ -155,7 +161,7 @@ def test_a_table_of_words_is_cleaned():
         warnings.simplefilter("error")
         cleaner = LabelCleaner(random_state=0, progress=False, folds=2)
         cleaner.fit(frame, y, sample_weight=weight)
-    assert set(cleaner.pool_) == {"logistic", "forest", "boosting"}
+    assert set(cleaner.ensemble_) == {"logistic", "forest", "boosting"}
     new = frame[:5].assign(w0="never seen", size=np.nan)
     again = pickle.loads(pickle.dumps(cleaner))
     np.testing.assert_array_equal(again.predict_proba(new), cleaner.predict_proba(new))
@@ -169,7 +175,7 @@ def test_values_of_a_table_of_words_are_cleaned():
     values = 5.0 * y + np.random.default_rng(1).normal(size=120)
     cleaner = ValueCleaner(random_state=0, progress=False, folds=2)
     cleaner.fit(frame, values, sample_weight=np.ones(120))
-    assert set(cleaner.pool_) == {"ridge", "forest", "boosting"}
+    assert set(cleaner.ensemble_) == {"ridge", "forest", "boosting"}
     again = pickle.loads(pickle.dumps(cleaner))
     new = frame[:5].assign(w0="never seen", size=np.nan)
     np.testing.assert_array_equal(again.predict(new), cleaner.predict(new))

@@ -13,11 +13,12 @@ from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import foretune as ft
-from foretune.apps import LabelCleaner, ValueCleaner, _pool, clean_values
+from foretune.apps import LabelCleaner, ValueCleaner, _ensemble, clean_values
 from foretune.apps import _noise as noise
 from foretune.apps import _value_model as model
 from foretune.apps._columns import column_encoder
-from foretune.apps._models import make_features, make_model
+from foretune.apps._models import prepared
+from foretune.apps._regularised import problem_of
 
 from ..conftest import setting
 
@@ -39,7 +40,7 @@ def test_wrong_values_are_found_from_predictions():
     assert found.suspects_[30:].mean() < 0.02
     assert np.all(found.suspects_ == (found.weights_ < 0.5))
     assert np.all(np.diff(found.weights_[found.ranking_]) >= 0)
-    assert found.noise_rate_ == pytest.approx(found.confidence_.mean())
+    assert found.noise_rate_ == pytest.approx(found.probability_wrong_.mean())
     assert 0 < found.unflagged_ < 10
     np.testing.assert_allclose(found.suggested_, f, atol=1e-6)
     assert np.all(found.spread_ > 0)
@@ -57,8 +58,8 @@ def test_several_predictions_are_pooled_and_noise_is_left_out():
     given, f, _ = example()
     other = np.random.default_rng(1).normal(size=300)
     found = clean_values(given, {"good": f, "none": other})
-    assert found.pool_["predictions['good']"] > 0.9
-    assert sum(found.pool_.values()) == pytest.approx(1)
+    assert found.ensemble_["predictions['good']"] > 0.9
+    assert sum(found.ensemble_.values()) == pytest.approx(1)
     assert found.suspects_[:30].mean() > 0.9
     listed = clean_values(given, [f, other])
     np.testing.assert_array_equal(listed.weights_, found.weights_)
@@ -84,7 +85,7 @@ def test_checked_rows_say_that_far_values_are_right():
     helped = clean_values(y, f, np.arange(200), y[:200], progress=False)
     assert helped.stopped_ != "no descent"
     assert np.all(helped.weights_[:200] == 1)
-    assert helped.confidence_[200:].mean() < alone.confidence_[200:].mean()
+    assert helped.probability_wrong_[200:].mean() < alone.probability_wrong_[200:].mean()
     mask = np.arange(400) < 200
     again = clean_values(y, f, mask, y[:200], progress=False)
     np.testing.assert_array_equal(again.weights_, helped.weights_)
@@ -99,8 +100,8 @@ def test_its_hypergradient_is_right():
         known = np.where(given[40:] == true[40:], 1.0, 0.0)
         parts = (f[None, :40], given[:40], g[:, :40], f[None, 40:], true[40:], g[:, 40:])
         rows = model.Rows(*map(jnp.asarray, (*parts, given[40:], known, np.ones(40), train)))
-        problem = model._problem(rows, steps=5)
-        hparams = {k: jnp.asarray(v, float) for k, v in model._start_regularisers(40, 20).items()}
+        problem = problem_of(model.Values(), rows, model.DESCENT._replace(steps=5))
+        hparams = {k: jnp.asarray(v, float) for k, v in model.start_hparams(40, 20).items()}
         assert ft.check_hypergradient(problem, hparams)
 
 
@@ -161,7 +162,7 @@ def test_a_pool_of_regressors(shifted):
     cleaner = ValueCleaner(random_state=0, progress=False).fit(x, given, rest[:30], true[:30])
     assert cleaner.suspects_[:20].mean() > 0.8
     assert cleaner.suspects_[20:].mean() < 0.05
-    assert set(cleaner.pool_) == {"ridge", "forest", "boosting"}
+    assert set(cleaner.ensemble_) == {"ridge", "forest", "boosting"}
     assert cleaner.score(rest[30:], true[30:]) > 0.6
     assert np.mean(np.abs(cleaner.suggested_ - given)[20:]) < 3
 
@@ -173,13 +174,13 @@ def quick(**options):
 def test_a_regressor_of_ones_own(shifted):
     x, given, _, _ = shifted
     found, again = (quick().fit(x, given) for _ in range(2))
-    assert set(found.pool_) == {"estimator"}
+    assert set(found.ensemble_) == {"estimator"}
     np.testing.assert_array_equal(found.weights_, again.weights_)
     assert found.suspects_[:20].mean() > 0.5
 
 
 @pytest.mark.second_tier
-def test_tables_with_words_and_gaps():
+def test_tables_with_categories_and_missing_values():
     rng = np.random.default_rng(0)
     frame = pd.DataFrame({"a": rng.normal(size=150), "b": rng.choice(["x", "y"], 150)})
     y = frame["a"].to_numpy() + 3 * (frame["b"] == "y") + 0.1 * rng.normal(size=150)
@@ -196,7 +197,7 @@ def test_tables_with_words_and_gaps():
     [
         ({"estimator": "forest"}, {}, "estimator='forest'.*regressor"),
         ({"estimator": LogisticRegression()}, {}, "regressor"),
-        ({"folds": 1}, {}, "folds=1"),
+        ({"folds": 1}, {}, "'folds' parameter"),
         ({}, {"y": ["a"] * 20}, "numbers"),
         ({}, {"y": np.r_[np.nan, np.zeros(19)]}, "y is missing or infinite in 1 rows"),
         ({}, {"X_clean": np.ones((2, 2))}, "X_clean and y_clean together"),
@@ -256,9 +257,9 @@ def test_label_cleaner_passes_weights_to_a_classifier():
 def test_no_class_is_lost_by_its_suspects():
     labels = np.array([0, 0, 0, 1, 1, 1])
     trust = np.array([0.9, 0.8, 0.1, 0.3, 0.2, 0.4])
-    np.testing.assert_array_equal(_pool.kept(trust, labels, None), [0, 1, 3, 5])
+    np.testing.assert_array_equal(_ensemble.trained_rows(trust, labels, None), [0, 1, 3, 5])
     weight = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
-    np.testing.assert_array_equal(_pool.kept(trust, labels, weight), [0, 1, 3, 4])
+    np.testing.assert_array_equal(_ensemble.trained_rows(trust, labels, weight), [0, 1, 3, 4])
     x = np.arange(30.0).reshape(10, 3)  # labels that nothing explains
     cleaner = LabelCleaner(estimator=LogisticRegression(), random_state=0, progress=False)
     cleaner.fit(x, np.r_[np.zeros(8, int), 1, 1])
@@ -267,17 +268,18 @@ def test_no_class_is_lost_by_its_suspects():
 
 def test_weights_of_pipelines_go_to_the_last_step():
     x, y = make_blobs(60, centers=2, random_state=0)
-    members = _pool.pool_of(x, y, 2, 0)
+    members = _ensemble.classifiers_of(x, y, 2, 0)
     weight = np.where(y == 1, 1.0, 1e-6)
-    fitted = _pool.fit(members["logistic"], x, y, weight)
+    folds = _ensemble.Folds(x, y, np.zeros(60), weight, 0, False, 2)
+    rng = np.random.default_rng(0)
+    fitted = folds.trained(members["logistic"], np.arange(60), rng, None)
     assert fitted.predict_proba(x)[:, 1].min() > 0.5
-    assert _pool.check_weight(weight, 60, members["logistic"]) is not None
+    assert _ensemble.check_weight(weight, 60, members["logistic"]) is not None
 
 
-@pytest.mark.parametrize("method", ["noise", "weights"])
-def test_the_kernel_model_counts_rows_by_their_weight(method):
+def test_the_kernel_model_counts_rows_by_their_weight():
     x, y = make_blobs(80, centers=2, cluster_std=2.0, random_state=0)
-    options = {"hyper_steps": 2, "steps": 10, "random_state": 0, "method": method}
+    options = {"hyper_steps": 2, "steps": 10, "random_state": 0}
     checked = (x[60:], y[60:])
     plain = LabelCleaner("softmax", **options).fit(x[:60], y[:60], *checked)
     ones = LabelCleaner("softmax", **options).fit(
@@ -288,9 +290,7 @@ def test_the_kernel_model_counts_rows_by_their_weight(method):
 
 def test_labels_of_weight_0_change_nothing_in_the_kernel_model():
     x, y = make_blobs(80, centers=2, cluster_std=2.0, random_state=0)
-    features = make_features("softmax", 0).fit(x)
-    z = features.transform(x)
-    softmax = make_model("softmax", features, z)
+    _, z, softmax = prepared("softmax", x, 0)
     train = (np.arange(80)[None] % 2 != np.arange(2)[:, None]).astype(np.float32)
     flipped = np.where(np.arange(60) < 20, 1 - y[:60], y[:60])
     weight = noise.mean_one(np.where(np.arange(80) < 20, 0.0, 1.0))
@@ -298,7 +298,7 @@ def test_labels_of_weight_0_change_nothing_in_the_kernel_model():
     for given in (y[:60], flipped):
         data = noise.Data(*map(jnp.asarray, (z, given, y[60:], train)), weight=weight)
         start = noise.start_noise(softmax, data, 2, 10, jax.random.key(0))
-        problem = noise.cleaning_problem(softmax, data, 2, 10, jax.random.key(0))
+        problem = noise.noise_problem(softmax, data, 2, 10, jax.random.key(0))
         value, _ = problem.response({"noise": jnp.log(start), "l2": jnp.full(1, -9.0)})
         found.append((value, start))
     jax.tree.map(np.testing.assert_array_equal, *found)
@@ -325,11 +325,11 @@ FAILS = {
 @parametrize_with_checks(
     [
         ValueCleaner(random_state=0, progress=False),
-        LabelCleaner(estimator="pool", hyper_steps=2, steps=15, random_state=0, progress=False),
+        LabelCleaner(estimator="ensemble", hyper_steps=2, steps=15, random_state=0, progress=False),
     ],
     expected_failed_checks=lambda estimator: FAILS,
 )
 def test_scikit_learn_conventions(estimator, check, monkeypatch):
-    monkeypatch.setattr(_pool, "TREES", 20)  # forests of 200 would take a quarter of an hour
+    monkeypatch.setattr(_ensemble, "TREES", 20)  # forests of 200 would take a quarter of an hour
     with setting(jax_disable_most_optimizations=True):
         check(estimator)

@@ -188,7 +188,7 @@ class TestWhatARunSays:
             def fit(self, x, given, *checked):
                 self.ranking_ = np.arange(len(given))
                 self.suspects_ = self.ranking_ < 20
-                self.confidence_, self.suggested_ = np.full(len(given), 0.9), given
+                self.probability_wrong_, self.suggested_ = np.full(len(given), 0.9), given
                 return self
 
             def predict(self, x):

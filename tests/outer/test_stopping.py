@@ -26,9 +26,7 @@ def untyped():
 )
 @pytest.mark.parametrize("wrong", [float("nan"), -1, "3", None, True, 1j])
 def test_a_number_that_no_rule_can_use(rule, wrong):
-    with pytest.raises(
-        ValueError, match=r"(TimeLimit|SmallGradient|NoImprovement)\(.*must"
-    ):
+    with pytest.raises(ValueError, match=r"(TimeLimit|SmallGradient|NoImprovement)\(.*must"):
         rule(wrong)
 
 

@@ -108,7 +108,6 @@ ROWS = [
     ("Optuna: two directions", lambda: fo().warm_start(trial(directions=["minimize"] * 2), {"lr": 0.1}), ValueError, "2 objectives"),
     ("Optuna: pruning no trial", lambda: fo().Pruning(None), TypeError, "Pruning takes the trial"),
     ("Optuna: pruning every 0", lambda: fo().Pruning(trial(), every=0), ValueError, "every=0"),
-    ("Optuna: pruning by a number", lambda: fo().Pruning(trial(), metric=3), TypeError, "metric=3"),
     ("Optuna: pruning a study that maximizes", lambda: minimized(callbacks=[fo().Pruning(trial(direction="maximize"))]), ValueError, "the study maximizes"),
     ("Optuna: pruning by a metric that is none", lambda: minimized(callbacks=[fo().Pruning(trial(), metric="accuracy")]), UserWarning, "had nothing to report"),
     ("Optuna: pruning by several errors", lambda: ft.minimize(problem(objective=dict.fromkeys(("lr", "decay"), _squared)), hparams(), steps=1, callbacks=[fo().Pruning(trial())]), ValueError, "several errors"),

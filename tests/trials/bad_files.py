@@ -34,10 +34,9 @@ def flipped(raw, at):
 
 
 def table(content, name="train.csv", **options):
-    from foretune.apps._tables import Encoder, read_table
+    from foretune.apps._tables import read_table
 
-    read = read_table(file(name, content), **options)
-    return Encoder().fit(read).transform(read)
+    return read_table(file(name, content), **options).matrix()
 
 
 def parquet(damage=lambda raw: raw, **columns):
@@ -160,7 +159,7 @@ ROWS = [
     ("npz: labels of two axes", lambda: table(npz(x=X, y=X), "train.npz"), ValueError, "expected (n, ...) and (n,)"),
     ("npz: rows of text", lambda: table(npz(x=np.full((6, 2), "a"), y=Y), "train.npz"), ValueError, "expected numbers"),
     ("npz: complex rows", lambda: table(npz(x=X * 1j, y=Y), "train.npz"), ValueError, "complex128", "expected numbers"),
-    ("npz: NaN in a row", lambda: table(npz(x=np.where(X[2, 1] == X, NAN, X), y=Y), "train.npz"), ValueError, "row 2", "column 1"),
+    ("npz: NaN in a row", lambda: table(npz(x=np.where(X[2, 1] == X, NAN, X), y=Y), "train.npz"), ValueError, "train.npz contains NaN"),
     ("npz: a label of NaN", lambda: table(npz(x=X, y=np.where(Y == 2, NAN, Y)), "train.npz"), ValueError, "no label", "row 2"),
     ("npz: no row at all", lambda: table(npz(x=X[:0], y=Y[:0]), "train.npz"), ValueError, "has no rows"),
     ("npz: images of another shape", lambda: table(WHOLE, "train.npz", image_shape=(3, 3)), ValueError, "4 columns", "3x3"),
@@ -173,10 +172,9 @@ ROWS = [
     ("csv: another label column", lambda: table(CSV, label="kind"), ValueError, "no 'kind'"),
     ("csv: a column to drop that is none", lambda: table(CSV, drop=("b",)), ValueError, "no 'b' to drop"),
     ("csv: a row without a label", lambda: table("a,label\n1,x\n2,\n"), ValueError, "row 1", "no label"),
-    ("csv: a row without a number", lambda: table("a,label\n1,x\n,y\n3,x\n"), ValueError, "row 1", "column a"),
-    ("csv: labels alone", lambda: table("label\nx\ny\n"), ValueError, "a label column and nothing else"),
+    ("csv: labels alone", lambda: table("label\nx\ny\n"), ValueError, "no columns beside the labels"),
     ("csv: rows too long", lambda: table("a,label\n1,x,3\n2,y,4\n"), ValueError, "more cells"),
-    ("csv: free text", lambda: table("a,label\n" + "".join(f"w{i},x\n" for i in range(60))), ValueError, "60 distinct texts", "--text a"),
+    ("csv: free text", lambda: table("a,label\n" + "".join(f"w{i},x\n" for i in range(60))), ValueError, "all are identifiers"),
     ("csv: an open quote", lambda: table('a,label\n"1,x\n2,y\n'), ValueError, "train.csv"),
     ("csv: another kind of file", lambda: missing_kind(), ValueError, "give a .npz, .csv or .parquet file"),
     ("parquet: text", lambda: table(CSV, "train.parquet"), ValueError, "train.parquet cannot be read as .parquet"),
@@ -225,7 +223,6 @@ ROWS = [
     ("curves: a line of two lengths", lambda: report().curves(folder() / "a.svg", [{"title": "", "ylabel": "", "lines": [{"label": "l", "x": [1], "y": [1, 2]}]}], xlabel="x"), ValueError, "l"),
     ("histogram: no groups", lambda: report().histogram(folder() / "a.svg", {}, xlabel="x"), ValueError, "histogram: no values"),
     ("histogram: a group of NaN", lambda: report().histogram(folder() / "a.svg", {"a": [NAN]}, xlabel="x"), ValueError, "'a' has no finite value"),
-    ("histogram: no bins", lambda: report().histogram(folder() / "a.svg", {"a": [1.0]}, xlabel="x", bins=0), ValueError, "bins=0"),
     ("picture: a vector", lambda: report().picture(folder() / "a.png", np.zeros(3)), ValueError, "picture"),
     ("picture: NaN alone", lambda: report().picture(folder() / "a.png", np.full((2, 2), NAN)), ValueError, "no pixel has a finite value"),
 ]

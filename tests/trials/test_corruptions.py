@@ -139,7 +139,7 @@ def cleaned(tmp_path_factory):
     jobs.write_tables(folder / "run")
     data = folder / "run-data"
     settings = _files.Settings(
-        str(data / "train.csv"), str(data / "checked.csv"), model="softmax", method="weights",
+        str(data / "train.csv"), str(data / "checked.csv"), model="softmax",
         steps=4, iterations=12,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The report of `trust`: a verdict for each leaf, and how it reads."""
+"""The report of `trust`: a verdict for each leaf, how it reads and how it is drawn."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,6 +12,9 @@ from .slopes import MISLEADS, SIZE, TRUST, Measured, Slope, judged
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+COLOURS = {"trust": "#2f855a", "size": "#b7791f", "misleads": "#c53030"}
 
 
 class Advice(NamedTuple):
@@ -87,10 +90,12 @@ class Trust(NamedTuple):
     __repr__ = __str__
 
     def plot(self, axes: "Sequence[Axes] | None" = None) -> "Sequence[Axes]":
-        """Draw the error along each direction beside what the gradient predicts; return the axes."""
-        from .plot import plot_trust
+        """Draw the error along the first direction of each leaf, and what the gradient predicts.
 
-        return plot_trust(self, axes)
+        The last picture is how a small change of the weights grows in training. `axes` are one for
+        each leaf, and one for the sensitivity; by default new ones. Returns the axes.
+        """
+        return _plot(self, axes)
 
 
 def verdicts_of(slopes: list[Slope], scale: float) -> dict[str, str]:
@@ -150,3 +155,53 @@ def _lines(report: Trust) -> Iterator[str]:
     helps = [advice for advice in report.advice if advice.helps]
     yield from (f"advice: {advice}" for advice in helps)
     yield from (f"tried: {advice}" for advice in report.advice if not advice.helps)
+
+
+def _plot(report: Trust, axes: "Sequence[Axes] | None" = None) -> "Sequence[Axes]":
+    import matplotlib.pyplot as plt
+
+    leaves = list(report.verdicts)
+    count = len(leaves) + (report.sensitivity is not None)
+    if axes is None:
+        columns = min(count, 3)
+        rows = -(-count // columns)
+        figure, grid = plt.subplots(
+            rows, columns, figsize=(3.6 * columns, 2.9 * rows), squeeze=False, layout="constrained"
+        )
+        for spare in grid.flat[count:]:
+            figure.delaxes(spare)
+        axes = list(grid.flat[:count])
+    if len(axes) != count:
+        raise ValueError(
+            f"the plot needs {count} axes: one for each of {leaves}, and one for the sensitivity "
+            f"where it is known; got {len(axes)}."
+        )
+    for ax, leaf in zip(axes, leaves, strict=False):
+        _draw_leaf(ax, report, leaf)
+    if report.sensitivity is not None:
+        norms, ax = report.sensitivity.norms, axes[-1]
+        ax.semilogy(np.arange(1, len(norms) + 1), norms, color="#2b6cb0")
+        ax.axhline(1, color="grey", linewidth=0.6)
+        ax.set(title="sensitivity to a small change", xlabel="step of training")
+    return axes
+
+
+def _draw_leaf(ax: "Axes", report: Trust, leaf: str) -> None:
+    per_scale: dict[float, Slope] = {}
+    for slope in report.slopes:
+        if slope.leaf == leaf:
+            per_scale.setdefault(slope.scale, slope)  # the first direction
+    rows = [per_scale[scale] for scale in sorted(per_scale)]
+    x = [-row.scale for row in rows[::-1]] + [0.0] + [row.scale for row in rows]
+    y = [row.low for row in rows[::-1]] + [report.value] + [row.high for row in rows]
+    ax.plot(x, y, "o-", color="#2b6cb0", markersize=3, linewidth=1, label="measured")
+    ends = np.array([-rows[-1].scale, rows[-1].scale])
+    slope = rows[0].predicted / rows[0].scale
+    colour = COLOURS[report.verdicts[leaf]]
+    low, high = np.nanmin(y), np.nanmax(y)
+    room = max(high - low, 1e-12)
+    ax.plot(ends, report.value + slope * ends, "--", color=colour, label="predicted")
+    ax.axvspan(-report.scale, report.scale, color="grey", alpha=0.12, linewidth=0)
+    ax.set_ylim(low - 0.3 * room, high + 0.3 * room)
+    ax.set(title=f"{leaf}: {report.verdicts[leaf]}", xlabel="relative change", ylabel="error")
+    ax.legend(frameon=False, fontsize=8)

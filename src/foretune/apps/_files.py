@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._files.checkpoint import Checkpoint
 from .._outer.callbacks import History
+from .._outer.checkpoint import Checkpoint
 from ..report import RunFolder, curves, histogram, write_page
 from . import LabelCleaner, ValueCleaner, clean_labels
 from ._columns import is_frame

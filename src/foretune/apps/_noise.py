@@ -200,7 +200,6 @@ def tune(
         optimizer=optax.adam(descent.rate),
         constraints={"l2": Box(np.log(1e-9), np.log(10.0))},
         callbacks=list(descent.callbacks),
-        take_back=False,
     )
     hparams = result.best.hparams
     if tuned_on is not data:

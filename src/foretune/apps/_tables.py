@@ -211,8 +211,8 @@ def _labels(values: np.ndarray, path: Path) -> np.ndarray:
 def with_labels_alike(first: Table, second: Table) -> tuple[Table, Table]:
     """Return both tables with labels that can be compared: numbers of one as text beside text.
 
-    >>> a = Table(None, np.array(["1", "01"]), None, "a.csv")
-    >>> b = Table(None, np.array([1, 2]), None, "b.parquet")
+    >>> a = Table(np.zeros((2, 1)), np.array(["1", "01"]), None, "a.csv")
+    >>> b = Table(np.zeros((2, 1)), np.array([1, 2]), None, "b.parquet")
     >>> [table.y.tolist() for table in with_labels_alike(a, b)]
     [['1', '01'], ['1', '2']]
     """

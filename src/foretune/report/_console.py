@@ -14,7 +14,7 @@ import unicodedata
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .._outer.callbacks import Callback
+from .._outer.run import Run
 from ._page import read_result
 
 _TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -81,24 +82,24 @@ class _Termination:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._ask)
 
-    def _ask(self, number: int, frame: Any) -> None:
+    def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         interrupt = signal.getsignal(signal.SIGINT)  # a descent's own, which ends it after a step
         if not callable(interrupt):  # a job in the background may have Ctrl-C ignored
             raise KeyboardInterrupt
         interrupt(signal.SIGINT, frame)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
 
 
 def say(line: str) -> None:
     """Print a line at once, on standard error: results alone go to standard output."""
-    print(shown(line, keep="\n"), file=sys.stderr, flush=True)
+    print(shown(line, allowed="\n"), file=sys.stderr, flush=True)
 
 
-def shown(text: str, keep: str = "") -> str:
+def shown(text: str, allowed: str = "") -> str:
     r"""Return text that a terminal shows and does not obey: control codes are written out.
 
     Labels, columns and file names are the user's data, and may hold what moves the cursor, colours
@@ -109,7 +110,7 @@ def shown(text: str, keep: str = "") -> str:
     """
     return "".join(
         repr(c)[1:-1]
-        if c not in keep and (unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in _TURNS)
+        if c not in allowed and (unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in _TURNS)
         else c
         for c in text
     )
@@ -138,17 +139,17 @@ class Lines(Callback):
     def __init__(self, what: str = "hyper-iterations"):
         self.what = what
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Start the clock."""
         self._began, self._tenth = time.monotonic(), -1
 
-    def step(self, run: Any) -> None:
+    def step(self, run: Run) -> None:
         """Say how far the run is, when another tenth is done."""
-        tenth = 10 * run.step // max(run.steps, 1)
+        tenth = 10 * run.step // (run.steps or 1)
         if tenth > self._tenth and not sys.stdout.isatty():
             self._tenth = tenth
             seconds = time.monotonic() - self._began
-            say(f"  {run.step:,} of {run.steps:,} {self.what}, {seconds:.0f} s")
+            say(f"  {run.step:,} of {run.steps or 0:,} {self.what}, {seconds:.0f} s")
 
 
 def how_to_open(page: Path) -> str:

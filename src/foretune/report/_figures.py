@@ -4,17 +4,26 @@ An SVG keeps its text as text, in the reader's font, and has no background: in d
 a light card behind it. The same data give the same bytes.
 """
 
-import importlib
 import io
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from .._files.files import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+else:  # which takes long to import
+    Axes = Figure = object
+
+Curve = Mapping[str, Any]
+"""A line: "label", "x", "y" and perhaps "band"; or a panel: "title", "ylabel", "lines"."""
 
 _INK = "#1d1c1a"
 # Distinct for the colour-blind, and with a contrast of 3 or more on white.
@@ -34,9 +43,7 @@ _STYLE = {
 _NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def curves(
-    path: str | Path, panels: Sequence[Mapping[str, Any]], *, xlabel: str, log: bool = False
-) -> Path:
+def curves(path: str | Path, panels: Sequence[Curve], *, xlabel: str, log: bool = False) -> Path:
     """Draw panels of lines, two to a row, into an SVG file, and return its path.
 
     Args:
@@ -62,7 +69,7 @@ def curves(
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
 
-    def draw(figure: Any) -> None:
+    def draw(figure: Figure) -> None:
         for i, (panel, lines) in enumerate(zip(panels, checked, strict=True)):
             axes = figure.add_subplot(rows, columns, i + 1)
             along = panel.get("xlabel", xlabel)
@@ -74,11 +81,11 @@ def curves(
                 dot = "o" if log or np.isfinite(y).sum() == 1 else None
                 handles += axes.plot(x, y, dash, color=colour, lw=1.6, marker=dot, ms=4)
                 if band is not None:
-                    axes.fill_between(x, *band, color=colour, alpha=0.18, lw=0)
+                    axes.fill_between(x, band[0], band[1], color=colour, alpha=0.18, lw=0)
             if log:
                 _logarithmic(axes)
             elif all(np.array_equal(x, np.round(x)) for x, _, _ in lines):
-                axes.xaxis.get_major_locator().set_params(integer=True)
+                axes.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore
             # Beside the lines a legend would hide some of them sooner or later: it goes below.
             if not shared:
                 place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.2)}
@@ -92,7 +99,9 @@ def curves(
     return _save_svg(path, (4.7 * columns, 3.1 * rows + 0.3), draw)
 
 
-def histogram(path: str | Path, groups: Mapping[str, Any], *, xlabel: str, bins: int = 40) -> Path:
+def histogram(
+    path: str | Path, groups: Mapping[str, ArrayLike], *, xlabel: str, bins: int = 40
+) -> Path:
     """Draw a stacked histogram of the values of each group into an SVG file, and return its path.
 
     The axis of the counts is logarithmic when they differ by more than a factor of 100. NaN is left
@@ -105,37 +114,36 @@ def histogram(path: str | Path, groups: Mapping[str, Any], *, xlabel: str, bins:
     ...     report.histogram(f"{folder}/weights.svg", groups, xlabel="weight").name
     'weights.svg'
     """
-    if bins < 1:
-        raise ValueError(f"histogram(bins={bins}): one bin or more.")
+    from matplotlib.patches import Patch
+
     values = [np.asarray(group, float).ravel() for group in groups.values()]
     finite = [x[np.isfinite(x)] for x in values]
-    for name, given, kept in zip(groups, values, finite, strict=True):
-        if given.size and not kept.size:
-            raise ValueError(f"histogram: group {name!r} has no finite value among {given.size}.")
+    for name, x, left in zip(groups, values, finite, strict=True):
+        if x.size and not left.size:
+            raise ValueError(f"histogram: group {name!r} has no finite value among {x.size}.")
     if not any(x.size for x in finite):
         raise ValueError("histogram: no values. Give one group with one value or more.")
     edges = np.histogram_bin_edges(np.concatenate(finite), bins)
     counts = np.histogram(np.concatenate(finite), edges)[0]
     log = bool(counts.max() > 100 * counts[counts > 0].min())
 
-    def draw(figure: Any) -> None:
+    def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         axes.set(xlabel=xlabel, ylabel="count (log scale)" if log else "count")
         axes.grid(visible=False, axis="x")
         colours = [_COLOURS[k % len(_COLOURS)] for k in range(len(groups))]
-        axes.hist(finite, edges, stacked=True, color=colours, log=log, rwidth=0.92)
+        axes.hist(finite, edges.tolist(), stacked=True, color=colours, log=log, rwidth=0.92)
         if log:
             axes.set_ylim(bottom=0.7)  # a bin of one stays visible
             axes.yaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
-        patch = _matplotlib("patches").Patch
-        handles, names = [patch(color=colour) for colour in colours], [*map(_label, groups)]
+        handles, names = [Patch(color=colour) for colour in colours], [*map(_label, groups)]
         if any(names):
             figure.legend(handles, names, ncols=_ncols(names, 54), loc="outside lower left")
 
     return _save_svg(path, (5.4, 3.1), draw)
 
 
-def drawing(path: str | Path, draw: Callable[[Any], Any], *, size: tuple[float, float]) -> Path:
+def drawing(path: str | Path, draw: Callable[[Axes], object], *, size: tuple[float, float]) -> Path:
     """Let `draw(axes)` draw on empty axes, in the style of the others, into an SVG file.
 
     >>> import tempfile
@@ -147,7 +155,7 @@ def drawing(path: str | Path, draw: Callable[[Any], Any], *, size: tuple[float, 
     return _save_svg(path, size, lambda figure: draw(figure.add_subplot()))
 
 
-def picture(path: str | Path, pixels: Any) -> Path:
+def picture(path: str | Path, pixels: ArrayLike) -> Path:
     """Write an image as a PNG file, enlarged to 84 pixels or more, and return its path.
 
     Args:
@@ -162,6 +170,8 @@ def picture(path: str | Path, pixels: Any) -> Path:
     ...     report.picture(f"{folder}/digit.png", [[0.0, 0.5], [1.0, 0.0]]).name
     'digit.png'
     """
+    from matplotlib.image import imsave
+
     x = np.asarray(pixels)
     if x.ndim == 2:
         x = x[..., None]
@@ -182,15 +192,14 @@ def picture(path: str | Path, pixels: Any) -> Path:
     if x.shape[2] == 1:
         x = x.repeat(3, axis=2)
     factor = -(-84 // max(x.shape[:2]))
-    imsave = _matplotlib("image").imsave
     path, file = _made(path), io.BytesIO()
-    metadata = {"Software": None}  # a version there would change the bytes
+    metadata: Any = {"Software": None}  # a version there would change the bytes
     imsave(file, x.repeat(factor, 0).repeat(factor, 1), format="png", metadata=metadata)
     write_whole(path, file.getvalue())
     return path
 
 
-def _line(title: str, line: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, Any]:
+def _line(title: str, line: Curve) -> tuple[np.ndarray, np.ndarray, list[np.ndarray] | None]:
     """The x, y and band of a line, checked, with NaN for all that is not finite."""
     where = f"curves: line {line['label']!r} of panel {title!r}"
     x, y = (np.asarray(line[name], float) for name in "xy")
@@ -207,8 +216,9 @@ def _line(title: str, line: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, 
     return x, np.where(np.isfinite(y), y, np.nan), band
 
 
-def _logarithmic(axes: Any) -> None:
-    ticker = _matplotlib("ticker")
+def _logarithmic(axes: Axes) -> None:
+    from matplotlib import ticker
+
     axes.set(xscale="log", yscale="log")
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
@@ -218,7 +228,7 @@ def _logarithmic(axes: Any) -> None:
         axis.set_minor_formatter(ticker.NullFormatter())
 
 
-def _label(text: Any) -> str:
+def _label(text: object) -> str:
     text = str(text)
     return f" {text}" if text.startswith("_") else text  # matplotlib leaves _names out
 
@@ -228,30 +238,27 @@ def _ncols(labels: list[str], width: int) -> int:
     return max(1, min(len(labels), width // (max(map(len, labels)) + 6)))
 
 
-def _matplotlib(module: str = "") -> Any:
-    try:
-        return importlib.import_module(f"matplotlib.{module}".rstrip("."))
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install matplotlib.") from error
-
-
 def _made(path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def _save_svg(path: str | Path, size: tuple[float, float], draw: Any) -> Path:
-    figure_class, rc_context = _matplotlib("figure").Figure, _matplotlib().rc_context
+def _save_svg(
+    path: str | Path, size: tuple[float, float], draw: Callable[[Figure], object]
+) -> Path:
+    from matplotlib import figure, rc_context
+
     path, file = _made(path), io.StringIO()
-    salt = {"svg.hashsalt": path.name}  # ids that are the same each time, and other than in others
+    # ids that are the same each time, and other than in others
+    style: Any = {**_STYLE, "svg.hashsalt": path.name}
     no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with rc_context({**_STYLE, **salt}), warnings.catch_warnings():
+    with rc_context(style), warnings.catch_warnings():
         # The reader's font draws the text, not the one that matplotlib measures it with.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        figure = figure_class(figsize=size, layout="constrained")
-        draw(figure)
-        figure.savefig(file, format="svg", metadata=no_metadata)
+        drawn = figure.Figure(figsize=size, layout="constrained")
+        draw(drawn)
+        drawn.savefig(file, format="svg", metadata=no_metadata)
     svg = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", file.getvalue())
     svg = _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", svg)  # a browser would refuse the whole image
     write_whole(path, svg)

@@ -11,7 +11,6 @@ A file of JSON ends with a digest of the rest, so that a changed number is not t
 """
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -23,9 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from .._files.digests import digest
 from .._files.files import RunError, locked, write_whole
 from ._console import say
-from ._page import parsed, signed, write_page
+from ._page import Json, parsed, signed, write_page
 
 
 class RunFolder:
@@ -41,11 +41,11 @@ class RunFolder:
         *,
         kind: str,
         title: str,
-        settings: dict[str, Any],
+        settings: Json,
         files: Iterable[str] = (),
     ):
         self.path = Path(path)
-        digests = {name: digest(name) for name in files}
+        digests = {name: digest(Path(name).read_bytes())[:16] for name in files}
         settings = {**settings, "digests": digests} if digests else settings
         config = {
             "kind": kind,
@@ -75,7 +75,7 @@ class RunFolder:
             self.close()
             raise
 
-    def _open(self, config: dict[str, Any]) -> None:
+    def _open(self, config: Json) -> None:
         """Write the settings, or compare them with those that are there."""
         old = self.read("config.json")
         if old is None:
@@ -122,14 +122,14 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def result(self) -> dict[str, Any] | None:
+    def result(self) -> Json | None:
         """The result of a finished run, or None."""
         result = self.read("result.json")
         if not isinstance(result, dict | None):
             raise self._damaged("result.json", f"it is a {type(result).__name__}")
         return result
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[Json]:
         """Return the measurements, without lines that cannot be read: an interrupt cuts one off."""
         found = []
         for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else []:
@@ -137,15 +137,15 @@ class RunFolder:
                 found.append(json.loads(line))
         return [record for record in found if isinstance(record, dict)]
 
-    def keep_metrics(self, stays: Callable[[dict[str, Any]], bool]) -> None:
+    def keep_metrics(self, stays: Callable[[Json], bool]) -> None:
         """Keep the measurements that stay."""
         self.write_metrics([record for record in self.records() if stays(record)])
 
-    def write_metrics(self, records: list[dict[str, Any]]) -> None:
+    def write_metrics(self, records: list[Json]) -> None:
         """Write the measurements, one to a line, in place of those that are there."""
         write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
 
-    def write(self, name: str, content: Any) -> None:
+    def write(self, name: str, content: object) -> None:
         """Write JSON, whole or not at all."""
         path = self.path / name
         path.parent.mkdir(exist_ok=True)
@@ -179,11 +179,6 @@ class RunFolder:
 def _is_remainder(name: str) -> bool:
     """Whether a file may be left by a run that was killed before it had written its settings."""
     return name == ".lock" or name.startswith(".config.json.")
-
-
-def digest(path: str | Path) -> str:
-    """Return a short hash of a file, so that changed data is not taken for the same run."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 def command() -> str:

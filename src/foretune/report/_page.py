@@ -7,7 +7,6 @@ follows no link and fetches nothing, whatever an SVG holds.
 """
 
 import base64
-import hashlib
 import json
 import math
 import re
@@ -16,19 +15,22 @@ from importlib import resources
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+from .._files.digests import digest
 from .._files.files import write_whole
 
-# What the files hold, by example: the types of their entries.
-_CONFIG: dict[str, Any] = {
+Json = dict[str, Any]
+"""What a file of JSON holds."""
+# By example: the types of their entries.
+_CONFIG: Json = {
     **{"kind": str, "title": str, "command": str, "created": str, "device": str},
     **{"versions": dict, "settings": dict},
 }
 _ITEM = {
-    **{"index": object, "given": object, "model": object, "confidence": object},
+    **{"index": object, "observed": object, "suggested": object, "probability_wrong": object},
     **{"image": str, "row": dict, "wrong": object},
 }
 _EXAMPLE = {"index": object, "label": object, "score": object, "image": str, "row": dict}
-_RESULT: dict[str, Any] = {
+_RESULT: Json = {
     "headline": str,
     "notes": [str],
     "tables": [{"title": str, "note": str, "columns": [str], "rows": [[object]]}],
@@ -38,7 +40,6 @@ _RESULT: dict[str, Any] = {
 }
 _NUMERIC = re.compile(r"[-+\u2212<>]?\s?\d[\d.,eE+\u2212-]*\s?%?(\s?[±(].*)?")
 _WIDTH = re.compile(rb"viewBox=\"[\d.]+ [\d.]+ (\d{1,5})")
-
 
 _WHICH = (
     "Give a folder of `foretune clean`, `foretune attribute` or of an experiment (one of checkpoints "
@@ -60,16 +61,14 @@ def write_page(folder: str | Path) -> Path:
     >>> from pathlib import Path
     >>> from foretune import report
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     config = '{"title": "Cleaning", "command": "foretune run cleaning"}'
+    ...     config = '{"title": "Cleaning", "command": "foretune clean train.csv"}'
     ...     _ = Path(folder, "config.json").write_text(config)
     ...     page = report.write_page(folder)
-    ...     "foretune run cleaning" in page.read_text()
+    ...     "foretune clean train.csv" in page.read_text()
     True
     """
-    try:
-        import jinja2  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("write_page needs the package jinja2: pip install jinja2.") from error
+    import jinja2  # pyright: ignore[reportMissingImports]
+
     folder = Path(folder)
     if not folder.is_dir():
         raise ReportError(f"{folder} is not a folder. {_WHICH}.")
@@ -96,13 +95,13 @@ def write_page(folder: str | Path) -> Path:
     return path
 
 
-def read_result(folder: Path) -> dict[str, Any]:
+def read_result(folder: Path) -> Json:
     """Return a finished run's result, complete in what a page shows, or raise `ReportError`."""
     advice = "Remove it and give the run's command again to write it anew"
     return _read(folder / "result.json", _RESULT, advice)
 
 
-def _read(path: Path, shape: dict[str, Any], advice: str) -> dict[str, Any]:
+def _read(path: Path, shape: Json, advice: str) -> Json:
     try:
         return _fill(parsed(path.read_text(encoding="utf-8")), shape, "it")
     except FileNotFoundError:
@@ -112,7 +111,7 @@ def _read(path: Path, shape: dict[str, Any], advice: str) -> dict[str, Any]:
     raise ReportError(f"{problem}. {advice}.")
 
 
-def signed(content: Any) -> str:
+def signed(content: object) -> str:
     """Return content as JSON; a dict with a digest, by which `parsed` knows that it is whole."""
     content = json.loads(json.dumps(content))  # as it is read: all keys are text
     if isinstance(content, dict):
@@ -128,8 +127,8 @@ def parsed(text: str) -> Any:
     return content
 
 
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _digest(content: Json) -> str:
+    return digest(json.dumps(content, sort_keys=True))
 
 
 def _fill(value: Any, shape: Any, where: str) -> Any:
@@ -168,7 +167,7 @@ def _metrics(path: Path) -> tuple[int, list[str]]:
     return count, list(series)
 
 
-def _prepare(folder: Path, result: dict[str, Any]) -> None:
+def _prepare(folder: Path, result: Json) -> None:
     """Put the figures themselves, and cells as they are shown, in the result."""
     for table in result["tables"]:
         width = len(table["columns"])
@@ -185,8 +184,7 @@ def _prepare(folder: Path, result: dict[str, Any]) -> None:
         figure["html"] = _embed(folder, figure["file"], alt)
     gallery = result["gallery"]
     for item in gallery["items"]:
-        alt = f"Example {_plain(item['index'])}, labelled {_plain(item['given'])}"
-        item["html"] = item["image"] and _embed(folder, item["image"], alt)
+        item["html"] = _pictured(folder, item, item["observed"])
     pictures = [item for item in gallery["items"] if item["image"]]
     others = [item for item in gallery["items"] if not item["image"]]
     gallery |= {"pictures": pictures, "others": others}
@@ -194,15 +192,19 @@ def _prepare(folder: Path, result: dict[str, Any]) -> None:
     for comparison in result["comparisons"]:
         for group in comparison["groups"]:
             for item in group["items"]:
-                alt = f"Example {_plain(item['index'])}, labelled {_plain(item['label'])}"
-                item["html"] = item["image"] and _embed(folder, item["image"], alt)
+                item["html"] = _pictured(folder, item, item["label"])
                 item["score"] = None if item["score"] is None else _number(item["score"])
             group["columns"] = list(dict.fromkeys(n for i in group["items"] for n in i["row"]))
     known = [item["wrong"] for item in gallery["items"] if isinstance(item["wrong"], bool)]
     gallery |= {"known": len(known), "wrong": sum(known)}
 
 
-def _column(values: list[Any]) -> list[tuple[str, bool]]:
+def _pictured(folder: Path, item: Json, label: object) -> str:
+    alt = f"Example {_plain(item['index'])}, labelled {_plain(label)}"
+    return item["image"] and _embed(folder, item["image"], alt)
+
+
+def _column(values: list[object]) -> list[tuple[str, bool]]:
     """Each value as text and whether it is a number; floats get the same number of decimals."""
     texts = [_number(x) for x in values]
     floats = [i for i, x in enumerate(values) if isinstance(x, float) and math.isfinite(x)]
@@ -220,7 +222,7 @@ def _column(values: list[Any]) -> list[tuple[str, bool]]:
     return list(zip(texts, number, strict=True))
 
 
-def _number(x: Any) -> str:
+def _number(x: object) -> str:
     if not isinstance(x, float):
         many = isinstance(x, int) and not isinstance(x, bool) and abs(x) >= 10_000
         return f"{x:,}" if many else _plain(x)
@@ -229,13 +231,13 @@ def _number(x: Any) -> str:
     return re.sub(r"e([+-])0*(\d)", r"e\1\2", f"{x:.4g}").replace("e+", "e")
 
 
-def _plain(x: Any) -> str:
+def _plain(x: object) -> str:
     if x is None:
         return "–"  # noqa: RUF001
     return x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
 
 
-def _percent(x: Any) -> str:
+def _percent(x: object) -> str:
     if isinstance(x, bool) or not isinstance(x, int | float) or not math.isfinite(x):
         return _plain(x)
     return ">99.9%" if 0.9995 <= x < 1 else f"{100 * x:.1f}%"
@@ -249,7 +251,7 @@ def _when(text: str) -> str:
     return f"{time:%Y-%m-%d %H:%M} {time.tzname() or ''}".strip()
 
 
-def _embed(folder: Path, name: str, alt: str) -> Any:
+def _embed(folder: Path, name: str, alt: str) -> str:
     """The figure as an image with its bytes in the page; a note where there is none."""
     from markupsafe import Markup  # pyright: ignore[reportMissingImports]
 
