@@ -256,17 +256,6 @@ def flip(path, line):
     path.write_bytes(b"".join(lines))
 
 
-def test_records_that_are_damaged_are_made_again_where_a_checkpoint_is_before_them(tmp_path):
-    expected = run(tmp_path / "whole", steps=6)
-    run(tmp_path / "damaged", steps=4)
-    flip(tmp_path / "damaged" / "foretune.records", 4)
-    with pytest.warns(UserWarning, match=r"step 4 .* lacks records: 1 of 5 in foretune.records"):
-        resumed = run(tmp_path / "damaged", steps=6)
-    assert resumed.history == expected.history
-    assert same(resumed.hparams, expected.hparams)
-    assert "foretune_4.damaged" in names(tmp_path / "damaged")
-
-
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_records_that_are_lost_are_named_and_cost_nothing_else(tmp_path, damage):
     expected = run(tmp_path / "whole", steps=6)

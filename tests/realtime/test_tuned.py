@@ -218,8 +218,8 @@ class TestTuned:
         for batch in self.batches(12):
             state, _ = optimizer.update(state, batch, validation)
         assert_trees_close({**state.params, "w": 0}, {**params, "w": 0}, 0)
-        of_one = [3] * 2  # a column of w, and of its accumulator, for each constant
-        assert sorted(z.size for z in jax.tree.leaves(state.window.Z)) == of_one * 2
+        of_one = [1, 3, 3]  # of the loss, of w and of its accumulator, for each constant
+        assert sorted(z.size for z in jax.tree.leaves(state.window.Z)) == sorted(of_one * 2)
         whole = lambda w: {"w": w, "b": np.float32(0.3)}  # noqa: E731
         realtime = ft.RealTime(
             ft.Training(lambda w, h, b: squares(whole(w), b), lambda h: optax.sgd(**h)),

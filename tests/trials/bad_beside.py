@@ -91,7 +91,6 @@ ROWS = [
     ("negative seconds", lambda: ft.TimeLimit(-1), ValueError, "seconds=-1"),
     ("seconds of text", lambda: ft.TimeLimit("1h"), ValueError, "seconds='1h'"),
     ("seconds True", lambda: ft.TimeLimit(True), ValueError, "seconds=True"),
-    ("vanished of a number", lambda: ft.Vanished(3), ValueError, "name=3"),
     ("vanished below NaN", lambda: ft.Vanished("lr", below=NAN), ValueError, "below=nan"),
     ("vanished with no patience", lambda: ft.Vanished("lr", patience=0), ValueError, "patience=0"),
     ("vanished of another name", lambda: ran(stop=ft.Vanished("rate")), ValueError, "names no hyperparameter", "['lr']"),

@@ -202,7 +202,5 @@ ROWS = [
     ("the bias over a window, not a list", lambda: bias(windows=WINDOW), TypeError, "a list of windows"),
     ("the bias without a log", lambda: bias(log={}), TypeError, "log", "'hparams'"),
     ("the bias with None for a log", lambda: bias(log=None), TypeError, "log"),
-    ("the bias of a tuner's class", lambda: bias(tuner=ft.RealTime), TypeError, "a `foretune.RealTime`"),
-    ("the bias from None", lambda: bias(before=None), TypeError, "before", "RealTimeState"),
     ("the bias by text", lambda: bias(engine="forward"), TypeError, "engine must be an engine"),
 ]

@@ -1,6 +1,6 @@
 """Exact data attribution: how each training example moved each error, through the whole training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -25,6 +25,7 @@ from .._problem.problem import Problem, ProblemLike, validated
 from .attribution import Attribution
 from .chunks import chunks_in
 from .doubts import warn_first, warn_of_size
+from .losses import Losses
 from .queries import Queries, as_queries
 from .sweep import Spread, sweep
 from .weighted import weighted_problem
@@ -37,7 +38,7 @@ def attribute(
     *,
     key: Array | None = None,
     weights: str = "weight",
-    losses: Callable[..., PyTree] | None = None,
+    losses: Losses | None = None,
     groups: object = None,
     share: float = 1.0,
     trust: bool = False,

@@ -139,7 +139,7 @@ class Minibatches(Batches):
         *,
         batch_size: int,
         steps: int,
-        key: Array,
+        key: object,
     ) -> "Minibatches":
         """Draw `steps` minibatches by reshuffling the examples at each epoch.
 
@@ -162,7 +162,7 @@ class Minibatches(Batches):
         check_key(key, "the key of Minibatches.shuffled")
         return cls(data, _shuffled(n, batch_size, steps, key))
 
-    def reshuffled(self, key: Array) -> "Minibatches":
+    def reshuffled(self, key: object) -> "Minibatches":
         """Draw as many minibatches of the same size anew, as `shuffled` does.
 
         >>> import foretune as ft, jax, jax.numpy as jnp
@@ -206,7 +206,7 @@ class Minibatches(Batches):
         return super().whole() if self.gather is not None else self.data
 
 
-def _shuffled(n: int, batch_size: int, steps: int, key: Array) -> Int[Array, "T b"]:
+def _shuffled(n: int, batch_size: int, steps: int, key: Any) -> Int[Array, "T b"]:
     """Return indices of minibatches, the n examples in a new order at each epoch."""
     per_epoch = n // batch_size
     keys = jax.random.split(key, -(-steps // per_epoch))

@@ -252,7 +252,8 @@ class LabelCleaner(ClassifierMixin, Cleaner):
             judged = twice(judged, look(members(np.flatnonzero(use)), use), inputs.observed)
         rows = self._conclude(inputs, judged, [*first, *kernel])
         most = None if self._takes_anything else _ensemble.MOST_TRAINED
-        self._final = _ensemble.Classifiers(folds.final(members(rows), rows, most), classes)
+        final = cast(list[_ensemble.Classifier], folds.final(members(rows), rows, most))
+        self._final = _ensemble.Classifiers(final, classes)
         return self
 
     def _conclude(self, inputs: Inputs, judged: Judgement, names: list[str]) -> np.ndarray:

@@ -96,14 +96,13 @@ class Descent(NamedTuple):
     hyper_steps: int
 
 
-def problem_of(model: Likelihood, rows: NamedTuple, descent: Descent) -> Problem:
+def problem_of(model: Likelihood, rows: PyTree, descent: Descent) -> Problem:
     """Return the bilevel problem, all folds side by side."""
-    train = rows.train  # pyright: ignore[reportAttributeAccessIssue]
     return Problem(
         dynamics=Training(_Loss(model), optax.adam(descent.rate, eps_root=1e-8)),
         objective=_Error(model),
         init=jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf, (len(train), *leaf.shape)), model.start(rows)
+            lambda leaf: jnp.broadcast_to(leaf, (len(rows.train), *leaf.shape)), model.start(rows)
         ),
         batches=FullBatch(rows, steps=descent.steps),
         validation=rows,
@@ -112,7 +111,7 @@ def problem_of(model: Likelihood, rows: NamedTuple, descent: Descent) -> Problem
 
 def tune(
     model: Likelihood,
-    rows: NamedTuple,
+    rows: PyTree,
     hparams: Hparams,
     descent: Descent,
     within: dict[str, Box],
@@ -129,7 +128,7 @@ def tune(
     )
 
 
-def fit(model: Likelihood, rows: NamedTuple, hparams: Hparams, descent: Descent) -> PyTree:
+def fit(model: Likelihood, rows: PyTree, hparams: Hparams, descent: Descent) -> PyTree:
     """Return the parameters of each fold."""
     return problem_of(model, rows, descent).response(hparams)[1].params
 

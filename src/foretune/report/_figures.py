@@ -250,11 +250,10 @@ def _save_svg(
     from matplotlib import figure, rc_context
 
     path, file = _made(path), io.StringIO()
-    salt: Any = {
-        "svg.hashsalt": path.name
-    }  # ids that are the same each time, and other than in others
+    # ids that are the same each time, and other than in others
+    style: Any = {**_STYLE, "svg.hashsalt": path.name}
     no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with rc_context({**_STYLE, **salt}), warnings.catch_warnings():
+    with rc_context(style), warnings.catch_warnings():
         # The reader's font draws the text, not the one that matplotlib measures it with.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         drawn = figure.Figure(figsize=size, layout="constrained")
