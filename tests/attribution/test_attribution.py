@@ -321,8 +321,6 @@ def test_validation_of_a_convex_problem():
     assert validation.mean > 0.9
     assert 0 < validation.standard_error < 0.1
     assert "4 queries, 20 subsets" in str(validation)
-    plotted = pytest.importorskip("matplotlib.pyplot")
-    plotted.close("all")
     again = found.validate(problem, {}, queries, losses=losses, subsets=20, drop=0.1, chunk=1)
     np.testing.assert_allclose(again.actual, validation.actual, rtol=1e-3, atol=1e-5)
     other = validation.of(found.scores)
