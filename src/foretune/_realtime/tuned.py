@@ -142,18 +142,8 @@ def tuned(
     >>> float(state.params["b"]), sorted(state.hparams), float(state.hparams["l2"]) < 0.1
     (2.0, ['l2', 'learning_rate'], True)
     """
-    check_count(every, f"tuned(every={every!r})")
-    if key is not None:
-        check_key(key, "tuned(key=...)")
-    if trainable is not None:
-        check_trainable(trainable)
-    dicts = {"constraints": constraints, "options": options, "loss_hparams": loss_hparams}
-    for name, given in dicts.items():
-        if not (given is None or isinstance(given, Mapping)):
-            raise TypeError(f"tuned({name}=...) must be a dict, got {describe(given)}.")
     options, of_loss = dict(options or {}), dict(loss_hparams or {})
-    if "donate" in options:
-        raise TypeError("tuned(options={'donate': ...}): give `tuned(donate=...)`.")
+    _check_options(every, key, trainable, constraints, options)
     check_loss_and_error(loss, error, bool(of_loss), has_state, key is not None)
     judged = loss if error is None else error
     start = start_of(optimizer, hparams, of_loss)
@@ -175,6 +165,24 @@ def tuned(
     sets = constraints_of(start, constraints or {})
     tuner = RealTime(dynamics, objective, **{"constraints": sets, **options})  # pyright: ignore
     return Tuned(tuner, start, every, has_state, trainable, donate)
+
+
+def _check_options(
+    every: int,
+    key: Array | None,
+    trainable: Trainable | None,
+    constraints: Mapping[str, PyTree] | None,
+    options: dict[str, object],
+) -> None:
+    check_count(every, f"tuned(every={every!r})")
+    if key is not None:
+        check_key(key, "tuned(key=...)")
+    if trainable is not None:
+        check_trainable(trainable)
+    if not (constraints is None or isinstance(constraints, Mapping)):
+        raise TypeError(f"tuned(constraints=...) must be a dict, got {describe(constraints)}.")
+    if "donate" in options:
+        raise TypeError("tuned(options={'donate': ...}): give `tuned(donate=...)`.")
 
 
 class Tuned:
