@@ -53,6 +53,7 @@ from ._noise import make_folds, start_matrix
 from ._regularised import (
     FEW_TRUSTED,
     FOLDS,
+    Fitting,
     Hparams,
     Likelihood,
     fit,

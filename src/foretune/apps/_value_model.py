@@ -36,6 +36,7 @@ from .._outer.run import Result
 from ._regularised import (
     FEW_TRUSTED,
     FOLDS,
+    Fitting,
     Hparams,
     Likelihood,
     fit,
