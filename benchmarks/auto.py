@@ -3,9 +3,8 @@
     python -m benchmarks.auto [--rounds 3] [--only NAME ...] [--out FILE.json]
 
 For each problem, without a budget and with one of about twelve states: all candidates that fit are
-timed, and the chosen one is held against the fastest of them. Programs take turns; candidates that a
-first call shows to be three times as slow as the fastest so far are not timed further, and those
-predicted to be four times as slow as the fastest are left out.
+timed, and the chosen one is compared with the fastest of them. Programs take turns; candidates that a
+first call shows to be three times as slow as the fastest so far are not timed further.
 """
 
 import functools
@@ -21,8 +20,7 @@ import optax
 import foretune as ft
 from benchmarks.harness import Table, command_line, record, time_in_turns, timed
 from benchmarks.tasks import cross_entropy, layers, mlp, random_arrays
-from foretune._engines.auto import program_bytes, show_bytes
-from foretune._engines.costs import compile_all
+from foretune._engines.memory import program_bytes, show_bytes
 from foretune._problem.problem import validated
 
 Case = tuple[ft.Problem, dict[str, Any]]
@@ -226,12 +224,9 @@ def measure(case: Case, memory: int | None, rounds: int) -> dict[str, Any]:
     chosen = next(c.name for c in choice.candidates if c.engine == choice.engine)
     took = time.perf_counter() - began
     arrays, _ = validated(problem, hparams)
-    fit = [c for c in choice.candidates if c.bytes <= choice.limit]
-    fit = [c for c in fit if c.name == chosen or c.seconds < 4 * fit[0].seconds]
-    compiled = compile_all({c.name: c.engine.lower(problem, hparams) for c in fit})
     programs, sizes, best = {}, {}, float("inf")
-    for name, future in compiled.items():
-        program = future.result()
+    for candidate in choice.candidates:
+        name, program = candidate.name, candidate.engine.lower(problem, hparams).compile()
         sizes[name] = program_bytes(program)
         if sizes[name] > choice.limit:
             continue
@@ -251,7 +246,6 @@ def measure(case: Case, memory: int | None, rounds: int) -> dict[str, Any]:
         "within": sizes[chosen] <= choice.limit,
         "choosing_seconds": took,
         "seconds": dict(sorted(seconds.items(), key=lambda item: item[1])),
-        "predicted_seconds": {c.name: c.seconds for c in choice.candidates if c.name in seconds},
     }
 
 

@@ -27,7 +27,7 @@ import foretune as ft
 from benchmarks.harness import Table, command_line, record
 from experiments.cleaning import experiment as cleaning
 from experiments.cleaning.noise import corrupt
-from experiments.cleaning.splits import SUSPECT_BELOW, Split, score, split
+from experiments.cleaning.splits import Split, score, split
 from experiments.datasets import load
 from foretune.apps import LabelCleaner
 from foretune.apps._models import prepared
@@ -103,21 +103,21 @@ def everyday(masks: Masks, s: Split, kind, rate, checks, seed) -> dict:
 
 
 class Kernel:
-    """LabelCleaner's default model, trained as it is on any labels of one seed's examples."""
+    """The kernel model of LabelCleaner, trained as it is on any labels of one seed's examples."""
 
     def __init__(self, x: np.ndarray, seed: int):
-        self.features, self.z, self.model = prepared("kernel", x, seed)
+        _, self.z, self.model = prepared("kernel", x, seed)
 
     def probabilities(self, train, labels, rows) -> np.ndarray:
         """Return the class probabilities of rows after training on others."""
-        key, use = jax.random.key(0), np.ones(len(train))
+        use, key = np.ones(len(train)), jax.random.key(0)
         params = train_plain(self.model, self.z[train], labels, use, CLASSES, 60, key)
         scores = self.model.apply(params, jnp.asarray(self.z[rows]))
         return np.asarray(jax.nn.softmax(scores), np.float64)
 
 
 def same_model(masks: Masks, s: Split, kind, rate, checks, seed, kernels: dict) -> dict:
-    """cleanlab in its two ways, with the probabilities of LabelCleaner's default model."""
+    """cleanlab in its two ways, with the probabilities of LabelCleaner's kernel model."""
     n = len(s.x)
 
     def cross_validated():
@@ -196,7 +196,7 @@ def published(masks: Masks, dataset, checks: int, seeds: int) -> dict:
                 "weight": [[ft.CappedSimplex(n / 2) for _ in noises] for _ in range(seeds)]
             },
         )
-        found = np.asarray(result.hparams["weight"]) < SUSPECT_BELOW
+        found = np.asarray(result.hparams["weight"]) < 0.5
         np.savez_compressed(
             path, mask=found, seconds=(time.perf_counter() - begun) / found[..., 0].size
         )

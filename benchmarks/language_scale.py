@@ -33,7 +33,7 @@ import optax
 import foretune as ft
 from benchmarks.harness import command_line, record, timed
 from experiments.language.model import hidden, initial
-from foretune._engines.auto import program_bytes
+from foretune._engines.memory import program_bytes
 from foretune._problem.problem import validated
 
 SOURCES, BLOCKS, AT_ONCE = 8, 4, 4

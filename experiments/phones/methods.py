@@ -303,7 +303,7 @@ class Measure(Callback):
         self._make_curve = functools.partial(Curve, task, series, seed)
 
     def start(self, run: Any) -> None:
-        """Go on from where the run is resumed."""
+        """Continue from where the run is resumed."""
         self.curve = self._make_curve(lambda record: record["step"] <= run.step)
         if run.history:
             self.clock.spend(run.history[-1]["seconds"])
@@ -315,7 +315,7 @@ class Measure(Callback):
             "loss": record["loss"],
             "error": record["value"],
             **{name: record["hparams"][name] for name in ("eta", "mu", "rho")},
-            "undone": record["undone"],
+            "rolled_back": record["rolled_back"],
         }
         if run.step % self.task.check == 0 or (self.clock.over and self.curve.best is None):
             params = run.state.train.params

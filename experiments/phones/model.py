@@ -127,7 +127,8 @@ def train(state: Any, hparams: PyTree, window: Minibatches) -> tuple[Any, Array]
     """Train over a window at constant hyperparameters; return the state and the mean loss."""
 
     def step(state, x):
-        return dynamics.step_and_loss(state, hparams, window.batch(x))
+        state = dynamics.step(state, hparams, window.batch(x))
+        return state, state.loss
 
     state, losses = lax.scan(step, state, window.xs)
     return state, jnp.mean(losses)

@@ -16,7 +16,7 @@ from scipy.optimize import LinearConstraint, minimize
 
 import foretune as ft
 from foretune._constraints.base import check_constraints, check_starts, project
-from foretune._outer.run import Outer
+from foretune._outer.update import Outer
 
 numbers = st.floats(-5, 5, allow_nan=False).map(lambda x: round(x, 3))
 # Few sizes, since each is a compilation.

@@ -69,8 +69,6 @@ def of_each(problems, hparams, engine):
     "engine",
     [
         ft.Reverse(),
-        later(ft.Reverse(store="segments")),
-        later(ft.Reverse(store="gradients")),
         later(ft.Reverse(store=2)),
         ft.Forward(),
         later(ft.Truncated(4)),

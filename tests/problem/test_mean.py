@@ -83,7 +83,6 @@ def mean_of(problem_of_fold, hparams):
     "kind",
     [
         "minibatches",
-        pytest.param("full", marks=pytest.mark.second_tier),
         pytest.param("stacked", marks=pytest.mark.second_tier),
     ],
 )
@@ -91,7 +90,7 @@ def test_the_mean_of_its_folds(kind):
     data = Data()
     value, grad, states = mean_of(lambda k: data.problem(k, kind), hyper())
     problem = mean(lambda k: data.problem(k, kind))
-    for engine in (*ENGINES, ft.Forward(chunk=1)):
+    for engine in ENGINES:
         found = engine(problem, hyper())
         np.testing.assert_allclose(found.value, value, rtol=1e-12)
         assert_trees_close(found.grad, grad, 1e-11)
@@ -106,13 +105,12 @@ def test_the_mean_of_its_folds(kind):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.second_tier
-@pytest.mark.parametrize("trajectory", [True, False])
-def test_each_hyperparameter_follows_its_own_mean_error(trajectory):
+def test_each_hyperparameter_follows_its_own_mean_error():
     data = Data()
     errors = {"lr": training_error, "decay": error}
 
     def fold(k):
-        return data.problem(k, objective=errors, trajectory=trajectory)
+        return data.problem(k, objective=errors, trajectory=True)
 
     value, grad, _ = mean_of(fold, hyper())
     problem = mean(fold)
@@ -120,7 +118,6 @@ def test_each_hyperparameter_follows_its_own_mean_error(trajectory):
         found = engine(problem, hyper())
         assert_trees_close(found.value, value, 1e-12)
         assert_trees_close(found.grad, grad, 1e-11)
-    ft.check_hypergradient(problem, hyper(), verbose=False)
     one = mean(lambda k: data.problem(k, objective={"lr": error, "decay": error}))
     assert set(rows_of(one).values()) == {0}  # one error, one adjoint
 

@@ -204,7 +204,7 @@ class Grows(ft.Dynamics):
         ),
         (
             {"w": jnp.zeros(2), "n": jnp.array(0)},
-            lambda s, a: {"w": s["w"] + a, "n": s["n"] + a},
+            lambda s, a: {"w": s["w"] + a, "n": s["n"].astype(float) + a},
             r"changes state\['n'\] from int32\[\] to float32\[\]",
         ),
         (
@@ -247,10 +247,6 @@ def test_steps_that_change_the_state(start, change, pattern):
                 np.zeros(3), batch_size=4, steps=1, key=jax.random.key(0)
             ),
             "batch_size=4 must lie between 1 and the 3 examples",
-        ),
-        (
-            lambda: ft.Minibatches.shuffled(np.zeros(3), batch_size=2, steps=1, key=0),
-            r"`jax.random.key\(0\)` say; got the int 0",
         ),
     ],
 )
@@ -300,7 +296,7 @@ def test_training_says_what_it_cannot_train():
             lambda: ft.Training(penalised, optax.sgd(0.1), key=jax.random.key(0)),
             r"`loss\(params, hparams, batch, key=...\)` is how it is called",
         ),
-        (lambda: ft.Training(penalised, optax.sgd), "Call it, `optax.sgd"),
+        (lambda: ft.Training(penalised, optax.sgd), "one of Optax's functions"),
         (
             lambda: regression(objective=lambda s, h: 0.0),
             r"`objective\(state, hparams, validation\)`",

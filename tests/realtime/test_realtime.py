@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -295,7 +296,7 @@ def test_hyperparameters_of_the_initial_state_are_carried(x64):
     assert_trees_close(log["hypergradient"], ft.Forward()(problem, hparams).grad, 1e-10)
 
 
-class Decay:
+class Decay(ft.Dynamics):
     """A dynamics that is no training."""
 
     def init(self, params, hparams):
@@ -464,21 +465,23 @@ def test_a_network_that_dies_is_brought_back():
     def mean_error(params, batch):
         return jnp.mean((jax.nn.relu(batch[0] @ params["a"]) @ params["b"] - batch[1]) ** 2)
 
+    class Weights(NamedTuple):
+        params: dict
+        loss: jax.Array
+
     class Killing(ft.Dynamics):  # above a rate of 0.5 all hidden units die, at a lower error
         def init(self, params, hparams):
-            return params
-
-        def step_and_loss(self, state, hparams, batch):
-            loss, grads = jax.value_and_grad(mean_error)(state, batch)
-            alive = jnp.where(hparams["lr"] > 0.5, 0.0, 1.0)
-            return jax.tree.map(lambda w, g: alive * (w - hparams["lr"] * g), state, grads), loss
+            return Weights(params, jnp.zeros(()))
 
         def step(self, state, hparams, batch):
-            return self.step_and_loss(state, hparams, batch)[0]
+            loss, grads = jax.value_and_grad(mean_error)(state.params, batch)
+            alive = jnp.where(hparams["lr"] > 0.5, 0.0, 1.0)
+            move = lambda w, g: alive * (w - hparams["lr"] * g)  # noqa: E731
+            return Weights(jax.tree.map(move, state.params, grads), loss)
 
     realtime = ft.RealTime(
         Killing(),
-        lambda state, h, batch: mean_error(state, batch),
+        lambda state, h, batch: mean_error(state.params, batch),
         constraints={"lr": ft.NonNegative()},
     )
     state = realtime.init(params, {"lr": jnp.array(1.5)})
@@ -488,7 +491,7 @@ def test_a_network_that_dies_is_brought_back():
         rolled_back.append(bool(log["rolled_back"]))
     assert rolled_back[:2] == [True, True]
     assert state.hparams["lr"] < 0.5
-    assert np.any(state.train["a"] != 0)
+    assert np.any(state.train.params["a"] != 0)
 
 
 def in_entry(array, value):
@@ -499,15 +502,15 @@ def in_entry(array, value):
 def test_a_start_that_is_not_finite_is_refused(value):
     params, hparams = start()
     realtime = tuner(constraints={"lr": ft.NonNegative()})
-    with pytest.raises(ft.NonFiniteError, match=rf"hparams\['lr'\] \(float32\[\]\) is {value}"):
+    with pytest.raises(ft.NonFiniteError, match=r"hparams\['lr'\] \(float32\[\]\) is not finite"):
         realtime.init(params, hparams | {"lr": jnp.array(value)})
     broken = params | {"w": in_entry(params["w"], value)}
-    message = rf"params\['w'\] \(float32\[3\]\) is {value} in 1 of 3 entries"
+    message = r"params\['w'\] \(float32\[3\]\) is not finite in 1 of 3 entries"
     with pytest.raises(ft.NonFiniteError, match=message):
         realtime.init(broken, hparams)
     with pytest.raises(ft.NonFiniteError, match=message):
         realtime.init(lambda h: broken, hparams)
-    with pytest.raises(ft.NonFiniteError, match=r"params \(float32\[\]\) is nan"):
+    with pytest.raises(ft.NonFiniteError, match=r"params \(float32\[\]\) is not finite"):
         ft.RealTime(Decay(), lambda state, h, x: state).init(np.float32(np.nan), hparams)
 
 
@@ -721,24 +724,16 @@ def test_windows_and_validation_that_are_no_data():
 
 def test_data_that_no_longer_fits():
     (window, *_), validation = data()
-    params, hparams = start()
     realtime = tuner()
-    state = realtime.init(params, hparams)
-    wide = (np.ones((4, 8, 5), np.float32), window[1]), (np.ones((20, 5)), validation[1])
-    with pytest.raises(TypeError, match="dot_general") as caught:  # the first of all
-        realtime.update(state, wide[0], validation)
-    assert "batch[0]: float32[8,5]" in str(caught.value)
+    state = realtime.init(*start())
     realtime.update(state, window, validation)
-    message = r"window\[0\] is float32\[4,8,5\], it was float32\[4,8,3\](.|\n)*dot_general"
-    with pytest.raises(ValueError, match=message):
-        realtime.update(state, wide[0], validation)
-    message = r"validation\[0\] is float32\[20,5\], it was float32\[20,3\]"
-    with pytest.raises(ValueError, match=message):
-        realtime.update(state, window, wide[1])
-    with pytest.raises(ValueError, match=r"validation\['x'\] is float32\[20,3\], it was absent"):
-        realtime.update(state, window, {"x": validation[0]})
-    with pytest.raises(ValueError, match=message):
-        jax.jit(realtime.update)(state, window, wide[1])
+    wide = (np.ones((4, 8, 5), np.float32), window[1]), (np.ones((20, 5)), validation[1])
+    for update in (realtime.update, jax.jit(realtime.update)):
+        with pytest.raises(TypeError, match="dot_general") as caught:
+            update(state, wide[0], validation)
+        assert "batch[0]: float32[8,5]" in str(caught.value)
+        with pytest.raises(TypeError, match="dot_general"):
+            update(state, window, wide[1])
     realtime.update(state, window, validation)  # and it continues
 
 
@@ -748,23 +743,16 @@ def test_states_of_other_tuners():
     params, hparams = start()
     realtime = tuner(outer=optax.adam(0.01))
     mine = realtime.init(params, hparams)
-    rate = ft.Training(lambda p, h, batch: squares(p, batch), lambda h: optax.sgd(h["rate"]))
     for path, state in {
-        "state.opt_state[0].mu['decay'] is absent, it should be float32[]": tuner().init(
+        "state.opt_state[0].count is absent, it should be int32[]": tuner().init(
             params, hparams
         ),
         "state.Z.params['b'] is float32[1], it should be float32[3]": mine._replace(
             Z=jax.tree.map(lambda z: z[:1], mine.Z)
         ),
-        "state.train.opt_state[0].mu['w'] is float32[3], it should be absent": tuner(
+        "state.train.opt_state[0].count is int32[], it should be absent": tuner(
             adam, optax.adam(0.01)
         ).init(params, hparams),
-        "state.train.params['w'] is float32[5], it was float32[3]": tuner(
-            outer=optax.adam(0.01)
-        ).init(*start(d=5)),
-        "state.hparams['rate'] is float32[], it was absent": ft.RealTime(
-            rate, squared_error, optax.adam(0.01)
-        ).init(params, {"rate": jnp.array(0.1)}),
     }.items():
         with pytest.raises(ValueError, match=re.escape(path)):
             realtime.update(state, window, validation)

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._outer.run import Run
 
 from ..problems import assert_trees_close, penalised, squared_error, squares
 
@@ -191,16 +192,8 @@ class TestRun:
         assert result.best.step == 1 + np.argmax(norms)
 
     def test_a_learning_rate_that_has_gone_to_0_ends_the_run(self):
-        rule = ft.Vanished("lr", patience=3)
-        rates = [0.0, 0.1, 0.2, 1e-6, 0.0, 0.0]
-        history = [{"hparams": {"lr": lr}} for lr in rates]
-
-        class Run:
-            pass
-
-        for k in range(1, 7):
-            Run.history, Run.record = history[:k], history[k - 1]
-            assert (rule(Run) is not None) == (k == 6)
+        found = reasons(ft.Vanished("lr", patience=3), [0.0, 0.1, 0.2, 1e-6, 0.0, 0.0])
+        assert found == [None] * 5 + ["lr has gone to 0"]
         with pytest.raises(ValueError, match="names no hyperparameter"):
             run(batches(8), stop=ft.Vanished("rate"))
 
@@ -395,3 +388,23 @@ class TestRun:
     def test_rules_may_come_from_a_generator(self):
         rules = (rule for rule in [ft.NoImprovement(50), lambda run: run.step == 3 and "enough"])
         assert run(batches(40), stop=rules).stopped == "enough"
+
+
+def reasons(rule, rates, resumed_after=0):
+    """Return what the rule says of a run with these rates, window by window."""
+    seen = Run(None, None, {}, dict)
+    records = [{"hparams": {"lr": rate}} for rate in rates]
+    seen.history, found = records[:resumed_after], []
+    for seen.record in records[resumed_after:]:
+        seen.history.append(seen.record)
+        found.append(rule(seen))
+    return found
+
+
+@pytest.mark.parametrize("resumed_after", [0, 1, 3])
+def test_a_rule_that_has_served_in_a_run_before(resumed_after):
+    rule = ft.Vanished("lr", below=0.1, patience=2)
+    reasons(rule, [100.0, 0.0])  # its peak and its zeros are not the other run's
+    found = reasons(rule, [1.0, 1.0, 0.5, 0.05, 0.05], resumed_after)
+    assert found[:-1] == [None] * (4 - resumed_after)
+    assert found[-1] == "lr has gone to 0"

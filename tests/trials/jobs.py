@@ -261,9 +261,9 @@ def answer_of(result):
     """Return a result as text that is equal where all its numbers are, to the bit."""
     import jax
 
-    from foretune._outer.run import numbers
+    from foretune._files.digests import as_numbers
 
-    leaves = numbers(jax.device_get((result.hparams, result.state, result.best)))
+    leaves = as_numbers(jax.device_get((result.hparams, result.state, result.best)))
     arrays = [leaf.tobytes().hex() for leaf in leaves]
     return {"arrays": arrays, "value": float(result.value), "history": result.history}
 
@@ -362,20 +362,19 @@ def end_of(pid, answer, said):
 def serve():
     """Answer requests, a line of JSON each."""
     import jax
+    import matplotlib.figure  # noqa: F401
     import orbax.checkpoint  # noqa: F401
     import pandas
     from jax._src import xla_bridge
 
     import foretune.apps._files
     import foretune.cli  # noqa: F401
-    from foretune.report import _figures
 
     from .. import problems  # noqa: F401
 
     jax.config.update("jax_compilation_cache_dir", os.environ["TRIALS_PROGRAMS"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    _figures._matplotlib("figure")
     pandas.DataFrame()
     children = {}
     assert not xla_bridge.backends_are_initialized()  # a child would have none of its threads

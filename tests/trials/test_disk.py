@@ -65,7 +65,7 @@ def test_two_processes_on_one_folder(server, enough, tmp_path, job):
     second = server.run(job, folder)
     os.close(file)
     said = second.get("message", second["said"])
-    assert f"is in use by another process (pid {first})" in said, second
+    assert f"is in use by another run (process {first})" in said, second
     assert fault_of(second, folder) is None
     assert outcome(server.wait(first), folder)[1:] == expected[1:]
     assert outcome(server.finish(job, folder), folder) == expected

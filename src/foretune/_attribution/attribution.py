@@ -1,6 +1,6 @@
 """What an attribution returns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from .._files.arrays import Damaged, load_arrays, save_arrays
 from .._files.files import as_path
 from .._problem.checks import check_count, check_outside_programs
 from .._problem.problem import Problem
+from .losses import Losses
 from .queries import as_queries
 from .validation import Retraining, Validation, validate
 from .weighted import weighted_problem
@@ -95,7 +96,7 @@ class Attribution(NamedTuple):
         queries: PyTree,
         *,
         weights: str = "weight",
-        losses: Callable[..., PyTree] | None = None,
+        losses: Losses | None = None,
         groups: object = None,
         subsets: int = 50,
         drop: float = 0.5,

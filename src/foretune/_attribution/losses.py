@@ -7,7 +7,7 @@ the parameters.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
@@ -15,17 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._diagnostics.sensitivity import low_precision
 from .._problem.arguments import filtered
 from .._problem.batches import Minibatches
 from .._problem.checks import check_leading_axis, check_signature, describe_tree
+from .._problem.jaxprs import equations
 from .._problem.problem import Problem
+from .._problem.system import make_system
 from .._problem.training import Training, TrainState
 from .._problem.validation import noting
 
-if TYPE_CHECKING:
-    from .weighted import Weighted
-
+Losses: TypeAlias = Callable[..., PyTree]  # called as a loss is: the losses of the examples
 ValueAndGradient: TypeAlias = tuple[Float[Array, ""], PyTree]
 
 COUPLED = 1e-3  # relative difference from which on a mean of losses is not the loss,
@@ -50,7 +49,7 @@ class WeightedLoss(eqx.Module):
     """The loss of a minibatch with a weight for each of its examples."""
 
     loss: Callable[..., PyTree]
-    losses: Callable[..., PyTree] | None
+    losses: Losses | None
     has_state: bool = eqx.field(static=True)
     more: bool = eqx.field(static=True)
     weights: Float[Array, " b"]
@@ -90,12 +89,21 @@ class WeightedLoss(eqx.Module):
         return jax.vmap(one)(batch), model_state
 
 
-def check_losses(problem: Problem, weighted: "Weighted", hparams: PyTree) -> tuple[bool, jnp.dtype]:
-    """Return whether the loss is more than the mean of the losses, and its type, or raise.
+def with_weights(
+    training: Training, losses: Losses | None, more: bool, weights: Float[Array, " b"]
+) -> Training:
+    """Return the training on a minibatch with a weight for each of its examples.
 
-    `weighted` is the training on the mean of the losses alone.
+    `more` says whether the loss is more than the mean of the losses.
     """
-    training, losses = weighted.training, weighted.losses
+    loss = WeightedLoss(training.loss, losses, training.has_state, more, weights)
+    return eqx.tree_at(lambda training: training.loss, training, loss)
+
+
+def check_losses(
+    problem: Problem, training: Training, hparams: PyTree, losses: Losses | None
+) -> tuple[bool, jnp.dtype]:
+    """Return whether the loss is more than the mean of the losses, and its type, or raise."""
     if losses is not None:
         form = "losses(params, hparams, batch{}{})".format(
             ", model_state" if training.has_state else "",
@@ -112,13 +120,13 @@ def check_losses(problem: Problem, weighted: "Weighted", hparams: PyTree) -> tup
     state = problem.start(hparams)
     what = "losses" if losses is not None else "the loss of a batch of one (give `losses=`)"
     with noting(what, batch=batch), jax.default_matmul_precision("highest"):
-        L, M = _at(weighted, state, hparams, batch)
+        L, M = _at(training, losses, state, hparams, batch)
         half = jax.tree.map(lambda leaf: leaf[np.arange(B) // 2], batch)
-        halves = _at(weighted, state, hparams, half) if losses is not None else (L, M)
+        halves = _at(training, losses, state, hparams, half) if losses is not None else (L, M)
 
     def wrong(apart):
         far = float(apart.max())
-        return far > LOW or (far > COUPLED and not low_precision(problem, hparams))
+        return far > LOW or (far > COUPLED and not _is_low(problem, hparams))
 
     apart = _apart(L, M, L, M)
     if losses is None and wrong(apart):
@@ -134,7 +142,7 @@ def check_losses(problem: Problem, weighted: "Weighted", hparams: PyTree) -> tup
 
 @filtered
 def _at(
-    weighted: "Weighted", state: TrainState, hparams: PyTree, batch: PyTree
+    training: Training, losses: Losses | None, state: TrainState, hparams: PyTree, batch: PyTree
 ) -> tuple[ValueAndGradient, ValueAndGradient]:
     """Return the loss and the mean of the losses, at parameters that are changed a little."""
     state = state._replace(params=_changed(state.params))
@@ -145,7 +153,7 @@ def _at(
         return value, gradient
 
     ones = jnp.ones(len(jax.tree.leaves(batch)[0]))
-    return at(weighted.training), at(weighted.with_weights(ones))
+    return at(training), at(with_weights(training, losses, False, ones))
 
 
 @filtered
@@ -161,6 +169,19 @@ def _apart(
         _length(d) / (_length(x) + _length(y)) for d, x, y in zip(off, one, other, strict=True)
     ]
     return jnp.nan_to_num(jnp.stack(ratios), nan=0.0, posinf=jnp.inf)
+
+
+def _is_low(problem: Problem, hparams: PyTree) -> bool:
+    """Return whether a step computes below single precision."""
+
+    def step(hparams):
+        system = make_system(problem, hparams)
+        x = jax.tree.map(lambda leaf: leaf[0], system.xs)
+        return system.step(system.initial(hparams), hparams, x)
+
+    program = jax.make_jaxpr(step)(hparams).jaxpr
+    found = {str(getattr(v.aval, "dtype", "")) for e in equations(program) for v in e.outvars}
+    return not found.isdisjoint({"bfloat16", "float16"})
 
 
 def _changed(params: PyTree) -> PyTree:

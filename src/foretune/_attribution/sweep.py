@@ -12,6 +12,7 @@ Time, with K errors: one training, and for each chunk the steps once more and it
 Memory: the states, and for each error of a chunk n scores, alpha and what is inside a step.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from .._engines.memory import free_bytes, program_bytes, show_bytes
+from .._engines.memory import free_bytes, program_bytes, show_bytes, tree_bytes
 from .._engines.products import pull_rows
 from .._engines.reverse import Reverse
 from .._engines.schedules import Adjoint
@@ -34,11 +35,6 @@ from .queries import Queries
 from .weighted import Numbered, Seen, Weighted
 
 MOST = 64  # errors in work together, where memory allows
-TOO_LITTLE = (
-    "one query at a time needs {least}, more than the {limit} that {allowed}: {states} are states that "
-    "are stored, {given} data and parameters. Allow more, `attribute(memory=...)`, or store less, "
-    '`engine=foretune.Reverse(store="segments")` or a number of states.'
-)
 
 
 def weighted_system(problem: Problem, weights: dict[str, Array]) -> System:
@@ -136,7 +132,7 @@ def fitting(
     spread: Spread,
 ) -> int:
     """Return how many errors go back together, about `most` at most, or raise where not one can."""
-    given = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+    given = tree_bytes(arrays)
     free = free_bytes() + given
     limit = min(free, math.inf if memory is None else memory)
     s_T, stored = forward.lower(engine, structure, arrays).out_info  # traced once, by `forward` too
@@ -144,10 +140,8 @@ def fitting(
 
     def rows(tree, c):
         floats = eqx.filter(tree, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
-        return jax.tree.map(lambda leaf: row(leaf, c), floats)
-
-    def row(leaf, c):
-        return jax.ShapeDtypeStruct((c, *leaf.shape), leaf.dtype, sharding=spread.sharding)
+        shape = functools.partial(jax.ShapeDtypeStruct, sharding=spread.sharding)
+        return jax.tree.map(lambda leaf: shape((c, *leaf.shape), leaf.dtype), floats)
 
     each, needed = -(-most // spread.devices), 0
     while each:
@@ -158,15 +152,11 @@ def fitting(
         if needed <= limit:
             return chunk
         each //= 2
-    states = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(stored))
     raise MemoryError(
-        TOO_LITTLE.format(
-            least=show_bytes(needed),
-            limit=show_bytes(limit),
-            allowed="are free" if limit == free else "are allowed",
-            states=show_bytes(states),
-            given=show_bytes(given),
-        )
+        f"one query at a time needs {show_bytes(needed)}, more than the {show_bytes(limit)} that are "
+        f"{'free' if limit == free else 'allowed'}: {show_bytes(tree_bytes(stored))} are states that "
+        f"are stored, {show_bytes(given)} data and parameters. Allow more, `attribute(memory=...)`, or "
+        'store less, `engine=foretune.Reverse(store="segments")` or a number of states.'
     )
 
 

@@ -33,7 +33,7 @@ from .._problem.definition import Objective
 from .._problem.dynamics import Wrapper
 from .._problem.problem import Problem
 from .._problem.training import Training
-from .losses import WeightedLoss, check_losses
+from .losses import Losses, check_losses, with_weights
 from .queries import Queries
 
 
@@ -111,29 +111,19 @@ class FixedDynamics(Wrapper):
 class Weighted(FixedDynamics):
     """Training with weights that are added to its loss."""
 
-    losses: Callable[..., PyTree] | None  # None: the loss of batches of one
+    losses: Losses | None  # None: the loss of batches of one
     more: bool = eqx.field(static=True)
     """Whether the loss is more than the mean of the losses."""
     name: str = eqx.field(static=True)
-
-    @property
-    def training(self) -> Training:
-        """The training without weights."""
-        assert isinstance(self.dynamics, Training)
-        return self.dynamics
 
     def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return s_t."""
         batch, numbers = batch
         weights = hparams[self.name]
         weights = weights.weights if isinstance(weights, Seen) else weights[numbers]
-        return self.with_weights(weights).step(state, self.hparams(hparams), batch)
-
-    def with_weights(self, weights: Float[Array, " b"]) -> Training:
-        """Return the training on a minibatch with these weights."""
-        training = self.training
-        loss = WeightedLoss(training.loss, self.losses, training.has_state, self.more, weights)
-        return eqx.tree_at(lambda training: training.loss, training, loss)
+        assert isinstance(self.dynamics, Training)
+        training = with_weights(self.dynamics, self.losses, self.more, weights)
+        return training.step(state, self.hparams(hparams), batch)
 
 
 def weighted_problem(
@@ -141,7 +131,7 @@ def weighted_problem(
     hparams: PyTree,
     queries: Queries,
     name: str,
-    losses: Callable[..., PyTree] | None,
+    losses: Losses | None,
     groups: object,
     share: float = 1.0,
 ) -> tuple[Problem, dict[str, Float[Array, " n"]], Queries]:
@@ -164,8 +154,7 @@ def weighted_problem(
         _warn_of_weights(hparams, name, n)
         numbers = as_groups(groups, n)
         fixed = FixedHparams(hparams, None)
-        dynamics = Weighted(training, fixed, begin, losses, False, name)
-        more, dtype = check_losses(problem, dynamics, hparams)
+        more, dtype = check_losses(problem, training, hparams, losses)
         dynamics = Weighted(training, fixed, begin, losses, more, name)
         count = n if numbers is None else int(numbers.max()) + 1
         weights = jnp.full(count, share, np.promote_types(dtype, np.float32))

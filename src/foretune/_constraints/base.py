@@ -10,7 +10,6 @@ together, as one vector; `None`, or a name left out, means none.
 """
 
 import abc
-import functools
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeAlias, cast
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Float, PyTree
+from jaxtyping import Array, ArrayLike, Bool, DTypeLike, PyTree
 
 from .._problem.arguments import filtered
 from .._problem.checks import describe, named_leaves
@@ -36,9 +35,10 @@ class AbstractConstraint(eqx.Module):
         """Return the nearest point of the set."""
 
     def contains(self, x: PyTree, tolerance: float = 1e-5) -> Bool[Array, ""]:
-        """Return whether x lies in the set, up to `tolerance` times its size."""
-        distance, size = norm(jax.tree.map(jnp.subtract, x, self.project(x))), norm(x)
-        return distance <= tolerance * jnp.maximum(size, 1.0)
+        """Return whether x lies in the set, up to `tolerance` times its largest entry (or 1)."""
+        sizes = [jnp.max(jnp.abs(leaf), initial=1).astype(float) for leaf in jax.tree.leaves(x)]
+        off = jax.tree.map(lambda a, b: jnp.abs(a - b).astype(float), x, self.project(x))
+        return all_true(jax.tree.map(lambda d: d <= tolerance * jnp.max(jnp.stack(sizes)), off))
 
     def check_start(self, x: PyTree) -> None:
         """Raise where a run can start neither from x nor from its projection."""
@@ -230,16 +230,6 @@ def as_type(dtype: DTypeLike, *bounds: Number) -> tuple[Array, ...]:
     """Return the bounds in the type of what they bound."""
     with np.errstate(over="ignore"):  # beyond the type's range: infinite, as it should be
         return tuple(jnp.asarray(cast(ArrayLike, bound), dtype) for bound in bounds)
-
-
-def norm(x: PyTree) -> Float[Array, ""]:
-    """Return the length of x as one vector, scaled so that no square overflows."""
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
-    dtype = functools.reduce(np.promote_types, [leaf.dtype for leaf in leaves], np.float32)
-    vector = jnp.concatenate([jnp.ravel(leaf).astype(dtype) for leaf in leaves])
-    largest = jnp.max(jnp.abs(vector), initial=0)
-    unit = jnp.where(largest > 0, largest, 1.0)
-    return unit * jnp.linalg.norm(vector / unit)
 
 
 def numbers_in(given: str, value: Number, *, one: bool = False) -> np.ndarray | None:

@@ -1,17 +1,14 @@
 """The report of `trust`: a verdict for each leaf, and how it reads."""
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import PyTree
 
 from .._engines.base import AbstractEngine
-from .sensitivity import Rounding, Sensitivity
+from .sensitivity import Sensitivity
 from .slopes import MISLEADS, SIZE, TRUST, Measured, Slope, judged
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 class Advice(NamedTuple):
@@ -21,8 +18,6 @@ class Advice(NamedTuple):
     how: str
     verdicts: dict[str, str] | None = None
     """Those with it; None where it was not tried."""
-    value: float | None = None
-    """The error with it, at the same hyperparameters."""
 
     @property
     def helps(self) -> bool:
@@ -34,12 +29,11 @@ class Advice(NamedTuple):
         if self.verdicts is None:
             return text
         good = sum(verdict == TRUST for verdict in self.verdicts.values())
-        text += f"; then trust in {good} of {len(self.verdicts)}"
-        return text + (f", error {self.value:.4g}" if self.value is not None else "")
+        return f"{text}; then trust in {good} of {len(self.verdicts)}"
 
 
 class Trust(NamedTuple):
-    """The report of `trust`; prints as a table, `plot()` draws it.
+    """The report of `trust`; prints as a table.
 
     `ok` and `verdicts` (by leaf) are what it comes to, `radius` (by leaf) how far the gradient holds,
     `advice` and `engine` (with its gradient, `grad`) what to do.
@@ -69,8 +63,6 @@ class Trust(NamedTuple):
     the unconstrained variable, by the same trainings."""
     nonfinite: str
     """Why the gradient is not finite, where the error is; else empty."""
-    rounding: Rounding | None
-    """What a loss in bfloat16 or float16 does to the gradient, where it is computed in one."""
     advice: list[Advice]
     """What helps, and what was tried and does not."""
     trainings: int
@@ -85,12 +77,6 @@ class Trust(NamedTuple):
         return "\n".join(_lines(self))
 
     __repr__ = __str__
-
-    def plot(self, axes: "Sequence[Axes] | None" = None) -> "Sequence[Axes]":
-        """Draw the error along each direction beside what the gradient predicts; return the axes."""
-        from .plot import plot_trust
-
-        return plot_trust(self, axes)
 
 
 def verdicts_of(slopes: list[Slope], scale: float) -> dict[str, str]:
@@ -143,7 +129,8 @@ def _lines(report: Trust) -> Iterator[str]:
         )
     if report.nonfinite:
         yield report.nonfinite
-    yield from (str(part) for part in (report.sensitivity, report.rounding) if part is not None)
+    if report.sensitivity is not None:
+        yield str(report.sensitivity)
     if report.fresh:
         runs = f"{np.mean(report.fresh):.4g} +- {np.std(report.fresh, ddof=1):.2g}"
         yield f"error {report.value:.4g} here, {runs} in {len(report.fresh)} other runs"

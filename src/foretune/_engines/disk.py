@@ -16,7 +16,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -201,9 +201,9 @@ class ReverseOnDisk(AbstractEngine):
             adjoint, left = files.read("adjoint", (adjoint, np.zeros((), np.int32)))
             firsts = firsts[: int(left)]
         files.flush()
-        ahead = files.ahead(_name(firsts[-1]), s_0) if firsts else None
+        ahead = None
         for k in reversed(range(len(firsts))):
-            s = files.placed(ahead, s_0)
+            s = files.placed(ahead or files.ahead(_name(firsts[k]), s_0), s_0)
             ahead = files.ahead(_name(firsts[k - 1]), s_0) if k else None
             count = min(length, steps - firsts[k])
             adjoint = _back(self._within, structure, count, arrays, s, np.int32(firsts[k]), adjoint)
@@ -281,7 +281,7 @@ def _programs(structure: Structure, arrays: list[Array], s_0: PyTree) -> str:
 @functools.lru_cache(maxsize=8)
 def _digest_of_programs(
     structure: Structure,
-    treedef: jax.tree_util.PyTreeDef,
+    treedef: Hashable,
     shapes: tuple[jax.ShapeDtypeStruct, ...],
 ) -> str:
     arrays, s = jax.tree.unflatten(treedef, shapes)

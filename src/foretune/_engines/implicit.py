@@ -21,6 +21,7 @@ et al., AISTATS 2020.
 """
 
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from jax import lax
 from jax.interpreters import partial_eval
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .._problem.batches import Whole
+from .._problem.batches import Whole, users_level
 from .._problem.checks import check_count, named_leaves
 from .._problem.problem import Problem
 from .._problem.system import System, make_system, owners
@@ -127,13 +128,7 @@ class Implicit(TracedEngine):
         s = system.run(hparams)
         errors, alpha, g = error_gradients(system, s, hparams)
         solve = _by_conjugate_gradients if self.solver == "cg" else _by_series
-        try:
-            more, report = solve(self, problem, system, hparams, s, alpha)
-        except NotImplementedError:
-            raise TypeError(
-                "Implicit(solver='cg') needs the loss that the dynamics minimises, a method "
-                "`gradient(state, hparams, batch)` as `Training` has. Use Implicit(solver='neumann')."
-            ) from None
+        more, report = solve(self, problem, system, hparams, s, alpha)
         rows = jax.tree.map(lambda a, b: a + b, g, more)
         return Solution(errors, rows, s, report._replace(sound=is_finite(alpha)))
 
@@ -162,14 +157,14 @@ class Implicit(TracedEngine):
                 f"{100 * share:.3g} % of the length of the first (expected: at most "
                 f"{100 * self.stationarity:g} %); the hypergradient is biased. Train longer, or use "
                 "`Reverse()`.",
-                stacklevel=4,
+                stacklevel=users_level(sys._getframe()),
             )
         if not residual <= 10 * self.tolerance:
             cure = "more iterations" if self.solver == "cg" else "more iterations, or solver='cg'"
             warnings.warn(
                 f"Implicit: the linear system is solved to a relative residual of {residual:.3g} after "
                 f"{self.iterations} iterations (asked for: {self.tolerance:g}). Give {cure}.",
-                stacklevel=4,
+                stacklevel=users_level(sys._getframe()),
             )
 
 
@@ -228,6 +223,13 @@ def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
     """Return -v d(grad J)/dlambda with H v = alpha, for each of K rows, and the report."""
     gradient = problem.dynamics.gradient
     batch, state = problem.batches.whole(), system.restore(s)
+    try:
+        eqx.filter_eval_shape(gradient, state, hparams, batch)
+    except NotImplementedError:
+        raise TypeError(
+            "Implicit(solver='cg') needs the loss that the dynamics minimises, a method "
+            "`gradient(state, hparams, batch)` as `Training` has. Use Implicit(solver='neumann')."
+        ) from None
     weights = eqx.filter(s.params, eqx.is_inexact_array)
     trained = jax.tree.map(eqx.is_array, weights, is_leaf=lambda leaf: leaf is None)
 

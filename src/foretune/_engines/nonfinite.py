@@ -66,7 +66,7 @@ _WHEN: ContextVar[bool | None] = ContextVar("foretune.check_finite", default=Non
 
 
 @contextlib.contextmanager
-def check_finite(when: bool | None) -> Iterator[None]:
+def check_finite(when: object) -> Iterator[None]:
     """Say when a value or a hypergradient that is not finite is an error, in all engines.
 
     Args:
@@ -87,7 +87,7 @@ def check_finite(when: bool | None) -> Iterator[None]:
     >>> bool(jnp.isfinite(grad["lr"]))
     False
     """
-    if when not in (None, True, False) or isinstance(when, int) != isinstance(when, bool):
+    if not isinstance(when, bool | None):
         raise TypeError(f"check_finite({when!r:.60}): give None, True or False.")
     token = _WHEN.set(when)
     try:

@@ -21,6 +21,7 @@ ICML 2019; Salimans et al., Evolution Strategies, 2017.
 """
 
 import math
+import sys
 import warnings
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._constraints.base import check_constraints, moved
 from .._problem.arguments import flatten, unflatten
+from .._problem.batches import users_level
 from .._problem.checks import check_count, check_key, describe
 from .._problem.problem import Problem, ProblemLike
 from .._problem.system import System
@@ -174,7 +176,7 @@ class Neighbourhood(TracedEngine):
                 f"{name}(radius={self.radius:g}): in {int(diverged)} of {self.samples} pairs of points "
                 "a training is not finite. They are left out of the estimate; take a smaller radius.",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=users_level(sys._getframe()),
             )
 
 

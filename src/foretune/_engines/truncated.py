@@ -19,6 +19,7 @@ Time: a training run, and k steps more than once. Memory: k states, whatever T i
 Reference: Shaban et al., Truncated Back-propagation for Bilevel Optimization, AISTATS 2019.
 """
 
+import sys
 import warnings
 from typing import Any
 
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from .._problem.batches import users_level
 from .._problem.checks import check_count, named_leaves
 from .._problem.problem import Problem
 from .._problem.system import System
@@ -122,7 +124,7 @@ class Truncated(TracedEngine):
                 f"{', '.join(parts[:3])}{more}; the steps that are left out would have about as much. "
                 "Take more steps, or `Reverse(store=...)`, which is exact in as little memory.",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=users_level(sys._getframe()),
             )
 
 

@@ -31,7 +31,7 @@ class Saved(NamedTuple):
 def save_arrays(
     path: str | Path,
     arrays: Mapping[str, np.ndarray],
-    header: dict[str, object] | None = None,
+    header: Mapping[str, object] | None = None,
     *,
     sync: bool = True,
 ) -> None:

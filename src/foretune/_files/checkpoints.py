@@ -31,13 +31,20 @@ PREFIX = "foretune"  # of the names of checkpoints: the mark by which they are k
 
 
 class SavedRun(NamedTuple):
-    """What a checkpoint holds; in the history, None is a record that is lost."""
+    """What a checkpoint holds."""
 
     step: int
     arrays: list[np.ndarray]
     history: list[Record]
     steps: int | None  # that were asked for
     stopped: str | None  # the rule's reason, where one has ended the run
+
+
+class _Read(NamedTuple):
+    """A checkpoint without its records, and how many these are."""
+
+    run: SavedRun
+    records: int
 
 
 class Checkpoints:
@@ -78,43 +85,31 @@ class Checkpoints:
         self._open.close()
 
     def _newest(self, manager: "CheckpointManager", like: list[np.ndarray]) -> SavedRun | None:
-        """Return the newest that is sound; better one before records that are damaged."""
-        steps, sound = sorted(manager.all_steps(), reverse=True), None
-        for step in steps:
-            found = self._read_or_warn(manager, step, like)
-            if found is None:
-                continue
-            if None not in found.history:
-                sound = found
-                break
-            warnings.warn(
-                f"the checkpoint of step {step} in {self.folder} lacks records: "
-                f"{found.history.count(None)} of {len(found.history)} in {self._records.path.name} "
-                "cannot be read.",
-                stacklevel=2,
-            )
-            sound = sound or found
+        """Return the newest that is sound, without records that are lost."""
+        steps = sorted(manager.all_steps(), reverse=True)
+        found = (self._read_or_warn(manager, step, like) for step in steps)
+        sound = next((saved for saved in found if saved is not None), None)
         if steps and sound is None:
             raise RunError(
                 f"none of the checkpoints in {self.folder} can be read; they are left as they "
                 "are. Give another directory, or remove this one to start anew."
             )
         self.begun = not steps and self._records.path.exists()
-        history = sound.history if sound else []
+        history = self._records.read(sound.records) if sound else []
         kept = [record for record in history if record is not None]
         with _one_process_at_work() as at_work:
             if at_work:
-                for newer in (step for step in steps if sound and step > sound.step):
+                for newer in (step for step in steps if sound and step > sound.run.step):
                     set_aside(self._folder(newer))
                 if None in history:
-                    self._give_up([i for i, record in enumerate(history) if record is None])
+                    self._warn_of_lost([i for i, record in enumerate(history) if record is None])
                 self._records.begin(kept)
         manager.reload()
-        return sound and sound._replace(history=kept)
+        return sound and sound.run._replace(history=kept)
 
     def _read_or_warn(
         self, manager: "CheckpointManager", step: int, like: list[np.ndarray]
-    ) -> SavedRun | None:
+    ) -> "_Read | None":
         """Return a checkpoint, or None, with a warning, where it is damaged."""
         try:
             return self._read(manager, step, like)
@@ -131,7 +126,7 @@ class Checkpoints:
             )
             return None
 
-    def _read(self, manager: "CheckpointManager", step: int, like: list[np.ndarray]) -> SavedRun:
+    def _read(self, manager: "CheckpointManager", step: int, like: list[np.ndarray]) -> "_Read":
         """Return a checkpoint, or raise where it is not what was saved."""
         import orbax.checkpoint as ocp
 
@@ -147,11 +142,11 @@ class Checkpoints:
         arrays = [np.asarray(restored[name]) for name in named]
         if digest(arrays) != meta["arrays"]:
             raise ValueError("its arrays are not those that were saved")
-        records = self._records.read(meta["records"])
-        return SavedRun(step, arrays, records, meta["steps"], meta["stopped"])
+        run = SavedRun(step, arrays, [], meta["steps"], meta["stopped"])
+        return _Read(run, meta["records"])
 
-    def _give_up(self, lost: list[int]) -> None:
-        """Continue without some records, since no checkpoint is from before them."""
+    def _warn_of_lost(self, lost: list[int]) -> None:
+        """Warn of records that cannot be read, and keep the file that had them."""
         path = self._records.path
         where = f"the file is kept as {set_aside(path).name}" if path.exists() else "it is gone"
         shown = ", ".join(map(str, lost[:5])) + ", ..." * (len(lost) > 5)

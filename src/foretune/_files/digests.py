@@ -54,8 +54,9 @@ def _like(leaf: Array | np.ndarray, numbers: np.ndarray) -> Array:
     array = jnp.asarray(numbers)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
-    spread = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
-    return jax.device_put(array, leaf.sharding) if spread else array
+    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+        return jax.device_put(array, leaf.sharding)
+    return array
 
 
 def key_data(leaf: Array | np.ndarray) -> Array | np.ndarray:

@@ -120,7 +120,6 @@ class History(Callback):
                 "`Checkpoint` it was saved by as well."
             )
         records = {record["step"]: _line(record) for record in run.history}
-        last = max(records, default=0)
         for line in whole:
             step = _step_of(line)
             if step is None or not _agree(line, records.get(step, line)):
@@ -128,7 +127,7 @@ class History(Callback):
                     f"{self.path} holds the records of another run than the one that is resumed. "
                     "Give another path, or move the file away."
                 )
-            if step < last:  # the checkpoint may have lost it
+            if run.resumed and step <= run.step:  # the checkpoint may have lost it
                 records.setdefault(step, line)
         write_whole(self.path, "".join(records[step] for step in sorted(records)))
 

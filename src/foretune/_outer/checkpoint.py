@@ -61,7 +61,8 @@ class Checkpoint(Callback):
                 f"{run.steps} that are asked for: it is shown as it is.",
                 stacklevel=4,
             )
-        run.resume(saved.step, *with_numbers(place, saved.arrays), saved.history)
+        carry, best = with_numbers(place, saved.arrays)
+        run.resume(saved.step, carry, best, saved.history)
         if run.rules and saved.steps == run.steps:
             run.ended = saved.stopped
 

@@ -21,11 +21,12 @@ from .._engines.base import AbstractEngine, Hypergradient, check_engine
 from .._engines.nonfinite import NonFiniteError, check_finite, explain, is_finite
 from .._engines.reverse import Reverse
 from .._files.digests import digest
-from .._problem.arguments import Structure, filtered
+from .._problem.arguments import filtered
 from .._problem.checks import check_count, check_hparams, check_outside_programs, shown
-from .._problem.draws import Draw, Drawn, as_problem
+from .._problem.definition import Definition
+from .._problem.draws import Drawn, as_problem
 from .._problem.equality import reused
-from .._problem.problem import Problem, opened, validated
+from .._problem.problem import Problem, ProblemLike, opened, validated
 from .acceptance import RESTART, Accepted, chosen, is_accepted, next_accepted, none_accepted
 from .callbacks import Callback
 from .checks import check_callbacks, check_evaluate, check_functions, check_optimizer
@@ -38,7 +39,7 @@ RECORD = ("step", "value", "gradient_norm", "rejected")  # what a record has bes
 
 
 def minimize(
-    problem: Problem | Draw,
+    problem: ProblemLike,
     hparams: PyTree,
     *,
     steps: int,
@@ -61,8 +62,7 @@ def minimize(
         engine: how the hypergradient is computed; `Reverse()` by default.
         optimizer: an Optax optimizer for the hyperparameters. By default `optax.adam(0.1)` on
             hyperparameters in units of their own scale at the start (of log(x) under `Log`): steps of
-            about a tenth, shortened where they raise the error. docs/outer.md has the comparison
-            behind this choice.
+            about a tenth, shortened where they raise the error.
             Gradient clipping is Optax's: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
         constraints: sets (`Box`, `CappedSimplex`, ...) or changes of variable (`Log`, `Logit`) as a
             prefix of the hyperparameters, `{"lr": Log()}` say: a dict by name (of a key, or of a field
@@ -107,14 +107,15 @@ def minimize(
     check_callbacks(callbacks)
     rules = check_functions(stop, evaluate, score)
     engine = Reverse() if engine is None else engine
-    optimizer = DEFAULT_OPTIMIZER if optimizer is None else reused(optimizer)
+    chosen_optimizer = DEFAULT_OPTIMIZER if optimizer is None else reused(optimizer)
     source = as_problem(problem, key)
     arrays, structure = validated(source, hparams, smooth=engine.differentiates)
     if evaluate is not None:
-        check_evaluate(evaluate, _start_of(structure, arrays), hparams, RECORD)
+        start = eqx.filter_eval_shape(lambda a: _start(*opened(structure, a)), arrays)
+        check_evaluate(evaluate, start, hparams, RECORD)
     constraints = check_constraints(constraints, hparams)
     hparams = feasible(constraints, hparams)
-    outer = Outer(optimizer, constraints, in_units=optimizer is DEFAULT_OPTIMIZER)
+    outer = Outer(chosen_optimizer, constraints, in_units=optimizer is None)
     descent = Descent(source, engine.within(constraints), outer)
     run = Run(steps, _first(outer, hparams), hparams, lambda: descent.fingerprint(hparams))
     return drive(run, descent, callbacks=callbacks, rules=rules, evaluate=evaluate, score=score)
@@ -133,7 +134,7 @@ class Descent(Stepper[Run]):
 
     first = 0
 
-    def __init__(self, source: Problem | Drawn, engine: AbstractEngine, outer: Outer):
+    def __init__(self, source: Definition | Drawn, engine: AbstractEngine, outer: Outer):
         self.source, self.engine, self.outer = source, engine, outer
         self._warned = False
 
@@ -145,11 +146,7 @@ class Descent(Stepper[Run]):
         carry, found = _next(self.outer, run.carry, hyper.value, hyper.grad, noisy)
         if not found.finite:
             self._report(run, step, hyper)
-        record = {
-            "value": hyper.value,
-            "gradient_norm": found.norm,
-            "rejected": ~found.accepts,
-        }
+        record = {"value": hyper.value, "gradient_norm": found.norm, "rejected": ~found.accepts}
         return Evaluation(carry, hparams, *hyper, record, (hyper.state, hparams))
 
     def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
@@ -160,7 +157,7 @@ class Descent(Stepper[Run]):
         hyper = self._evaluated(run.step, hparams)
         return hparams, hyper.value, hyper.state
 
-    def _problem_at(self, step: int) -> Problem | Drawn:
+    def _problem_at(self, step: int) -> Definition | Drawn:
         if isinstance(self.source, Drawn):
             return self.source.at(jax.random.fold_in(self.source.key, step))
         return self.source
@@ -171,9 +168,8 @@ class Descent(Stepper[Run]):
 
     def _report(self, run: Run, step: int, hyper: Hypergradient) -> None:
         """Raise where the start is not finite; warn, once, of a step that is rejected for it."""
-        hparams, problem = run.carry.hparams, self._problem_at(step)
-        if isinstance(problem, Drawn):
-            problem = problem.problem()
+        arrays, structure = validated(self._problem_at(step), run.carry.hparams)
+        problem, hparams = opened(structure, arrays)
         why = explain(problem, hparams, hyper, self.engine.other_mode)
         if run.begins:  # there is nothing to go back to
             error = NonFiniteError(why)
@@ -212,14 +208,8 @@ class Descent(Stepper[Run]):
         }
 
 
-def _start_of(structure: Structure, arrays: list[Array]) -> PyTree:
-    """Return the shapes of s_0."""
-
-    def start(arrays):
-        problem, hparams = opened(structure, arrays)
-        return problem.start(hparams)
-
-    return eqx.filter_eval_shape(start, arrays)
+def _start(problem: Problem, hparams: PyTree) -> PyTree:
+    return problem.start(hparams)
 
 
 @filtered
@@ -251,9 +241,6 @@ def _next(
     restarts = accepted.tries == RESTART
     direction, opt_state = chosen(restarts, anew, (accepted.direction, opt_state))
     shorter = jax.tree.map(lambda d: d * accepted.share.astype(d.dtype), direction)
-    carry = Carry(
-        outer.moved(accepted.hparams, shorter),
-        opt_state,
-        accepted._replace(direction=direction),
-    )
+    hparams = outer.moved(accepted.hparams, shorter)
+    carry = Carry(hparams, opt_state, accepted._replace(direction=direction))
     return carry, _Found(optax.tree.norm(grad), accepts, is_finite((value, grad)))

@@ -27,7 +27,7 @@ class Structure(NamedTuple):
     static: tuple[object, ...]  # the leaves, with `Structure` standing where an array goes
 
 
-def flatten(tree: PyTree) -> tuple[list[Array], Structure]:
+def flatten(tree: PyTree) -> tuple[list, Structure]:  # of arrays, NumPy's too
     """Return the arrays of a pytree, and its structure."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]

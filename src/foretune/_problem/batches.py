@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, PyTree
 
@@ -127,7 +128,7 @@ class Minibatches(Batches):
                     f"(0 to {n - 1}). JAX would clamp them silently."
                 )
 
-    def at(self, indices: Array | None) -> "Minibatches":
+    def at(self, indices: Array | np.ndarray | None) -> "Minibatches":
         """Return other minibatches of the same data, without looking at the indices' values."""
         return eqx.tree_at(lambda batches: batches.indices, self, indices)
 
@@ -138,7 +139,7 @@ class Minibatches(Batches):
         *,
         batch_size: int,
         steps: int,
-        key: Array,
+        key: object,
     ) -> "Minibatches":
         """Draw `steps` minibatches by reshuffling the examples at each epoch.
 
@@ -161,7 +162,7 @@ class Minibatches(Batches):
         check_key(key, "the key of Minibatches.shuffled")
         return cls(data, _shuffled(n, batch_size, steps, key))
 
-    def reshuffled(self, key: Array) -> "Minibatches":
+    def reshuffled(self, key: object) -> "Minibatches":
         """Draw as many minibatches of the same size anew, as `shuffled` does.
 
         >>> import foretune as ft, jax, jax.numpy as jnp
@@ -205,7 +206,7 @@ class Minibatches(Batches):
         return super().whole() if self.gather is not None else self.data
 
 
-def _shuffled(n: int, batch_size: int, steps: int, key: Array) -> Int[Array, "T b"]:
+def _shuffled(n: int, batch_size: int, steps: int, key: Any) -> Int[Array, "T b"]:
     """Return indices of minibatches, the n examples in a new order at each epoch."""
     per_epoch = n // batch_size
     keys = jax.random.split(key, -(-steps // per_epoch))

@@ -124,7 +124,11 @@ def _own_derivative(search: _Search, params: Parameters, operands: list[int]):
 
 
 def _scan(search: _Search, params: Parameters, operands: list[int]) -> tuple[list[int], int]:
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    if "ft_in" in params:  # JAX 0.11: constants, what is carried, and what is scanned over
+        first, carried = map(len, params["ft_in"].unpack()[:2])
+    else:
+        first, carried = params["num_consts"], params["num_carry"]
+    last = first + carried
     body, constants, xs = subjaxprs(params)[0], operands[:first], operands[last:]
     return _loop(lambda carry: search(body, constants + carry + xs), operands[first:last])
 

@@ -13,6 +13,8 @@ little noise remains there, sigma^2 = rate / (1 - rate) + 0.001, and the formula
 References: Srivastava et al., JMLR 2014, Section 10; Kingma, Salimans and Welling, NeurIPS 2015.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,9 +28,7 @@ from .checks import check_flag, check_key, describe
 LEAST = 1e-3
 
 
-def dropout(
-    x: Array, rate: float | Array, *, key: Array, inference: bool = False
-) -> Float[Array, "..."]:
+def dropout(x: Any, rate: Any, *, key: Any, inference: object = False) -> Float[Array, "..."]:
     """Return x with multiplicative noise: dropout whose rate can be tuned, as it has a derivative.
 
     The result is `x * (1 + sigma * eps)` with normal eps and `sigma**2 = rate / (1 - rate)`: the mean

@@ -14,7 +14,6 @@ else in it (a model's activation function, say) stays as it is. A state with a f
 import abc
 
 import equinox as eqx
-import jax
 from jaxtyping import PyTree
 
 from .arguments import flatten
@@ -25,7 +24,7 @@ class Dynamics(eqx.Module):
     """A training procedure: a subclass with the methods `init` and `step`.
 
     It is an `equinox.Module`: a frozen dataclass, whose fields are declared with their types.
-    `gradient`, `in_precision` and `transposable` are optional; `Training` has them all.
+    `gradient` and `transposable` are optional; `Training` has both.
 
     >>> import foretune as ft, jax.numpy as jnp
     >>> class Scaling(ft.Dynamics):
@@ -50,10 +49,6 @@ class Dynamics(eqx.Module):
     def gradient(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return the gradient, in `state.params`, of the loss that the training minimises."""
         raise NotImplementedError
-
-    def in_precision(self, dtype: jax.typing.DTypeLike) -> "Dynamics | None":
-        """Return the same with its loss computed in another floating-point type, if it has a loss."""
-        return None
 
     def transposable(self) -> "Dynamics":
         """Return the same dynamics with a step that is cheap to transpose, without forward mode."""
@@ -81,11 +76,6 @@ class Wrapper(Dynamics):
     def gradient(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return the gradient of the loss."""
         return self.dynamics.gradient(state, hparams, batch)
-
-    def in_precision(self, dtype: jax.typing.DTypeLike) -> "Dynamics | None":
-        """Return the same in another floating-point type."""
-        inner = self.dynamics.in_precision(dtype)
-        return None if inner is None else self.around(inner)
 
     def transposable(self) -> Dynamics:
         """Return the same with the other's transposable form."""

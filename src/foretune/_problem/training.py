@@ -340,8 +340,8 @@ def _check_optimizer(optimizer: object) -> None:
     if from_optax or not callable(optimizer):
         given = "one of Optax's functions" if from_optax else describe(optimizer)
         raise TypeError(
-            f"Training's optimizer is {given}. Give an Optax transformation, `optax.sgd(0.1)`, or a "
-            'function of the hyperparameters that returns one, `lambda h: optax.sgd(h["lr"])`.'
+            f"Training's optimizer is {given}. Call it, `optax.sgd(0.1)`, or give a function of the "
+            'hyperparameters that returns an Optax transformation, `lambda h: optax.sgd(h["lr"])`.'
         )
     check_signature(optimizer, "optimizer(hparams)")
 
