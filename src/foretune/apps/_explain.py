@@ -41,7 +41,6 @@ class Settings(NamedTuple):
     most: int = 5
     steps: int | None = None
     rate: float | None = None
-    trust: bool = False
     seed: int = 0
 
 
@@ -86,7 +85,6 @@ def run(out: str | Path, settings: Settings) -> Path:
         trained.problem,
         trained.hparams,
         trained.queries,
-        trust=settings.trust,
         folder=folder.path / "parts",
         callbacks=[Progress("queries"), Lines("queries")],
     )
