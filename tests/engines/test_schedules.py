@@ -169,8 +169,8 @@ class TestMemory:
         assert temporary("segments", 10_000) / temporary("segments", 100) <= 11
         assert temporary("segments", 10_000) < 260  # with gradients, half a state each
 
-    @pytest.mark.parametrize("states", [later(3), later(10)])
-    def test_binomial_does_not_grow_with_the_steps(self, states):
+    @pytest.mark.second_tier
+    def test_binomial_does_not_grow_with_the_steps(self, states=10):
         few, many = temporary(states, 200), temporary(states, 100_000)
         # The plan is a few integers a step; the states are c and those in work.
         assert many - few < 100_000 * 30 / network(1)[2]
