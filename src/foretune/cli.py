@@ -143,10 +143,7 @@ def clean(
     if pred_probs is not None and model is not Model.ensemble:
         raise typer.BadParameter("--pred-probs trains no model: leave --model out.")
     if values and pred_probs is not None:
-        raise typer.BadParameter(
-            "--values has no --pred-probs: leave it out, or call foretune.apps.clean_values on your "
-            "predictions."
-        )
+        raise typer.BadParameter("--values has no --pred-probs: call foretune.apps.clean_values.")
     out = out or Path("runs") / f"clean-{train.stem}"
     with plain_errors(debug, out):
         from .apps import _files

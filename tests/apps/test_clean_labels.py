@@ -235,7 +235,7 @@ def test_labels_of_any_type_and_classes_without_labels():
         (lambda y, p: (y, np.log(p)), "logarithms"),
         (lambda y, p: (y, 5 * p - 1), "no probabilities.*softmax"),
         (lambda y, p: (y, np.where(np.arange(60)[:, None] == 3, np.nan, p)), "row 3"),
-        (lambda y, p: (y, "words"), "shape"),
+        (lambda y, p: (y, "words"), "must be numbers"),
         (lambda y, p: (y, {}), "empty"),
         (lambda y, p: (y, p, [0, 0], [1, 1]), "twice"),
         (lambda y, p: (y, p, [99], [1]), "99; there are 60"),
