@@ -2,6 +2,7 @@
 
 A balanced data set is split 1 : 1 : 2 into training, checked and test examples (5,000 / 5,000 / 10,000
 of MNIST), and half the training labels are changed, each to another class at random. Softmax regression
+from ..runs import Phases, RunFolder
 from zero weights, T steps of full-batch gradient descent with learning rate 0.1 n / R on
 
     (1/n) sum_i lambda_i loss_i,      0 <= lambda_i <= 1,   sum_i lambda_i <= R,
@@ -35,7 +36,7 @@ from foretune import (
 )
 from foretune.apps import LabelCleaner
 from foretune.apps._features import Scale
-from foretune.report import Lines, Phases, RunFolder, say
+from foretune.report import Lines, say
 
 from ..datasets import check_memory, load
 from .page import draw, gallery, tables
@@ -288,11 +289,9 @@ def fit_cleaners(splits: list[Split], phases: Phases) -> list[LabelCleaner]:
     """Return this package's default cleaner, fitted to each seed."""
     cleaners = []
     for seed, s in enumerate(splits):
-        phases.begin(f"LabelCleaner, seed {seed + 1} of {len(splits)}: compiling, then descending")
-        cleaner = LabelCleaner("kernel", callbacks=[Lines()], random_state=seed)
+        phases.begin(f"LabelCleaner, seed {seed + 1} of {len(splits)}: its ensemble, by folds")
+        cleaner = LabelCleaner(random_state=seed)
         cleaners.append(cleaner.fit(s.x, s.given, s.x_checked, s.checked))
-        if cleaner.stopped_ == "interrupted":
-            raise KeyboardInterrupt
     return cleaners
 
 

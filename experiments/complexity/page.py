@@ -4,7 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from foretune.report import RunFolder, curves
+from foretune.report import curves
+
+from ..runs import RunFolder
 
 MIB = 2**20
 Records = list[dict[str, Any]]

@@ -1,7 +1,7 @@
-"""What a command says: its phases, errors in plain words, a finished run's tables, where its page is.
+"""What a command says: errors in plain words, a finished run's tables, where its page is.
 
-A run announces itself and each of its phases in plain lines on standard error, which a log shows at
-once. Within a phase there is a progress bar on a terminal, and `Lines` elsewhere.
+Lines go to standard error at once, for a log. There is a progress bar on a terminal, and `Lines`
+elsewhere.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-import unicodedata
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +23,7 @@ from rich.text import Text
 from .._outer.callbacks import Callback
 from .._outer.run import Run
 from ._page import read_result
-
-_TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-"""Unicode's controls of direction."""
+from ._text import shown
 
 
 def command_line(about: str) -> typer.Typer:
@@ -97,40 +94,6 @@ class _Termination:
 def say(line: str) -> None:
     """Print a line at once, on standard error: results alone go to standard output."""
     print(shown(line, allowed="\n"), file=sys.stderr, flush=True)
-
-
-def shown(text: str, allowed: str = "") -> str:
-    r"""Return text that a terminal shows and does not obey: control codes are written out.
-
-    Labels, columns and file names are the user's data, and may hold what moves the cursor, colours
-    or retitles the window, or turns the direction of what follows.
-
-    >>> print(shown("a \x1b[31mred\tcat"))
-    a \x1b[31mred\tcat
-    """
-    return "".join(
-        repr(c)[1:-1]
-        if c not in allowed and (unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in _TURNS)
-        else c
-        for c in text
-    )
-
-
-class Phases:
-    """Says which of a run's phases begins, as in `[2/4] LabelCleaner`.
-
-    Args:
-        count: how many phases there are.
-        done: how many of them are there from before, in a run that is resumed.
-    """
-
-    def __init__(self, count: int, done: int = 0):
-        self.count, self.done = count, done
-
-    def begin(self, what: str) -> None:
-        """Say that the next phase begins, and what it does."""
-        self.done += 1
-        say(f"[{self.done}/{self.count}] {what}")
 
 
 class Lines(Callback):

@@ -3,7 +3,8 @@
 A folder has `config.json`, `metrics.jsonl` and, once the run is finished, `result.json` and the
 figures it names. All text is escaped, nothing is fetched, no script runs, and the same folder gives
 the same bytes. Figures are images with their bytes in the page: in an image a browser runs no script,
-follows no link and fetches nothing, whatever an SVG holds.
+follows no link and fetches nothing, whatever an SVG holds. Control codes and controls of direction are
+written out.
 """
 
 import base64
@@ -17,6 +18,7 @@ from typing import Any
 
 from .._files.digests import digest
 from .._files.files import write_whole
+from ._text import shown
 
 Json = dict[str, Any]
 """What a file of JSON holds."""
@@ -68,6 +70,11 @@ def write_page(folder: str | Path) -> Path:
     True
     """
     import jinja2  # pyright: ignore[reportMissingImports]
+    from markupsafe import Markup  # pyright: ignore[reportMissingImports]
+
+    def safe(value: object) -> object:
+        is_text = isinstance(value, str) and not isinstance(value, Markup)
+        return shown(value, allowed="\t\n\r") if is_text else value
 
     folder = Path(folder)
     if not folder.is_dir():
@@ -80,7 +87,11 @@ def write_page(folder: str | Path) -> Path:
         _prepare(folder, result)
     records, series = _metrics(folder / "metrics.jsonl")
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=safe,
     )
     environment.filters |= {"plain": _plain, "percent": _percent, "when": _when}
     template = resources.files("foretune.report").joinpath("page.html").read_text(encoding="utf-8")
@@ -267,7 +278,7 @@ def _embed(folder: Path, name: str, alt: str) -> str:
     kind = "png" if data.startswith(b"\x89PNG") else "svg+xml" if b"<svg" in data else None
     if kind is None:
         why = "unreadable" if path else "missing"
-        return Markup('<p class="absent">(figure {}: {})</p>').format(why, name)
+        return Markup('<p class="absent">(figure {}: {})</p>').format(why, shown(name))
     style = ""
     if kind == "svg+xml" and (size := _WIDTH.search(data)):
         # In pixels per point: text stays readable on a phone (its box scrolls) and does not get huge.
@@ -275,4 +286,4 @@ def _embed(folder: Path, name: str, alt: str) -> str:
         bounds = f"min-width:{0.84 * width:.0f}px;max-width:{1.45 * width:.0f}px"
         style = Markup(' style="width:100%;{}"').format(bounds)
     uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    return Markup('<img src="{}" alt="{}"{}>').format(uri, alt, style)
+    return Markup('<img src="{}" alt="{}"{}>').format(uri, shown(alt), style)
