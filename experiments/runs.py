@@ -4,14 +4,17 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
+from typing import TYPE_CHECKING, Any
 
 from foretune import report
 from foretune._files.files import write_whole
 from foretune.report import say
 from foretune.report._figures import save_svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+else:  # which takes long to import
+    Axes = object
 
 
 class RunFolder(report.RunFolder):
@@ -63,6 +66,19 @@ class Phases:
         """Say that the next phase begins, and what it does."""
         self.done += 1
         say(f"[{self.done}/{self.count}] {what}")
+
+
+def logarithmic(axes: Axes) -> None:
+    """Make both axes of a figure logarithmic."""
+    from matplotlib import ticker
+
+    axes.set(xscale="log", yscale="log")
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        subs = (1, 2, 5) if high < 100 * low else (1,)
+        axis.set_major_locator(ticker.LogLocator(subs=subs))
+        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
+        axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def drawing(path: Path, draw: Callable[[Axes], object], *, size: tuple[float, float]) -> Path:

@@ -2,7 +2,6 @@
 
 A balanced data set is split 1 : 1 : 2 into training, checked and test examples (5,000 / 5,000 / 10,000
 of MNIST), and half the training labels are changed, each to another class at random. Softmax regression
-from ..runs import Phases, RunFolder
 from zero weights, T steps of full-batch gradient descent with learning rate 0.1 n / R on
 
     (1/n) sum_i lambda_i loss_i,      0 <= lambda_i <= 1,   sum_i lambda_i <= R,
@@ -39,6 +38,7 @@ from foretune.apps._features import Scale
 from foretune.report import Lines, say
 
 from ..datasets import check_memory, load
+from ..runs import Phases, RunFolder
 from .page import draw, gallery, tables
 from .splits import LARGEST, SUSPECT_BELOW, Split, score, split
 

@@ -16,25 +16,20 @@ the exact hypergradient through those T steps, on trusted labels held out,
 
     mean of -log s_true / sum_k s_k,   s_k = p(k | x) N_ky^belief,
 
-where `belief`, in [0, 1], is one more (1 where only the matrix decides, 0 where labels go wrong in
-other ways; it is 0 where y is not known). A normal prior around their start keeps them there while
-trusted rows are few: so few change little, and many do what they show. A label's weight is then
-s_y / sum_k s_k.
+where `belief`, in [0, 1], is one more (0 where y is not known). A normal prior around their start keeps
+them there while trusted rows are few. A label's weight is then s_y / sum_k s_k.
 
-Without trusted rows the hyperparameters stay where they start, and W is 0. Rows that are hard get wrong
-labels more often than a matrix can say, and where N is nearly the identity its small entries are mere
-noise. So alternatives to the observed label are weighed by its pattern alone,
+Without trusted rows the hyperparameters stay where they start, and W is 0. Hard rows get wrong labels
+more often than a matrix can say, and where N is nearly the identity its small entries are mere noise.
+So alternatives to the observed label are weighed by its pattern alone,
 
     s_k = p(k | x) R_ky,   R_ky = (N_ky + 0.3) / mean of such off-diagonal entries,   R_yy = 1:
 
-where N says nothing, R is 1, and s is p. The matrix as it stands, s_k = p(k | x) N_ky, trusts the
-observed label more. How far it is believed follows from the share of the disagreements between labels
-and ensemble that N accounts for: log s is a mean of the two. A label's weight is s_y against its best
-alternative's, s_y / (s_y + max_{k != y} s_k). The same holds for trusted rows whose observed labels are
-not known: they show what the classes look like, not how labels go wrong, so that the share is still
-that of the fit without them.
-
-Classifiers may then be trained again without the suspects, and judge once more (`twice`).
+where N says nothing, s is p. The matrix as it stands, s_k = p(k | x) N_ky, trusts the observed label
+more. How far it is believed follows from the share of the disagreements between labels and ensemble
+that N accounts for: log s is a mean of the two. A label's weight is s_y / (s_y + max_{k != y} s_k). The
+same holds for trusted rows whose observed labels are not known: they do not show how labels go wrong,
+so that the share is that of the fit without them.
 """
 
 from collections.abc import Sequence

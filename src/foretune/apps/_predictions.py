@@ -73,6 +73,8 @@ def clean_labels(
 ) -> CleanedLabels:
     """Find the wrong labels, given class probabilities by a model that has not seen them.
 
+    What is returned has the attributes of a fitted `LabelCleaner`, but for its model's.
+
     Parameters
     ----------
     labels : array of n
@@ -82,9 +84,7 @@ def clean_labels(
         classes in sorted order, unless `classes` says otherwise, or a data frame whose columns have
         the names of the classes. Several models are combined, by weights that are learnt.
     checked : int array or bool array of n, or None
-        Rows whose label has been verified, by number or as a mask. They teach how the predictions err:
-        a regularised correction, its regularisers tuned by hypergradients on verified rows held out, so
-        that a few of them do no harm.
+        Rows whose label has been verified, by number or as a mask. They teach how the predictions err.
     checked_labels : array
         Their right labels.
     classes : array, default=None
@@ -93,12 +93,6 @@ def clean_labels(
         Show a progress bar when the output is a terminal.
     random_state : int, default=0
         The folds of verified rows follow it.
-
-    Returns
-    -------
-    An object with `weights_`, `suspects_`, `ranking_`, `suggested_`, `probability_wrong_`,
-    `noise_rate_`, `unflagged_`, `noise_matrix_`, `ensemble_`, `reliability_`, `classes_`, `history_`
-    and `stopped_`, as a fitted `LabelCleaner` has them.
 
     Examples
     --------

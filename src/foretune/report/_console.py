@@ -5,7 +5,6 @@ elsewhere.
 """
 
 import contextlib
-import shlex
 import signal
 import sys
 import threading
@@ -115,21 +114,9 @@ class Lines(Callback):
             say(f"  {run.step:,} of {run.steps or 0:,} {self.what}, {seconds:.0f} s")
 
 
-def how_to_open(page: Path) -> str:
-    """Return where the page is for a browser, and the command that opens it on this platform."""
-    opener = {"darwin": "open", "win32": "start"}.get(sys.platform, "xdg-open")
-    page = page.resolve()
-    return f"Open it in a browser: {page.as_uri()}\n  or: {opener} {shlex.quote(str(page))}"
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "" if value is None else str(value)
-
-
-def _text(text: str) -> Text:
+def _text(value: object) -> Text:
     """The user's words: as `Text` they are shown, not read as markup."""
+    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
     return Text(shown(text))
 
 
@@ -143,7 +130,7 @@ def show_result(page: Path) -> None:
         for i, name in enumerate(content["columns"]):
             table.add_column(_text(name), justify="right" if i else "left")
         for row in content["rows"]:
-            table.add_row(*(_text(_cell(value)) for value in row))
+            table.add_row(*map(_text, row))
         console.print(table)
     print(page)
-    say(how_to_open(page))
+    say(f"Open it in a browser: {page.resolve().as_uri()}")

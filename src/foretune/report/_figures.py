@@ -43,7 +43,13 @@ _STYLE = {
 _NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def curves(path: Path, panels: Sequence[Curve], *, xlabel: str, log: bool = False) -> Path:
+def curves(
+    path: Path,
+    panels: Sequence[Curve],
+    *,
+    xlabel: str,
+    scale: Callable[[Axes], object] | None = None,
+) -> Path:
     """Draw panels of lines, two to a row, into an SVG file, and return its path.
 
     Args:
@@ -51,18 +57,16 @@ def curves(path: Path, panels: Sequence[Curve], *, xlabel: str, log: bool = Fals
         panels: each with a "title", a "ylabel" and "lines"; a line has a "label", its "x" and "y",
             and may have a "band", a pair (low, high) to be shaded. Where y is NaN, there is a gap.
         xlabel: what is along the horizontal axis of panels that have no "xlabel" of their own.
-        log: both axes are logarithmic, and points are marked.
+        scale: sets other scales of the axes; points are then marked.
     """
-    if not panels or not all(panel["lines"] for panel in panels):
-        raise ValueError("curves: no panels, or a panel without lines. Give one line or more each.")
-    checked = [[_line(panel["title"], line) for line in panel["lines"]] for panel in panels]
+    drawn = [[_line(line) for line in panel["lines"]] for panel in panels]
     labels = [[_label(line["label"]) for line in panel["lines"]] for panel in panels]
     shared = all(names == labels[0] for names in labels)
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
 
     def draw(figure: Figure) -> None:
-        for i, (panel, lines) in enumerate(zip(panels, checked, strict=True)):
+        for i, (panel, lines) in enumerate(zip(panels, drawn, strict=True)):
             axes = figure.add_subplot(rows, columns, i + 1)
             along = panel.get("xlabel", xlabel)
             axes.set(title=panel["title"], ylabel=panel["ylabel"], xlabel=along)
@@ -70,12 +74,12 @@ def curves(path: Path, panels: Sequence[Curve], *, xlabel: str, log: bool = Fals
             for k, (x, y, band) in enumerate(lines):
                 colour = _COLOURS[k % len(_COLOURS)]
                 dash = ("-", "--", ":", "-.")[k // len(_COLOURS) % 4]
-                dot = "o" if log or np.isfinite(y).sum() == 1 else None
+                dot = "o" if scale or np.isfinite(y).sum() == 1 else None
                 handles += axes.plot(x, y, dash, color=colour, lw=1.6, marker=dot, ms=4)
                 if band is not None:
-                    axes.fill_between(x, *band, color=colour, alpha=0.18, lw=0)
-            if log:
-                _logarithmic(axes)
+                    axes.fill_between(x, band[0], band[1], color=colour, alpha=0.18, lw=0)
+            if scale is not None:
+                scale(axes)
             elif all(np.array_equal(x, np.round(x)) for x, _, _ in lines):
                 axes.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore
             # Beside the lines a legend would hide some of them sooner or later: it goes below.
@@ -99,8 +103,6 @@ def histogram(path: Path, groups: Mapping[str, ArrayLike], *, xlabel: str, bins:
 
     values = [np.asarray(group, float).ravel() for group in groups.values()]
     finite = [x[np.isfinite(x)] for x in values]
-    if not any(x.size for x in finite):
-        raise ValueError("histogram: no finite value. Give one group with one value or more.")
     edges = np.histogram_bin_edges(np.concatenate(finite), bins)
     counts = np.histogram(np.concatenate(finite), edges)[0]
     log = bool(counts.max() > 100 * counts[counts > 0].min())
@@ -155,33 +157,12 @@ def picture(path: Path, pixels: ArrayLike) -> Path:
     return path
 
 
-def _line(title: str, line: Curve) -> tuple[np.ndarray, np.ndarray, list[np.ndarray] | None]:
-    """The x, y and band of a line, checked, with NaN for all that is not finite."""
-    where = f"curves: line {line['label']!r} of panel {title!r}"
+def _line(line: Curve) -> tuple[np.ndarray, np.ndarray, list[np.ndarray] | None]:
+    """The x, y and band of a line, with NaN for a y that is not finite."""
     x, y = (np.asarray(line[name], float) for name in "xy")
     band = line.get("band")
     band = None if band is None else [np.asarray(edge, float) for edge in band]
-    for name, values in [("y", y), *(("the band", edge) for edge in band or [])]:
-        if x.ndim != 1 or values.shape != x.shape:
-            raise ValueError(
-                f"{where}: x has the shape {x.shape} and {name} {values.shape}. Give two lists of "
-                "numbers of the same length."
-            )
-    if not np.any(np.isfinite(x) & np.isfinite(y)):
-        raise ValueError(f"{where} has no finite point among {y.size}. Leave the line out.")
     return x, np.where(np.isfinite(y), y, np.nan), band
-
-
-def _logarithmic(axes: Axes) -> None:
-    from matplotlib import ticker
-
-    axes.set(xscale="log", yscale="log")
-    for axis in (axes.xaxis, axes.yaxis):
-        low, high = axis.get_view_interval()
-        subs = (1, 2, 5) if high < 100 * low else (1,)
-        axis.set_major_locator(ticker.LogLocator(subs=subs))
-        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
-        axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _label(text: object) -> str:

@@ -34,13 +34,7 @@ class RunFolder:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        kind: str,
-        title: str,
-        settings: Json,
-        files: Iterable[str] = (),
+        self, path: str | Path, *, kind: str, title: str, settings: Json, files: Iterable[str] = ()
     ):
         self.path = Path(path)
         digests = {name: digest(Path(name).read_bytes())[:16] for name in files}
@@ -55,7 +49,9 @@ class RunFolder:
             "settings": json.loads(json.dumps(settings)),
         }
         if self.path.is_dir() and not (self.path / "config.json").exists():
-            foreign = [p.name for p in self.path.iterdir() if not _is_remainder(p.name)]
+            # A run that was killed before it had written its settings may leave some files.
+            names = [p.name for p in self.path.iterdir()]
+            foreign = [n for n in names if n != ".lock" and not n.startswith(".config.json.")]
             if foreign:
                 raise RunError(
                     f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): "
@@ -153,11 +149,6 @@ class RunFolder:
         return RunError(f"{self.path / name} is damaged ({why}). {advice}")
 
 
-def _is_remainder(name: str) -> bool:
-    """Whether a file may be left by a run that was killed before it had written its settings."""
-    return name == ".lock" or name.startswith(".config.json.")
-
-
 def command() -> str:
     """Return the command line as a reader would type it."""
     path = Path(sys.argv[0])
@@ -180,10 +171,5 @@ def device() -> str:
 def versions() -> dict[str, str]:
     """Return the versions that matter."""
     names = ("foretune", "jax", "jaxlib", "optax", "equinox", "numpy", "scikit-learn")
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version(), **found}
