@@ -171,12 +171,6 @@ def attribute(
             min=1e-9, help="Rate of the descent.", show_default="0.3 for softmax, 0.03 for mlp"
         ),
     ] = None,
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust", help="First ask whether the scores can be trusted: some tens of trainings."
-        ),
-    ] = False,
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
@@ -200,7 +194,6 @@ def attribute(
             most=most,
             steps=steps,
             rate=rate,
-            trust=trust,
             seed=seed,
         )
         page = _explain.run(out, settings)

@@ -17,7 +17,7 @@ import foretune as ft
 from experiments.cleaning.noise import corrupt
 from foretune.apps import LabelCleaner, _ensemble
 from foretune.apps import _noise as noise
-from foretune.apps._features import Scale, kernel_components
+from foretune.apps._features import ColumnScale, kernel_components
 
 from ..conftest import setting
 
@@ -201,9 +201,9 @@ def test_an_interrupted_fit_is_an_interrupt(blobs, monkeypatch):
 
 def test_scales():
     pixels = np.random.default_rng(0).integers(0, 256, (50, 10)).astype(float)
-    assert np.isscalar(Scale().fit(pixels).divisor)
+    assert np.isscalar(ColumnScale().fit(pixels).divisor)
     mixed = pixels * np.logspace(0, 5, 10)
-    scaled = Scale().fit(mixed)
+    scaled = ColumnScale().fit(mixed)
     assert np.shape(scaled.divisor) == (10,)
     assert (scaled.transform(mixed) ** 2).sum(1).mean() == pytest.approx(1)
     assert np.isfinite(kernel_components(np.ones((5, 3)), 0)[0]).all()

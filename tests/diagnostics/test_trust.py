@@ -7,11 +7,10 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._diagnostics.remedies import Damped, Floored, remedies
-from foretune._diagnostics.sensitivity import low_precision, sensitivity_of
+from foretune._diagnostics.sensitivity import sensitivity_of
 from foretune._diagnostics.slopes import Slope
 
-from ..problems import assert_trees_close, regression
+from ..problems import regression
 
 
 class Copying(ft.Dynamics):
@@ -248,63 +247,6 @@ def test_a_run_that_is_far_below_others_is_named():
 
 @pytest.mark.promotes("Adam multiplies floats by a count")
 @pytest.mark.second_tier
-def test_a_larger_eps_root_is_that_of_adam():
-    problem, hparams = regression(optimizer=lambda h: optax.adam(h["lr"], eps_root=1e-6))
-    exact, _ = regression(optimizer=lambda h: optax.adam(h["lr"], eps_root=1e-6 + 1e-2))
-    floored = problem.replace(dynamics=Floored(problem.dynamics, 1e-2))
-    for engine in (ft.Reverse(), ft.Forward()):
-        expected, found = engine(exact, hparams), engine(floored, hparams)
-        assert_trees_close(found.state.params, expected.state.params, 1e-3)
-        assert_trees_close(found.grad, expected.grad, 5e-3)
-
-
-def test_a_lower_rate_and_a_warm_up_are_those_of_the_optimizer():
-    plain, hparams = regression(optimizer=lambda h: optax.sgd(h["lr"]))
-
-    def scheduled(h):
-        return optax.sgd(lambda t: 0.5 * h["lr"] * jnp.minimum(1.0, (t + 1) / 4))
-
-    exact, _ = regression(optimizer=scheduled)
-    damped = plain.replace(dynamics=Damped(plain.dynamics, 0.5, 4))
-    expected, found = ft.Reverse()(exact, hparams), ft.Reverse()(damped, hparams)
-    assert_trees_close(found.state.params, expected.state.params, 1e-5)
-    assert_trees_close(found.grad, expected.grad, 1e-4)
-
-
-@pytest.mark.promotes("Adam multiplies floats by a count")
-def test_remedies_follow_from_what_was_seen():
-    problem, hparams = minibatches(optimizer=lambda h: optax.adam(h["lr"]))
-    found = sensitivity_of(problem, hparams, jax.random.key(0))
-    early = found._replace(factor=1e4, first=1, last=2)
-    names = [remedy.name for remedy in remedies(problem, hparams, early)]
-    assert names[0] == "warm-up"
-    assert "eps_root + 1e-08" in names
-    assert names.count("lower rate") == 2
-    late = found._replace(factor=1e4, first=10, last=11)
-    assert "warm-up" not in [remedy.name for remedy in remedies(problem, hparams, late)]
-    assert not list(remedies(problem, hparams, found._replace(factor=1.0)))
-
-
-@pytest.mark.promotes("a bfloat16 loss with float32 hyperparameters")
-@pytest.mark.second_tier
-def test_what_a_loss_in_low_precision_does_is_said():
-    problem, hparams = minibatches()
-    low = problem.replace(dynamics=problem.dynamics.in_precision(jnp.bfloat16))
-    report = ft.trust(low, hparams, advice=False, verbose=False)
-    exact, found = ft.Reverse()(problem, hparams).grad, ft.Reverse()(low, hparams).grad
-    assert low_precision(low, hparams) == report.rounding.dtype == "bfloat16"
-    assert low_precision(problem, hparams) is None
-    for name, off in report.rounding.off.items():
-        leaf = name.split("'")[1]
-        difference = np.linalg.norm(found[leaf] - exact[leaf]) / np.linalg.norm(exact[leaf])
-        assert off == pytest.approx(difference, rel=1e-3)
-        assert 0 < off < 0.2
-    assert "with a bfloat16 loss the gradient is off by" in str(report)
-    assert ft.trust(problem, hparams, advice=False, verbose=False).rounding is None
-
-
-@pytest.mark.promotes("Adam multiplies floats by a count")
-@pytest.mark.second_tier
 def test_a_gradient_that_is_not_finite_misleads():
     problem, hparams = regression(optimizer=lambda h: optax.adam(h["lr"]))
     zero = problem.replace(batches=ft.FullBatch((np.zeros((6, 3)), np.ones(6)), steps=4))
@@ -315,19 +257,6 @@ def test_a_gradient_that_is_not_finite_misleads():
     assert "First at step 1 of 4" in str(found)
     assert "eps_root" in str(found)
     assert isinstance(found.engine, ft.Evolution)
-
-
-def test_a_report_can_be_drawn():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    problem, hparams = regression()
-    found = ft.trust(problem, hparams, verbose=False)
-    axes = found.plot()
-    assert len(axes) == 4
-    assert axes[0].get_title() == "hparams['decay']: trust"
-    assert axes[-1].get_title() == "sensitivity to a small change"
-    with pytest.raises(ValueError, match="needs 4 axes"):
-        found.plot(axes[:2])
 
 
 @pytest.mark.parametrize(

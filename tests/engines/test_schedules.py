@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._engines.schedules import binomial_plan, binomial_steps
+from foretune._engines.schedules import binomial_plan
 from foretune._engines.segments import segments_of
 
 from ..problems import assert_trees_close, regression
@@ -104,12 +104,23 @@ def fewest(steps, states):
     return min(k + fewest(steps - k, states - 1) + fewest(k, states) for k in range(1, steps))
 
 
+def computed(plan):
+    """Return how many steps are computed on the way to the states, the first time included."""
+    return int(np.sum(plan.rows.step - plan.rows.at, dtype=np.int64))
+
+
+def binomial_steps(steps, states):
+    """Return r T - beta(c + 1, r - 1), with the least r for which beta(c, r) = C(c + r, c) >= T."""
+    r = next(r for r in itertools.count() if math.comb(states + r, states) >= steps)
+    return r * steps - (math.comb(states + r, states + 1) if r else 0)
+
+
 class TestBinomial:
     @pytest.mark.parametrize("states", range(1, 8))
     def test_no_plan_computes_fewer_steps(self, states):
         for steps in range(1, 45):
             plan = binomial_plan(steps, states)
-            assert plan.computed == fewest(steps, states) == binomial_steps(steps, states)
+            assert computed(plan) == fewest(steps, states) == binomial_steps(steps, states)
 
     @pytest.mark.parametrize(
         ("steps", "states"), [(64, 5), (1000, 4), (1000, 30), later(100_000, 60)]
@@ -117,7 +128,7 @@ class TestBinomial:
     def test_at_most_so_many_states_and_steps(self, steps, states):
         plan = binomial_plan(steps, states)
         assert plan.top.max() + 1 <= states
-        assert plan.computed == binomial_steps(steps, states)
+        assert computed(plan) == binomial_steps(steps, states)
 
     @pytest.mark.parametrize("states", [1, 2, 3, 5])
     @pytest.mark.parametrize("steps", [1, 2, 7, 20])
@@ -169,12 +180,12 @@ class TestMemory:
         assert temporary("segments", 10_000) / temporary("segments", 100) <= 11
         assert temporary("segments", 10_000) < 260  # with gradients, half a state each
 
-    @pytest.mark.parametrize("states", [later(3), later(10)])
-    def test_binomial_does_not_grow_with_the_steps(self, states):
-        few, many = temporary(states, 200), temporary(states, 100_000)
+    @pytest.mark.second_tier
+    def test_binomial_does_not_grow_with_the_steps(self):
+        few, many = temporary(10, 200), temporary(10, 100_000)
         # The plan is a few integers a step; the states are c and those in work.
         assert many - few < 100_000 * 30 / network(1)[2]
-        assert few < states + 8
+        assert few < 18
 
     def test_segments_of(self):
         for steps in [1, 2, 3, 7, 99, 100, 101, 1000]:

@@ -12,7 +12,7 @@ import pytest
 import foretune as ft
 from foretune._engines import segments
 from foretune._engines.auto import candidates
-from foretune._engines.segments import lengths_of, price_of_segments
+from foretune._engines.segments import lengths_of, states_in_segments
 from foretune._engines.split import split_step
 from foretune._problem.problem import validated
 from foretune._problem.system import make_system
@@ -231,7 +231,7 @@ def test_less_memory_where_updates_cost_nothing():
     more = [temporary(rows, 900) - temporary(rows, 100) for rows in (30, 3000)]
     assert more[1] < 0.6 * more[0]
     for split in (False, True):  # what is expected of them; a split one has kept no state twice
-        expected = [price_of_segments(steps, 1 / 3, split)[0] for steps in (900, 100)]
+        expected = [states_in_segments(steps, 1 / 3, split) for steps in (900, 100)]
         np.testing.assert_allclose(more[split], expected[0] - expected[1], rtol=0.25)
 
 

@@ -240,7 +240,7 @@ def constant_differs(data, k):
             r"batches.data\[0\] is float32\[11,4\] in fold 1, float32\[12,4\] in fold 0",
         ),
         (closure_differs, r"objective is another function in fold 1 .* closes over other values"),
-        (steps_differ, r"fold 0: FullBatch of 5 steps, fold 1: FullBatch of 6 steps"),
+        (steps_differ, r"FullBatch of 5 steps, FullBatch of 6 steps"),
         (constant_differs, r"dynamics.optimizer.* in fold 1 than in fold 0"),
         (lambda data, k: mean(data.problem), "Give all their problems in one list"),
         (lambda data, k: data.problem(k, trajectory=k == 1), "trajectory is True in fold 1"),

@@ -204,36 +204,6 @@ class TestTuned:
         assert_trees_close(state.log["hypergradient"], log["hypergradient"], 1e-4)
         assert log["hypergradient"]["noise"] != 0
 
-    @pytest.mark.parametrize("form", ["prefix", "function"])
-    @pytest.mark.second_tier
-    def test_what_is_not_trainable_stays_and_has_no_z(self, form):
-        windows, validation = data()
-        params = start()[0] | {"b": np.float32(0.3), "count": np.array(2), "layers": [np.ones(5)]}
-        flags = {"w": True, "b": False, "count": False, "layers": False}  # a prefix
-        trainable = flags if form == "prefix" else lambda given: flags | {"layers": [given is None]}
-        optimizer = ft.tuned(
-            optax.sgd, self.loss, every=4, trainable=trainable, learning_rate=0.01, momentum=0.5
-        )
-        state = optimizer.init(params)
-        for batch in self.batches(12):
-            state, _ = optimizer.update(state, batch, validation)
-        assert_trees_close({**state.params, "w": 0}, {**params, "w": 0}, 0)
-        of_one = [3] * 2  # a column of w, and of its accumulator, for each constant
-        assert sorted(z.size for z in jax.tree.leaves(state.window.Z)) == of_one * 2
-        whole = lambda w: {"w": w, "b": np.float32(0.3)}  # noqa: E731
-        realtime = ft.RealTime(
-            ft.Training(lambda w, h, b: squares(whole(w), b), lambda h: optax.sgd(**h)),
-            lambda state, h, validation: squares(whole(state.params), validation),
-            constraints={"learning_rate": ft.NonNegative(), "momentum": ft.Box(0.0, 0.999)},
-        )
-        hparams = {"learning_rate": jnp.array(0.01), "momentum": jnp.array(0.5)}
-        other = realtime.init(params["w"], hparams)
-        for window in windows:
-            other, log = realtime.update(other, window, validation)
-        assert_trees_close(state.params["w"], other.train.params, 1e-5)
-        assert_trees_close(state.hparams, other.hparams, 1e-5)
-        assert_trees_close(state.log["hypergradient"], log["hypergradient"], 1e-4)
-
     def test_what_init_is_given(self):
         params, _ = start()
         pairs = ft.tuned(
@@ -245,33 +215,16 @@ class TestTuned:
         )
         with pytest.raises(TypeError, match=r"init\(\(params, model_state\)\).* a dict"):
             pairs.init(params)
-        sgd = functools.partial(ft.tuned, optax.sgd, self.loss, learning_rate=0.1)
-        with pytest.raises(ValueError, match=r"trainable=.*no prefix of the parameters"):
-            sgd(trainable={"w": True}).init(params)
-        with pytest.raises(ValueError, match="leaves nothing to train"):
-            sgd(trainable=False).init(params)
-        with pytest.raises(TypeError, match=r"trainable\['w'\] is the int 1"):
-            sgd(trainable=lambda params: {"w": 1, "b": True}).init(params)
-        some, every = sgd(trainable={"w": True, "b": False}), sgd()
-        batch, validation = self.batches(4)[0], data()[1]
-        with pytest.raises(ValueError, match="one of the two has `trainable`"):
-            every.update(some.init(params), batch, validation)
-        with pytest.raises(ft.NonFiniteError, match=r"params\['b'\].*not trained"):
-            some.init(params | {"b": np.float32(np.inf)})
-        with pytest.raises(ft.NonFiniteError, match=r"batch\.data\[0\]"):
-            update_twice(some, some.init(params), (batch[0] * np.nan, batch[1]), validation)
 
     @pytest.mark.second_tier
     def test_the_state_of_an_equinox_model_is_arrays(self):
         key = jax.random.key(0)
         model = eqx.nn.MLP(3, "scalar", 4, 1, activation, activation, key=key)
-        flags = jax.tree.map(lambda _: False, model)  # which can be called, as the model can
-        flags = eqx.tree_at(lambda flags: flags.layers[-1], flags, replace=True)
 
         def loss(model, batch):
             return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
 
-        optimizer = ft.tuned(optax.sgd, loss, every=2, trainable=flags, learning_rate=0.01)
+        optimizer = ft.tuned(optax.sgd, loss, every=2, learning_rate=0.01)
         update = jax.jit(optimizer.update)
         _, validation = data()
         state = optimizer.init(model)
@@ -279,7 +232,6 @@ class TestTuned:
             state, _ = update(state, batch, validation)
         assert update._cache_size() == 1
         assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
-        assert_trees_close(state.params.layers[0].weight, model.layers[0].weight, 0)
         assert np.any(state.params.layers[1].weight != model.layers[1].weight)
         halved = jax.tree.map(lambda leaf: leaf / 2, state)
         assert_trees_close(halved.params(np.zeros(3)), halved.params(jnp.zeros(3)), 0)
@@ -447,22 +399,6 @@ class TestTuned:
         assert update._cache_size() <= 2
         assert np.all(np.isfinite(state.params["w"]))
 
-    @pytest.mark.parametrize(
-        ("name", "step", "lowest", "highest"),
-        [("lr", -1.0, 0, 9), ("wd", -1.0, 0, 9), ("beta", 1.0, 0, 1), ("beta", -1.0, 0, 1)],
-    )
-    def test_usual_names_stay_where_they_make_sense(self, name, step, lowest, highest):
-        def factory(**h):  # whose error would be lowest far below, or above
-            return optax.scale(-0.01 * (1 + h[name] / 100))
-
-        far = optax.GradientTransformation(
-            lambda h: (), lambda g, s, h: (jax.tree.map(lambda g: 0 * g + step, g), s)
-        )
-        optimizer = ft.tuned(factory, self.loss, every=1, options={"optimizer": far}, **{name: 0.5})
-        state = optimizer.init(start()[0])
-        state, _ = optimizer.update(state, self.batches(4)[0], data()[1])
-        assert lowest <= float(state.hparams[name]) < highest
-
     def test_what_is_not_known_by_name_needs_a_constraint(self):
         def factory(lr, sharpness, tilt):
             return optax.sgd(lr * (1 + sharpness + tilt))
@@ -534,9 +470,6 @@ class TestTuned:
             ({"loss_hparams": {"learning_rate": 1}} | BOTH, ValueError, "one name for two"),
             ({"loss_hparams": {"spin": 1.0}} | BOTH, ValueError, "no usual set for spin"),
             ({"loss_hparams": {"dropout": 1.0}} | BOTH, ValueError, r"dropout=1\.0.* outside"),
-            ({"trainable": 3}, TypeError, "trainable=.*trainable is the int 3"),
-            ({"trainable": {"w": 1}}, TypeError, r"trainable\['w'\] is the int 1"),
-            ({"trainable": {}}, TypeError, "trainable=.*a prefix"),
             ({"options": {"donate": True}}, TypeError, r"give `tuned\(donate="),
         ],
     )

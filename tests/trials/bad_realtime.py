@@ -184,8 +184,6 @@ ROWS = [
     ("tuned of a constant that is none", lambda: tuned(rate=0.1), TypeError, "`sgd` cannot be called", "rate"),
     ("tuned without what the optimizer needs", lambda: ft.tuned(optax.sgd, lambda w, x: 0.0, momentum=0.9), TypeError, "learning_rate"),
     ("tuned with constraints of a list", lambda: tuned(constraints=[ft.NonNegative()]), TypeError, "constraints=...) must be a dict"),
-    ("tuned with options of text", lambda: tuned(options="fast"), TypeError, "options=...) must be a dict"),
-    ("tuned with an option that is none", lambda: tuned(options={"speed": 1}), TypeError, "speed"),
     ("tuned with constraints of another name", lambda: tuned(constraints={"rate": ft.NonNegative()}).init(jnp.zeros(())), ValueError, "constraints['rate']"),
     ("tuned from NaN", lambda: tuned().init(jnp.array(NAN)), ft.NonFiniteError, "params"),
     ("tuned from None", lambda: tuned().init(None), ValueError, "nothing to train"),
@@ -202,7 +200,5 @@ ROWS = [
     ("the bias over a window, not a list", lambda: bias(windows=WINDOW), TypeError, "a list of windows"),
     ("the bias without a log", lambda: bias(log={}), TypeError, "log", "'hparams'"),
     ("the bias with None for a log", lambda: bias(log=None), TypeError, "log"),
-    ("the bias of a tuner's class", lambda: bias(tuner=ft.RealTime), TypeError, "a `foretune.RealTime`"),
-    ("the bias from None", lambda: bias(before=None), TypeError, "before", "RealTimeState"),
     ("the bias by text", lambda: bias(engine="forward"), TypeError, "engine must be an engine"),
 ]

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._diagnostics.sensitivity import low_precision
 from .._problem.arguments import filtered
 from .._problem.batches import Minibatches
 from .._problem.checks import check_leading_axis, check_signature, describe_tree
+from .._problem.jaxprs import equations
 from .._problem.problem import Problem
+from .._problem.system import make_system
 from .._problem.training import Training, TrainState
 from .._problem.validation import noting
 
@@ -125,7 +126,7 @@ def check_losses(
 
     def wrong(apart):
         far = float(apart.max())
-        return far > LOW or (far > COUPLED and not low_precision(problem, hparams))
+        return far > LOW or (far > COUPLED and not _is_low(problem, hparams))
 
     apart = _apart(L, M, L, M)
     if losses is None and wrong(apart):
@@ -168,6 +169,19 @@ def _apart(
         _length(d) / (_length(x) + _length(y)) for d, x, y in zip(off, one, other, strict=True)
     ]
     return jnp.nan_to_num(jnp.stack(ratios), nan=0.0, posinf=jnp.inf)
+
+
+def _is_low(problem: Problem, hparams: PyTree) -> bool:
+    """Return whether a step computes below single precision."""
+
+    def step(hparams):
+        system = make_system(problem, hparams)
+        x = jax.tree.map(lambda leaf: leaf[0], system.xs)
+        return system.step(system.initial(hparams), hparams, x)
+
+    program = jax.make_jaxpr(step)(hparams).jaxpr
+    found = {str(getattr(v.aval, "dtype", "")) for e in equations(program) for v in e.outvars}
+    return not found.isdisjoint({"bfloat16", "float16"})
 
 
 def _changed(params: PyTree) -> PyTree:

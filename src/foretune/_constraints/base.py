@@ -60,7 +60,6 @@ class Free(AbstractConstraint):
     """No constraint."""
 
     def project(self, x: PyTree) -> PyTree:
-        """Return x."""
         return x
 
 

@@ -78,7 +78,6 @@ class NonNegative(AbstractConstraint):
     """
 
     def project(self, x: PyTree) -> PyTree:
-        """Return x with negative entries set to 0."""
         return optax.projections.projection_non_negative(x)
 
 

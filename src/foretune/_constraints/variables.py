@@ -34,19 +34,15 @@ class Log(AbstractConstraint):
         return jax.tree.map(inside, x)
 
     def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
-        """Return whether all of x is positive and finite."""
         return all_true(jax.tree.map(lambda leaf: (leaf > 0) & jnp.isfinite(leaf), x))
 
     def check_start(self, x: PyTree) -> None:
-        """Raise unless x is positive."""
         _check_inside(self, x)
 
     def to_unconstrained(self, x: PyTree) -> PyTree:
-        """Return log(x)."""
         return jax.tree.map(jnp.log, x)
 
     def from_unconstrained(self, u: PyTree) -> PyTree:
-        """Return exp(u)."""
         return jax.tree.map(jnp.exp, u)
 
     def scale(self, u: PyTree, unit: PyTree) -> PyTree:
@@ -97,8 +93,6 @@ class Logit(AbstractConstraint):
         return low, jnp.minimum(upper - hair(upper), jnp.nextafter(upper, lower))
 
     def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
-        """Return whether all of x lies strictly between the bounds."""
-
         def inside(leaf):
             lower, upper = as_type(leaf.dtype, self.lower, self.upper)
             return (leaf > lower) & (leaf < upper)
@@ -106,7 +100,6 @@ class Logit(AbstractConstraint):
         return all_true(jax.tree.map(inside, x))
 
     def check_start(self, x: PyTree) -> None:
-        """Raise unless x lies strictly between the bounds."""
         for leaf in jax.tree.leaves(x):
             lower, upper = as_type(leaf.dtype, self.lower, self.upper)
             low, high = self._ends(leaf.dtype)
@@ -118,8 +111,6 @@ class Logit(AbstractConstraint):
         _check_inside(self, x)
 
     def to_unconstrained(self, x: PyTree) -> PyTree:
-        """Return the logit of x between the bounds."""
-
         def logit(leaf):
             lower, upper = as_type(leaf.dtype, self.lower, self.upper)
             return jnp.log(leaf - lower) - jnp.log(upper - leaf)
@@ -127,8 +118,6 @@ class Logit(AbstractConstraint):
         return jax.tree.map(logit, x)
 
     def from_unconstrained(self, u: PyTree) -> PyTree:
-        """Return x from its logit."""
-
         def between(u):
             lower, upper = as_type(u.dtype, self.lower, self.upper)
             span = upper - lower
@@ -139,7 +128,6 @@ class Logit(AbstractConstraint):
         return jax.tree.map(between, u)
 
     def scale(self, u: PyTree, unit: PyTree) -> PyTree:
-        """Return 1: a change of the logit is relative already."""
         return jax.tree.map(jnp.ones_like, u)
 
 

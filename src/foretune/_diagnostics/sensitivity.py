@@ -15,15 +15,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from .._engines.base import AbstractEngine
-from .._engines.nonfinite import NonFiniteError
 from .._engines.products import has_no_mode, pushforward
 from .._problem.arguments import filtered
-from .._problem.checks import named_leaves
-from .._problem.jaxprs import equations
-from .._problem.mean import Mean
 from .._problem.problem import Problem
-from .._problem.system import System, make_system
+from .._problem.system import make_system
 from .._problem.training import TrainState
 
 
@@ -114,55 +109,3 @@ def _weights(state: PyTree) -> list[bool]:
 
     marked = jax.tree.leaves(jax.tree.map(marks, state, is_leaf=is_state))
     return marked if any(marked) else [True] * len(marked)
-
-
-def low_precision(problem: Problem, hparams: PyTree) -> str | None:
-    """Return the lowest type below single precision that a step computes in, if any."""
-
-    def step(hparams):
-        system: System = make_system(problem, hparams)
-        return system.step(
-            system.initial(hparams), hparams, jax.tree.map(lambda leaf: leaf[0], system.xs)
-        )
-
-    program = jax.make_jaxpr(step)(hparams).jaxpr
-    outputs = (var for equation in equations(program) for var in equation.outvars)
-    found = {str(getattr(var.aval, "dtype", "")) for var in outputs}
-    return next((name for name in ("bfloat16", "float16") if name in found), None)
-
-
-class Rounding(NamedTuple):
-    """What computing the loss in a type below single precision does to a gradient."""
-
-    dtype: str
-    off: dict[str, float]
-    """By leaf: the distance from the gradient with a float32 loss, relative to that one."""
-
-    def __str__(self) -> str:
-        leaves = (f"{100 * off:.2g} % in {leaf}" for leaf, off in self.off.items())
-        return f"with a {self.dtype} loss the gradient is off by {', '.join(leaves)}"
-
-
-def rounding_of(
-    engine: AbstractEngine, problem: Problem, hparams: PyTree, grad: PyTree
-) -> Rounding | None:
-    """Return what a low precision does, by one more gradient; None where there is none to undo."""
-    low, precise = low_precision(problem, hparams), problem.dynamics.in_precision(jnp.float32)
-    if low is None or precise is None or isinstance(problem, Mean):
-        return None
-    full = problem.replace(dynamics=precise)
-    if low_precision(full, hparams):  # of the loss's own making: it cannot be undone from here
-        return None
-    try:
-        exact = engine(full, hparams).grad
-    except NonFiniteError:
-        return None
-    exact, found = named_leaves(exact, "hparams"), named_leaves(grad, "hparams")
-    return Rounding(
-        low,
-        {
-            leaf: float(jnp.linalg.norm(found[leaf] - g) / jnp.linalg.norm(g))
-            for leaf, g in exact.items()
-            if jnp.any(g)
-        },
-    )

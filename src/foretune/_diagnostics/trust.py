@@ -29,8 +29,7 @@ from .._problem.checks import check_count, check_hparams, check_key, check_outsi
 from .._problem.draws import Drawn, as_problem
 from .._problem.mean import Mean
 from .._problem.problem import Problem, ProblemLike, validated
-from .remedies import remedies
-from .sensitivity import rounding_of, sensitivity_of
+from .sensitivity import sensitivity_of
 from .slopes import (
     DESCENT,
     MISLEADS,
@@ -88,8 +87,7 @@ def trust(
         constraints: as in `minimize`; the trainings stay inside.
         directions: random directions for each leaf of several numbers.
         key: the random key of the draw, and of the directions.
-        advice: whether engines and changes of the training are tried where the gradient cannot be
-            trusted.
+        advice: whether other engines are tried where the gradient cannot be trusted.
         chunk: how many trainings run side by side; by default as many as memory allows.
         verbose: print what it will cost, a progress bar (in a terminal or notebook), and the report.
 
@@ -140,7 +138,7 @@ def _draws(problem: ProblemLike, key: Array | None) -> tuple[Problem, list[Probl
         one, *others = (cast(Problem, drawn.at(k).problem()) for k in (drawn.key, *keys))
         return one, others
     batches = problem.batches
-    if not isinstance(batches, Minibatches):
+    if not isinstance(batches, Minibatches) or batches.gather or batches.indices.ndim != 2:
         return problem, []
     return problem, [problem.replace(batches=batches.reshuffled(k)) for k in keys]
 
@@ -156,41 +154,32 @@ class _Study(NamedTuple):
     key: Array
     run: Trainings
 
-    def around(
-        self, problem: Problem, scales: list[float]
-    ) -> tuple[Measured, Float[np.ndarray, " K"]]:
-        """Return what the error does along the random directions, and the errors in the middle."""
+    def around(self, scales: list[float]) -> Measured:
+        """Return what the error does along the random directions."""
         near = jitters(self.constraints, self.hparams, self.scale, jax.random.fold_in(self.key, 3))
-        middle, *values = self.run(problem, near)
-        measured = self.measured(problem, self.probes, scales, np.zeros_like(middle))
-        pairs = np.reshape(values, (2, PAIRS, -1))
-        if scales[0] < 0.2 * self.scale:  # as near as those
-            pairs = np.concatenate([pairs, measured.values[:, :: len(scales)]], 1)
+        middle, *values = self.run(self.problem, near)
+        measured = self.measured(self.probes, scales, np.zeros_like(middle))
+        nearest = measured.values[:, :: len(scales)]  # as near as those
+        pairs = np.concatenate([np.reshape(values, (2, PAIRS, -1)), nearest], 1)
         noise = noise_of(middle, pairs, jax.tree.leaves(self.hparams)[0].dtype)
-        return measured._replace(noise=noise), middle
+        return measured._replace(noise=noise)
 
     def measured(
-        self,
-        problem: Problem,
-        probes: list[Probe],
-        scales: list[float],
-        noise: Float[np.ndarray, " K"],
+        self, probes: list[Probe], scales: list[float], noise: Float[np.ndarray, " K"]
     ) -> Measured:
         """Return what the error does along some directions."""
         points = points_of(self.constraints, self.hparams, probes, scales)
         both = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), points.hparams)
-        values = self.run(problem, both).reshape(2, len(probes) * len(scales), -1)
+        values = self.run(self.problem, both).reshape(2, len(probes) * len(scales), -1)
         return Measured(probes, scales, points, values, noise)
 
-    def slopes(
-        self, problem: Problem, grad: PyTree, around: Measured, scales: list[float]
-    ) -> list[Slope]:
+    def slopes(self, grad: PyTree, around: Measured, scales: list[float]) -> list[Slope]:
         """Return what a gradient predicts, and what happens: around, and in its own descents."""
         grad_u = unconstrained(self.constraints, self.hparams, grad)
         found = [slope for slope in around.slopes(grad_u) if slope.scale in scales]
-        probes = descent_probes(problem, self.hparams, self.constraints, grad)
+        probes = descent_probes(self.problem, self.hparams, self.constraints, grad)
         if probes:
-            found += self.measured(problem, probes, scales, around.noise).slopes(grad_u)
+            found += self.measured(probes, scales, around.noise).slopes(grad_u)
         return found
 
 
@@ -198,8 +187,8 @@ def _report(study: _Study, engine: AbstractEngine, others: list[Problem], advise
     problem, hparams, scale = study.problem, study.hparams, study.scale
     (value, grad, _), nonfinite = _hypergradient(engine, problem, hparams)
     scales = [round(factor * scale, 12) for factor in SCALES]
-    around, _ = study.around(problem, scales)
-    slopes = study.slopes(problem, grad, around, scales)
+    around = study.around(scales)
+    slopes = study.slopes(grad, around, scales)
     if nonfinite:  # it has no direction
         nan, noise = math.nan, float(around.noise[0])
         slopes += [Slope(DESCENT, x, nan, nan, noise, nan, nan) for x in scales]
@@ -216,14 +205,13 @@ def _report(study: _Study, engine: AbstractEngine, others: list[Problem], advise
         grad=grad,
         around=around,
         nonfinite=nonfinite,
-        rounding=None if nonfinite else rounding_of(engine, problem, hparams, grad),
         advice=[],
         trainings=0,
     )
     advice = list(_about_fresh_runs(report))
     if not report.ok and advise:
         engines, best, grad = _tried_engines(study, report)
-        advice = [*engines, *advice, *_tried_remedies(study, report, engine)]
+        advice = [*engines, *advice]
         report = report._replace(engine=best, grad=grad)
     return report._replace(advice=advice, trainings=study.run.count)
 
@@ -260,24 +248,6 @@ def _about_fresh_runs(report: Trust) -> Iterator[Advice]:
         yield Advice("draws", f"{why}: {remedy}")
 
 
-def _tried_remedies(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[Advice]:
-    """Yield what changes of the training do to the verdicts, up to the first that helps."""
-    for remedy in remedies(study.problem, study.hparams, report.sensitivity):
-        study.run.say(f"trying {remedy.name}: {remedy.how}")
-        try:
-            _, grad, _ = engine(remedy.problem, study.hparams)
-        except NonFiniteError:
-            yield Advice(remedy.name, remedy.how, dict.fromkeys(report.verdicts, MISLEADS))
-            continue
-        around, value = study.around(remedy.problem, [study.scale])
-        slopes = study.slopes(remedy.problem, grad, around, [study.scale])
-        verdicts = verdicts_of(slopes, study.scale)
-        advice = Advice(remedy.name, remedy.how, verdicts, float(value.sum()))
-        yield advice
-        if advice.helps:
-            return
-
-
 def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], AbstractEngine, PyTree]:
     """Return engines for chaotic responses, tried on the same directions, the best, its gradient."""
     here = [POINTS[slope.verdict] for slope in report.slopes if slope.scale == study.scale]
@@ -291,7 +261,7 @@ def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], Abstract
             except NonFiniteError:
                 continue
         radius = getattr(candidate, "radius", study.scale)
-        slopes = study.slopes(study.problem, grad, report.around, [radius])
+        slopes = study.slopes(grad, report.around, [radius])
         verdicts = verdicts_of(slopes, radius)
         tried.append(Advice(f"engine={_shown(candidate)}", _WHAT[type(candidate)], verdicts))
         points = float(np.mean([POINTS[slope.verdict] for slope in slopes]))
@@ -360,7 +330,7 @@ def _shown_progress(study: _Study, others: int, advise: bool) -> Iterator[None]:
     downhill = 1 + sum(leaf.size > 1 for leaf in leaves) * (len(leaves) > 1)
     points = 2 * len(SCALES) * (len(study.probes) + downhill) + 1 + 2 * PAIRS + others
     cost = f"one hypergradient and {points} trainings of {study.problem.steps} steps"
-    more = "; where it cannot be trusted, about as many for each remedy that is tried" * advise
+    more = "; where it cannot be trusted, some more for each engine that is tried" * advise
     print(f"trust: {cost}, and their compilation{more}.", flush=True)
     visible = sys.stdout.isatty() or get_console().is_jupyter
     with progress.Progress(disable=not visible) as bar:

@@ -1,20 +1,14 @@
-"""The report of `trust`: a verdict for each leaf, how it reads and how it is drawn."""
+"""The report of `trust`: a verdict for each leaf, and how it reads."""
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import PyTree
 
 from .._engines.base import AbstractEngine
-from .sensitivity import Rounding, Sensitivity
+from .sensitivity import Sensitivity
 from .slopes import MISLEADS, SIZE, TRUST, Measured, Slope, judged
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-COLOURS = {"trust": "#2f855a", "size": "#b7791f", "misleads": "#c53030"}
 
 
 class Advice(NamedTuple):
@@ -24,8 +18,6 @@ class Advice(NamedTuple):
     how: str
     verdicts: dict[str, str] | None = None
     """Those with it; None where it was not tried."""
-    value: float | None = None
-    """The error with it, at the same hyperparameters."""
 
     @property
     def helps(self) -> bool:
@@ -37,12 +29,11 @@ class Advice(NamedTuple):
         if self.verdicts is None:
             return text
         good = sum(verdict == TRUST for verdict in self.verdicts.values())
-        text += f"; then trust in {good} of {len(self.verdicts)}"
-        return text + (f", error {self.value:.4g}" if self.value is not None else "")
+        return f"{text}; then trust in {good} of {len(self.verdicts)}"
 
 
 class Trust(NamedTuple):
-    """The report of `trust`; prints as a table, `plot()` draws it.
+    """The report of `trust`; prints as a table.
 
     `ok` and `verdicts` (by leaf) are what it comes to, `radius` (by leaf) how far the gradient holds,
     `advice` and `engine` (with its gradient, `grad`) what to do.
@@ -72,8 +63,6 @@ class Trust(NamedTuple):
     the unconstrained variable, by the same trainings."""
     nonfinite: str
     """Why the gradient is not finite, where the error is; else empty."""
-    rounding: Rounding | None
-    """What a loss in bfloat16 or float16 does to the gradient, where it is computed in one."""
     advice: list[Advice]
     """What helps, and what was tried and does not."""
     trainings: int
@@ -88,14 +77,6 @@ class Trust(NamedTuple):
         return "\n".join(_lines(self))
 
     __repr__ = __str__
-
-    def plot(self, axes: "Sequence[Axes] | None" = None) -> "Sequence[Axes]":
-        """Draw the error along the first direction of each leaf, and what the gradient predicts.
-
-        The last picture is how a small change of the weights grows in training. `axes` are one for
-        each leaf, and one for the sensitivity; by default new ones. Returns the axes.
-        """
-        return _plot(self, axes)
 
 
 def verdicts_of(slopes: list[Slope], scale: float) -> dict[str, str]:
@@ -148,60 +129,11 @@ def _lines(report: Trust) -> Iterator[str]:
         )
     if report.nonfinite:
         yield report.nonfinite
-    yield from (str(part) for part in (report.sensitivity, report.rounding) if part is not None)
+    if report.sensitivity is not None:
+        yield str(report.sensitivity)
     if report.fresh:
         runs = f"{np.mean(report.fresh):.4g} +- {np.std(report.fresh, ddof=1):.2g}"
         yield f"error {report.value:.4g} here, {runs} in {len(report.fresh)} other runs"
     helps = [advice for advice in report.advice if advice.helps]
     yield from (f"advice: {advice}" for advice in helps)
     yield from (f"tried: {advice}" for advice in report.advice if not advice.helps)
-
-
-def _plot(report: Trust, axes: "Sequence[Axes] | None" = None) -> "Sequence[Axes]":
-    import matplotlib.pyplot as plt
-
-    leaves = list(report.verdicts)
-    count = len(leaves) + (report.sensitivity is not None)
-    if axes is None:
-        columns = min(count, 3)
-        rows = -(-count // columns)
-        figure, grid = plt.subplots(
-            rows, columns, figsize=(3.6 * columns, 2.9 * rows), squeeze=False, layout="constrained"
-        )
-        for spare in grid.flat[count:]:
-            figure.delaxes(spare)
-        axes = list(grid.flat[:count])
-    if len(axes) != count:
-        raise ValueError(
-            f"the plot needs {count} axes: one for each of {leaves}, and one for the sensitivity "
-            f"where it is known; got {len(axes)}."
-        )
-    for ax, leaf in zip(axes, leaves, strict=False):
-        _draw_leaf(ax, report, leaf)
-    if report.sensitivity is not None:
-        norms, ax = report.sensitivity.norms, axes[-1]
-        ax.semilogy(np.arange(1, len(norms) + 1), norms, color="#2b6cb0")
-        ax.axhline(1, color="grey", linewidth=0.6)
-        ax.set(title="sensitivity to a small change", xlabel="step of training")
-    return axes
-
-
-def _draw_leaf(ax: "Axes", report: Trust, leaf: str) -> None:
-    per_scale: dict[float, Slope] = {}
-    for slope in report.slopes:
-        if slope.leaf == leaf:
-            per_scale.setdefault(slope.scale, slope)  # the first direction
-    rows = [per_scale[scale] for scale in sorted(per_scale)]
-    x = [-row.scale for row in rows[::-1]] + [0.0] + [row.scale for row in rows]
-    y = [row.low for row in rows[::-1]] + [report.value] + [row.high for row in rows]
-    ax.plot(x, y, "o-", color="#2b6cb0", markersize=3, linewidth=1, label="measured")
-    ends = np.array([-rows[-1].scale, rows[-1].scale])
-    slope = rows[0].predicted / rows[0].scale
-    colour = COLOURS[report.verdicts[leaf]]
-    low, high = np.nanmin(y), np.nanmax(y)
-    room = max(high - low, 1e-12)
-    ax.plot(ends, report.value + slope * ends, "--", color=colour, label="predicted")
-    ax.axvspan(-report.scale, report.scale, color="grey", alpha=0.12, linewidth=0)
-    ax.set_ylim(low - 0.3 * room, high + 0.3 * room)
-    ax.set(title=f"{leaf}: {report.verdicts[leaf]}", xlabel="relative change", ylabel="error")
-    ax.legend(frameon=False, fontsize=8)

@@ -36,7 +36,7 @@ from .forward import Forward
 from .memory import agreed, free_bytes, parse_bytes, program_bytes, show_bytes, tree_bytes
 from .products import has_no_mode
 from .reverse import Reverse
-from .segments import price_of_segments, split_where_worth
+from .segments import split_where_worth, states_in_segments
 
 FEW = 16  # hyperparameters up to which forward mode may be the faster one
 STEPS = 16  # over which both are timed
@@ -103,10 +103,9 @@ class Auto(AbstractEngine):
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
-    ...     dynamics=ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     objective=lambda state, h, x: (state.params - x) ** 2,
-    ...     init=jnp.array(0.0), batches=ft.FullBatch(jnp.array(1.0), steps=1),
-    ...     validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, x: (state.params - x) ** 2, init=jnp.array(0.0),
+    ...     batches=ft.FullBatch(jnp.array(1.0), steps=1), validation=jnp.array(1.0))
     >>> value, grad, state = ft.Auto(memory="1GiB")(problem, {"lr": jnp.array(0.25)})
     >>> float(value), float(grad["lr"])  # f = (1 - 2 lr)^2
     (0.25, -2.0)
@@ -121,12 +120,10 @@ class Auto(AbstractEngine):
     def __call__(
         self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
-        """Return the error at `hparams`, its gradient and the final state."""
         given = as_problem(problem, key)
         return self.explain(given, hparams).engine(given, hparams)
 
     def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
-        """Return the program that a call runs."""
         return self.explain(problem, hparams).engine.lower(problem, hparams)
 
     def explain(self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None) -> Choice:
@@ -205,7 +202,7 @@ def candidates(
     s, params = jax.eval_shape(start, arrays)
     T, m, split = facts["T"], facts["m"], facts["split"]
     state, gradient = tree_bytes(s), tree_bytes(params)
-    few, _ = price_of_segments(T, gradient / max(state, 1), split is not None)
+    few = states_in_segments(T, gradient / max(state, 1), split is not None)
     stores = {"states": T * state, "segments": few * state}
     if split is not None:
         stores = {"gradients": T * (state + gradient), **stores}

@@ -100,7 +100,6 @@ class TracedEngine(AbstractEngine):
     def __call__(
         self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
-        """Return the error at `hparams`, its gradient and the final state."""
         return self.reported(problem, hparams, key)[0]
 
     def reported(
@@ -126,7 +125,6 @@ class TracedEngine(AbstractEngine):
         return result, report
 
     def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
-        """Return the program that a call runs, for its memory and cost analysis."""
         arrays, structure = validated(problem, hparams, smooth=self.differentiates)
         return compute.lower(self, structure, False, arrays)
 

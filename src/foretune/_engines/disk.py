@@ -13,13 +13,14 @@ either way, continues where it was. Files carry what they belong to and a checks
 import contextlib
 import functools
 import math
+import operator
 import os
 import re
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -37,7 +38,7 @@ from .._problem.draws import Drawn, as_problem
 from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
 from .base import AbstractEngine, Hypergradient
-from .memory import free_bytes, parse_bytes
+from .memory import free_bytes, parse_bytes, tree_bytes
 from .nonfinite import FORWARD, NonFiniteError, explain, is_finite, when_checked
 from .products import error_gradients, pull_rows
 from .reverse import Reverse
@@ -50,15 +51,13 @@ AHEAD = 2  # states that wait to be written
 class ReverseOnDisk(AbstractEngine):
     """The exact hypergradient by reverse mode, with states on a disk: for very many steps.
 
-    Costs what `Reverse(store="segments")` does in time, with a share of the states on a disk instead
-    of the device. A call that was killed continues where it was when it is made again: with the same
-    numbers (data, parameters, hyperparameters) and the same programs of the step and the error. It runs
-    on one process, and outside of `jax.jit` only.
+    Costs what `Reverse(store="segments")` does in time. A call that was killed continues where it was
+    when it is made again with the same numbers (data, parameters, hyperparameters) and the same
+    programs of the step and the error. It runs on one process, and outside of `jax.jit` only.
 
     Args:
         folder: where the files `*.foretune` go, made if need be; one call at a time may have it. They
-            are removed at the end of a call, and at its beginning where they belong to another one;
-            other files are left alone.
+            are removed at the end of a call, and at its beginning where they belong to another one.
         segment: the steps between two states on the disk, whose states are held on the device. By
             default about the root of all steps, fewer where `memory` allows no more.
         memory: bytes of the device for the states of a segment, or a text like "4GiB"; by default
@@ -68,10 +67,9 @@ class ReverseOnDisk(AbstractEngine):
 
     >>> import foretune as ft, jax.numpy as jnp, optax, tempfile
     >>> problem = ft.Problem(
-    ...     dynamics=ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     objective=lambda state, h, x: (state.params - x) ** 2,
-    ...     init=jnp.array(0.0), batches=ft.FullBatch(jnp.array(1.0), steps=6),
-    ...     validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, x: (state.params - x) ** 2, init=jnp.array(0.0),
+    ...     batches=ft.FullBatch(jnp.array(1.0), steps=6), validation=jnp.array(1.0))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = ft.ReverseOnDisk(folder, segment=2)(problem, {"lr": jnp.array(0.25)})
     >>> float(found.value), float(found.grad["lr"])  # f = (1 - 2 lr)^12
@@ -95,8 +93,8 @@ class ReverseOnDisk(AbstractEngine):
     ):
         if not isinstance(folder, str | os.PathLike):
             raise TypeError(
-                f"ReverseOnDisk({folder!r:.60}): give a folder, as text or `pathlib.Path`; the "
-                "problem goes to the engine, `ReverseOnDisk(folder)(problem, hparams)`."
+                f"ReverseOnDisk({folder!r:.60}): give a folder, as text or `pathlib.Path`, then the "
+                "problem: `ReverseOnDisk(folder)(problem, hparams)`."
             )
         if segment is not None:
             check_count(segment, f"ReverseOnDisk(segment={segment})")
@@ -111,42 +109,37 @@ class ReverseOnDisk(AbstractEngine):
 
     @property
     def other_mode(self) -> str:
-        """`Forward`."""
         return FORWARD
 
     def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         """Return the largest of the programs: the way back through one segment."""
         arrays, structure = validated(problem, hparams)
-        s = jax.eval_shape(lambda arrays: _start.function(structure, arrays), arrays)
+        s = jax.eval_shape(functools.partial(_initial, structure), arrays)
         length = self._length(opened(structure, arrays)[0].steps, s)
-        end = jax.eval_shape(lambda a, s: _end.function(structure, a, s), arrays, s)
-        return _back.lower(self._within, structure, length, arrays, s, np.int32(0), end[1])
+        _, adjoint = jax.eval_shape(functools.partial(_at_end, structure), arrays, s)
+        return _back.lower(self._within, structure, length, arrays, s, np.int32(0), adjoint)
 
     def __call__(
         self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
-        """Return the error at `hparams`, its gradient and the final state."""
         arrays, structure = validated(as_problem(problem, key), hparams)
+        instead = 'take `foretune.Reverse(store="segments")`'
         if any(isinstance(array, Tracer) for array in arrays):
             raise TypeError(
                 "ReverseOnDisk is a loop on the host with files, which cannot be inside `jax.jit`, "
-                "`jax.vmap` or another transformation. Call it outside, or take "
-                '`foretune.Reverse(store="segments")`.'
+                f"`jax.vmap` or another transformation. Call it outside, or {instead}."
             )
         if jax.process_count() > 1:
-            raise ValueError(
-                f"ReverseOnDisk runs on one process, here are {jax.process_count()}. Take "
-                '`foretune.Reverse(store="segments")`.'
-            )
+            raise ValueError(f"ReverseOnDisk runs on one process; here, {instead}.")
         s_0 = _start(structure, arrays)
         steps = opened(structure, arrays)[0].steps
         length = self._length(steps, s_0)
-        fingerprint = digest(
-            f"{steps} {length} {digest(arrays)} {_programs(structure, arrays, s_0)}"
-        )
+        programs = _programs(structure, arrays, s_0)
+        fingerprint = digest(f"{steps} {length} {digest(arrays)} {programs}")
         with _Files(Path(self.folder), fingerprint) as files:
-            s_T = self._forward(files, structure, arrays, s_0, steps, length)
-            found = self._backward(files, structure, arrays, s_0, s_T, steps, length)
+            call = _Call(files, structure, arrays, s_0, steps, length)
+            s_T = call.forward()
+            found = call.backward(self._within, s_T)
             files.remove()
         if when_checked() is not False and not is_finite((found.value, found.grad)):
             raise NonFiniteError(explain(*opened(structure, arrays), found, self.other_mode))
@@ -156,68 +149,55 @@ class ReverseOnDisk(AbstractEngine):
         """Return the steps of a segment: equal ones where that is possible, and at most T."""
         if self.segment is not None:
             return min(self.segment, steps)
-        bytes_ = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(s_0))
         limit = self.memory or free_bytes() / 2
-        most = max(1, int(min(limit / (2 * max(bytes_, 1)), math.isqrt(steps - 1) + 1)))
+        most = int(min(limit / (2 * max(tree_bytes(s_0), 1)), math.isqrt(steps - 1) + 1))
+        most = max(1, most)
         return next((c for c in range(most, most // 2, -1) if steps % c == 0), most)
 
-    def _forward(
-        self,
-        files: "_Files",
-        structure: Structure,
-        arrays: list[Array],
-        s_0: PyTree,
-        steps: int,
-        length: int,
-    ) -> PyTree:
+
+class _Call(NamedTuple):
+    """The loops of one call, with T steps in segments of a length."""
+
+    files: "_Files"
+    structure: Structure
+    arrays: list[Array]
+    s_0: PyTree
+    steps: int
+    length: int
+
+    def forward(self) -> PyTree:
         """Return s_T; the state at which each segment begins is on the disk then."""
+        files, s_0 = self.files, self.s_0
         if files.has("end"):
             return files.read("end", s_0)
-        firsts = range(0, steps, length)
+        firsts = range(0, self.steps, self.length)
         done = next((t for t in reversed(firsts) if files.has(_name(t))), 0)
         s = files.read(_name(done), s_0) if done else s_0
-        for first in range(done, steps, length):
+        for first in range(done, self.steps, self.length):
             files.write(_name(first), s)
-            s = _advance(
-                structure, arrays, s, np.int32(first), np.int32(min(length, steps - first))
-            )
+            count = min(self.length, self.steps - first)
+            s = _advance(self.structure, self.arrays, s, np.int32(first), np.int32(count))
         files.write("end", s)
         return s
 
-    def _backward(
-        self,
-        files: "_Files",
-        structure: Structure,
-        arrays: list[Array],
-        s_0: PyTree,
-        s_T: PyTree,
-        steps: int,
-        length: int,
-    ) -> Hypergradient:
+    def backward(self, engine: Reverse, s_T: PyTree) -> Hypergradient:
         """Return the hypergradient; after each segment the adjoint before it is on the disk."""
-        errors, adjoint = _end(structure, arrays, s_T)
-        firsts = list(range(0, steps, length))
+        files, s_0, program = self.files, self.s_0, (self.structure, self.arrays)
+        errors, adjoint = _end(*program, s_T)
+        firsts = list(range(0, self.steps, self.length))
         if files.has("adjoint"):
             adjoint, left = files.read("adjoint", (adjoint, np.zeros((), np.int32)))
             firsts = firsts[: int(left)]
         files.flush()
         ahead = None
         for k in reversed(range(len(firsts))):
-            s = files.placed(ahead or files.ahead(_name(firsts[k]), s_0), s_0)
+            s = with_numbers(s_0, (ahead or files.ahead(_name(firsts[k]), s_0)).result())
             ahead = files.ahead(_name(firsts[k - 1]), s_0) if k else None
-            count = min(length, steps - firsts[k])
-            adjoint = _back(self._within, structure, count, arrays, s, np.int32(firsts[k]), adjoint)
+            count, first = min(self.length, self.steps - firsts[k]), np.int32(firsts[k])
+            adjoint = _back(engine, self.structure, count, self.arrays, s, first, adjoint)
             files.write("adjoint", (adjoint, np.array(k, np.int32)))
-        value, grad, state = _finish(structure, arrays, errors, adjoint, s_T)
+        value, grad, state = _finish(*program, errors, adjoint, s_T)
         return Hypergradient(value, grad, state.tree())
-
-
-class _Programs(Compiled):
-    """A compiled function, and the function itself."""
-
-    def __init__(self, function: Callable[..., Any], static: int):
-        super().__init__(function, static)
-        self.function = function
 
 
 def _system(structure: Structure, arrays: list[Array]) -> tuple[System, PyTree]:
@@ -257,18 +237,12 @@ def _finished(structure, arrays, errors, adjoint, s_T):
     system, hparams = _system(structure, arrays)
     _, pull_initial = eqx.filter_vjp(system.initial, hparams)
     (g_initial,) = pull_rows(pull_initial, adjoint.alpha)
-    rows = jax.tree.map(lambda a, b: a + b, adjoint.g, g_initial)
+    rows = jax.tree.map(operator.add, adjoint.g, g_initial)
     return system.value(errors), system.gradient(rows), Output(system.restore(s_T))
 
 
-_start = _Programs(_initial, 1)
-_advance = Compiled(_advanced, 1)
-_end = _Programs(_at_end, 1)
-_back = Compiled(_through, 3)
-_finish = Compiled(_finished, 1)
-
-
-_COMPARED = _start, _end, _advance
+_start, _advance, _end = Compiled(_initial, 1), Compiled(_advanced, 1), Compiled(_at_end, 1)
+_back, _finish = Compiled(_through, 3), Compiled(_finished, 1)
 
 
 def _programs(structure: Structure, arrays: list[Array], s_0: PyTree) -> str:
@@ -279,18 +253,13 @@ def _programs(structure: Structure, arrays: list[Array], s_0: PyTree) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _digest_of_programs(
-    structure: Structure,
-    treedef: Hashable,
-    shapes: tuple[jax.ShapeDtypeStruct, ...],
-) -> str:
+def _digest_of_programs(structure: Structure, treedef: Hashable, shapes: tuple) -> str:
     arrays, s = jax.tree.unflatten(treedef, shapes)
-    start, end, advance = _COMPARED
     t = np.int32(0)
     lowered = (
-        start.lower(structure, arrays),
-        end.lower(structure, arrays, s),
-        advance.lower(structure, arrays, s, t, t),
+        _start.lower(structure, arrays),
+        _end.lower(structure, arrays, s),
+        _advance.lower(structure, arrays, s, t, t),
     )
     text = "".join(program.as_text() for program in lowered)
     return digest(re.sub(r"\b\d{9,}\b", "", text))  # without addresses in memory
@@ -334,7 +303,6 @@ class _Files:
             self._waiting.pop(0).result()
 
     def flush(self) -> None:
-        """Wait until all is written."""
         while self._waiting:
             self._waiting.pop(0).result()
 
@@ -354,13 +322,8 @@ class _Files:
         """Begin to read the file of a pytree of the same shapes."""
         return self._reader.submit(self._read, name, like)
 
-    def placed(self, ahead: Future[list[np.ndarray]], like: PyTree) -> PyTree:
-        """Return what was read, where the arrays of `like` are."""
-        return with_numbers(like, ahead.result())
-
     def read(self, name: str, like: PyTree) -> PyTree:
-        """Return the pytree of a file."""
-        return self.placed(self.ahead(name, like), like)
+        return with_numbers(like, self.ahead(name, like).result())
 
     def _read(self, name: str, like: PyTree) -> list[np.ndarray]:
         path = self.path(name)
@@ -379,7 +342,6 @@ class _Files:
         return found
 
     def remove(self) -> None:
-        """Remove the files of this call."""
         self.flush()
         for path in self.folder.glob(f"*{SUFFIX}"):
             if _is_ours(path.name) and self.has(path.name.removesuffix(SUFFIX)):
@@ -416,5 +378,5 @@ def _damaged(path: Path, why: str) -> str:
     what = f"the state before step {int(name[6:]) + 1}" if name[:6] == "state_" else name
     return (
         f"{path}, {what} of ReverseOnDisk, is damaged: {why}. Remove the files *{SUFFIX} of that "
-        "folder and call the engine again; check the disk where it happens again."
+        "folder and call the engine again."
     )

@@ -43,10 +43,9 @@ class Forward(TracedEngine):
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
-    ...     dynamics=ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     objective=lambda state, h, x: (state.params - x) ** 2,
-    ...     init=jnp.array(0.0), batches=ft.FullBatch(jnp.array(1.0), steps=1),
-    ...     validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, x: (state.params - x) ** 2, init=jnp.array(0.0),
+    ...     batches=ft.FullBatch(jnp.array(1.0), steps=1), validation=jnp.array(1.0))
     >>> value, grad, state = ft.Forward()(problem, {"lr": jnp.array(0.25)})
     >>> float(value), float(grad["lr"]), float(state.params)  # f = (1 - 2 lr)^2
     (0.25, -2.0, 0.5)
@@ -64,11 +63,9 @@ class Forward(TracedEngine):
 
     @property
     def other_mode(self) -> str:
-        """`Reverse`."""
         return REVERSE
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
-        """Return the errors, their gradients and s_T."""
         flat, unravel = ravel_pytree(hparams)
         m = flat.size
         c = min(self.chunk or m, m)

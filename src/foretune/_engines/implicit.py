@@ -1,7 +1,6 @@
 """Implicit differentiation: the hypergradient at a minimum of the inner problem.
 
-Where the training has reached its end, the way there does not matter. At a minimum of the loss,
-grad_w J(w, lambda) = 0, the implicit function theorem gives
+At a minimum of the loss, grad_w J(w, lambda) = 0, the implicit function theorem gives
 
     grad f = dE/dlambda - grad E(w) H^-1 d(grad_w J)/dlambda,    H = d^2 J / dw^2,
 
@@ -12,15 +11,15 @@ s = Phi(s, lambda), with A = dPhi/ds and B = dPhi/dlambda,
 
 Away from the minimum both are biased, and nothing of the way there (a learning rate, the initial
 state, when training stopped) has a derivative: a hyperparameter that is neither in grad_w J (in
-Phi) nor in E is refused, by the program itself and so before anything is compiled.
+Phi) nor in E is refused.
 
-Time: a training run, and two gradients for each iteration of the solver. Memory: a few states,
-whatever T and m are.
+Time: a training run, and two gradients for each iteration of the solver. Memory: a few states.
 References: Bengio, Gradient-Based Optimization of Hyperparameters, 2000; Pedregosa, ICML 2016; Lorraine
 et al., AISTATS 2020.
 """
 
 import math
+import operator
 import sys
 import warnings
 from collections.abc import Callable
@@ -43,11 +42,11 @@ from .base import Solution, TracedEngine, check_not_problem
 from .nonfinite import is_finite
 from .products import error_gradients, pull_rows
 
+norm = optax.tree.norm
 SOLVERS = ("cg", "neumann")
 INDEFINITE = (
     "Implicit: conjugate gradients met negative curvature in the Hessian of the loss{found}: the "
-    "training did not end at a minimum, and they do not apply.{share} Train longer, add a "
-    "regulariser, or use `Reverse()`, which needs no minimum."
+    "training did not end at a minimum.{share} Train longer, add a regulariser, or use `Reverse()`."
 )
 
 
@@ -69,9 +68,8 @@ class Implicit(TracedEngine):
 
     Use it where the training converges (a strongly convex loss, say), T is large, and the
     hyperparameters are in the loss: regularisers, example weights. It approximates as far as the
-    training has not converged, and knows nothing of learning rates, initial states or early
-    stopping: a hyperparameter that is only there is an error. The training may have any batches; the
-    loss at its end is that of all the data.
+    training has not converged, and refuses learning rates and whatever else changes only the way
+    there. The training may have any batches; the loss at its end is that of all the data.
 
     Args:
         solver: "cg", conjugate gradients with the Hessian of the loss, for `Training`; or "neumann",
@@ -81,9 +79,8 @@ class Implicit(TracedEngine):
         stationarity: warn where the inner gradient is above this share of what it was at the
             beginning.
 
-    A linear system that is not solved to the tolerance, or a training that is not at its end, is a
-    warning with the figure; negative curvature is an error. Both also inside `jax.jit`, while the
-    program runs.
+    A linear system that is not solved, or a training that is not at its end, is a warning with the
+    figure; negative curvature is an error. Both also inside `jax.jit`, while the program runs.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -129,11 +126,10 @@ class Implicit(TracedEngine):
         errors, alpha, g = error_gradients(system, s, hparams)
         solve = _by_conjugate_gradients if self.solver == "cg" else _by_series
         more, report = solve(self, problem, system, hparams, s, alpha)
-        rows = jax.tree.map(lambda a, b: a + b, g, more)
+        rows = jax.tree.map(operator.add, g, more)
         return Solution(errors, rows, s, report._replace(sound=is_finite(alpha)))
 
     def review(self, report: Report) -> None:
-        """Warn, or raise, where the result cannot be trusted."""
         if _indefinite(report):
             curvature, percent = float(report.curvature), 100 * float(report.stationarity)
             found = f"{curvature:.3g} along the solution" if curvature < 0 else "they broke down"
@@ -142,7 +138,6 @@ class Implicit(TracedEngine):
         self._warn(report)
 
     def guard(self, grad: PyTree, report: Report) -> PyTree:
-        """Return the gradient with the same as runtime checks."""
         jax.debug.callback(self._warn, report)
         return eqx.error_if(grad, _indefinite(report), INDEFINITE.format(found="", share=""))
 
@@ -155,15 +150,13 @@ class Implicit(TracedEngine):
             warnings.warn(
                 f"Implicit: the training has not converged. Its last {what} over all the data has "
                 f"{100 * share:.3g} % of the length of the first (expected: at most "
-                f"{100 * self.stationarity:g} %); the hypergradient is biased. Train longer, or use "
-                "`Reverse()`.",
+                f"{100 * self.stationarity:g} %). Train longer, or use `Reverse()`.",
                 stacklevel=users_level(sys._getframe()),
             )
         if not residual <= 10 * self.tolerance:
-            cure = "more iterations" if self.solver == "cg" else "more iterations, or solver='cg'"
             warnings.warn(
                 f"Implicit: the linear system is solved to a relative residual of {residual:.3g} after "
-                f"{self.iterations} iterations (asked for: {self.tolerance:g}). Give {cure}.",
+                f"{self.iterations} iterations (asked for: {self.tolerance:g}). Give more iterations.",
                 stacklevel=users_level(sys._getframe()),
             )
 
@@ -181,11 +174,10 @@ def _check_influence(
     F: Callable[..., PyTree],
     s: Callable[..., PyTree],
 ) -> None:
-    """Raise for a hyperparameter that is neither in the equation of the minimum nor in its error.
+    """Raise for a hyperparameter that is neither in the equation F of the minimum nor in its error.
 
-    A derivative that is 0 at these values passes. Asked is whether the program of E(s + F(lambda),
-    lambda), with F the equation, passes a derivative back to the hyperparameter at all; every entry of
-    the state is moved by all of F, since H^-1 may mix them.
+    Asked is whether the program of E(s + F(lambda), lambda) passes a derivative back to it at all;
+    every entry of the state is moved by all of F, since H^-1 may mix them.
     """
 
     def errors(hparams):
@@ -198,17 +190,15 @@ def _check_influence(
     rows = jax.tree.map(jnp.zeros_like, jax.eval_shape(errors, hparams))
     jaxpr = jax.make_jaxpr(pull)(hparams, rows).jaxpr
     idle = []
-    for i, (path, owner) in enumerate(
-        zip(named_leaves(hparams, "hparams"), owners(problem, hparams), strict=True)
-    ):
+    named = zip(named_leaves(hparams, "hparams"), owners(problem, hparams), strict=True)
+    for i, (path, owner) in enumerate(named):
         _, used = partial_eval.dce_jaxpr(jaxpr, [k == i for k in range(len(jaxpr.outvars))])
         if not used[len(jaxpr.invars) - len(rows) + system.rows[owner]]:
             idle.append(path)
     if idle:
         raise ValueError(
             f"Implicit: {', '.join(idle)} has no influence on the minimum that the training ends "
-            "at: a constant of the optimizer, the initial state, or unused. Its derivative is not "
-            "0 on the way there: use `Reverse()` or `Forward()`, or leave it out."
+            "at. Use `Reverse()` or `Forward()`, or leave it out."
         )
 
 
@@ -227,8 +217,8 @@ def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
         eqx.filter_eval_shape(gradient, state, hparams, batch)
     except NotImplementedError:
         raise TypeError(
-            "Implicit(solver='cg') needs the loss that the dynamics minimises, a method "
-            "`gradient(state, hparams, batch)` as `Training` has. Use Implicit(solver='neumann')."
+            "Implicit(solver='cg') needs a dynamics with a method `gradient(state, hparams, batch)`, "
+            "as `Training` has. Use Implicit(solver='neumann')."
         ) from None
     weights = eqx.filter(s.params, eqx.is_inexact_array)
     trained = jax.tree.map(eqx.is_array, weights, is_leaf=lambda leaf: leaf is None)
@@ -244,22 +234,21 @@ def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
         return s._replace(params=_shifted(s.params, shift))
 
     _check_influence(problem, system, hparams, lambda h: G(weights, h), moved)
-    operator = lx.FunctionLinearOperator(
-        H, jax.eval_shape(lambda: weights), tags=lx.positive_semidefinite_tag
-    )
+    shape = jax.eval_shape(lambda: weights)
+    hessian = lx.FunctionLinearOperator(H, shape, tags=lx.positive_semidefinite_tag)
     solver = lx.CG(rtol=engine.tolerance, atol=0.0, max_steps=engine.iterations)
 
     def row(alpha):
-        v = lx.linear_solve(operator, alpha, solver, throw=False).value
+        v = lx.linear_solve(hessian, alpha, solver, throw=False).value
         Hv = H(v)
-        residual = _norm(optax.tree.sub(Hv, alpha)) / _safe(_norm(alpha))
-        return v, residual, optax.tree.vdot(v, Hv) / _safe(_norm(v) ** 2)
+        residual = norm(optax.tree.sub(Hv, alpha)) / _safe(norm(alpha))
+        return v, residual, optax.tree.vdot(v, Hv) / _safe(norm(v) ** 2)
 
     v, residual, curvature = jax.vmap(row)(eqx.filter(alpha.params, eqx.is_inexact_array))
     at_end, pull = jax.vjp(lambda h: G(weights, h), hparams)
     (more,) = pull_rows(pull, v)
     start = eqx.filter(system.initial(hparams).params, eqx.is_inexact_array)
-    share = _norm(at_end) / _safe(_norm(G(start, hparams)))
+    share = norm(at_end) / _safe(norm(G(start, hparams)))
     report = Report(share, jnp.max(residual), jnp.min(curvature))
     return jax.tree.map(jnp.negative, more), report
 
@@ -268,16 +257,18 @@ def _by_series(engine, problem, system, hparams, s, alpha):
     """Return alpha (I + A + A^2 + ...) B for each of K rows, and the report."""
     on_all = eqx.tree_at(lambda p: p.batches, problem, Whole(batches=problem.batches))
     whole = make_system(on_all, hparams)
-    _check_influence(
-        problem, system, hparams, lambda h: whole.step(s, h, None), lambda x: _shifted(s, x)
-    )
-    after, pull = eqx.filter_vjp(lambda s, h: whole.step(s, h, None), s, hparams)
+
+    def phi(s, hparams):
+        return whole.step(s, hparams, None)
+
+    _check_influence(problem, system, hparams, lambda h: phi(s, h), lambda x: _shifted(s, x))
+    after, pull = eqx.filter_vjp(phi, s, hparams)
 
     def term(carry):
         k, term, total, _ = carry
         term, _ = pull_rows(pull, term)
-        total = jax.tree.map(lambda a, b: a + b, total, term)
-        return k + 1, term, total, _norm(term) / _safe(_norm(total))
+        total = jax.tree.map(operator.add, total, term)
+        return k + 1, term, total, norm(term) / _safe(norm(total))
 
     _, _, v, residual = lax.while_loop(
         lambda carry: (carry[0] < engine.iterations) & (carry[3] > engine.tolerance),
@@ -285,18 +276,14 @@ def _by_series(engine, problem, system, hparams, s, alpha):
         (0, alpha, alpha, jnp.ones(())),
     )
     _, more = pull_rows(pull, v)
+
+    def distance(*states):
+        a, b = (eqx.filter(s, eqx.is_inexact_array) for s in states)
+        return norm(optax.tree.sub(a, b))
+
     s_0 = system.initial(hparams)
-    last, first = (_distance(a, b) for a, b in ((after, s), (whole.step(s_0, hparams, None), s_0)))
-    return more, Report(last / _safe(first), residual, jnp.zeros(()))
-
-
-def _norm(tree: PyTree) -> Float[Array, ""]:
-    return optax.tree.norm(tree)
-
-
-def _distance(a: PyTree, b: PyTree) -> Float[Array, ""]:
-    a, b = (eqx.filter(tree, eqx.is_inexact_array) for tree in (a, b))
-    return _norm(optax.tree.sub(a, b))
+    share = distance(after, s) / _safe(distance(phi(s_0, hparams), s_0))
+    return more, Report(share, residual, jnp.zeros(()))
 
 
 def _safe(x: Array) -> Array:

@@ -1,9 +1,8 @@
 """What is said when a value or a gradient is not finite: which leaf, since which step, and why.
 
 Nothing here runs while results are finite. When one is not, the training is run once more, beside one
-tangent (the sum of the offending directions) for as long as that is finite. Only where this does not
-tell, because the fault lies in the adjoint or reverse mode may be the remedy, the steps are searched
-backwards, with about 2 sqrt(T) states stored.
+tangent (the sum of the offending directions) for as long as that is finite. Where this does not tell,
+the steps are searched backwards, with about 2 sqrt(T) states stored.
 """
 
 import contextlib
@@ -37,20 +36,19 @@ ZERO_ROOT = (
     "the Adam family (remedy: `eps_root=1e-8`) where a gradient is exactly 0."
 )
 DIVERGES = "It had grown to {peak:.1e} the step before: it diverges. Try a smaller learning rate."
-FINITE = (0, None)  # of the search for the adjoint's fault: at the start, none
-REVERSE, FORWARD = "Reverse()", "Forward()"
-IN_ONE_MODE = (
-    "An operation has no finite derivative there in {failed} mode, but in {other} mode the "
-    "hypergradient is finite at these hyperparameters: use `{remedy}`."
-)
-HUGE = 1e12
-Fault = tuple[str, np.ndarray, np.ndarray]  # a leaf: its path, itself, and where it is not finite
 UNSTABLE = (
     "It had grown to {peak:.1e} the step before: the training is unstable at these hyperparameters "
     "(lower the learning rate, or take fewer steps)."
 )
-
+IN_ONE_MODE = (
+    "An operation has no finite derivative there in {failed} mode, but in {other} mode the "
+    "hypergradient is finite at these hyperparameters: use `{remedy}`."
+)
 IN_OBJECTIVE = "The states and their derivatives are finite: it begins in the objective. {guess}"
+REVERSE, FORWARD = "Reverse()", "Forward()"
+HUGE = 1e12
+Fault = tuple[str, np.ndarray, np.ndarray]  # a leaf: its path, itself, and where it is not finite
+FINITE = (0, None)  # of the search for the adjoint's fault: at the start, none
 
 
 class NonFiniteError(FloatingPointError):
@@ -71,10 +69,8 @@ def check_finite(when: object) -> Iterator[None]:
 
     Args:
         when: None (default): a call of an engine outside `jax.jit` raises `NonFiniteError`, which
-            names the hyperparameter, the step and state leaf where it began, and the remedy; a call
-            inside `jit` checks nothing and costs nothing. True: inside `jit` too, by a runtime check
-            that names the hyperparameter (it belongs to a program that is traced meanwhile). False:
-            never.
+            names the hyperparameter, the step and state leaf where it began, and the remedy. True:
+            inside `jit` too, by a runtime check that is traced into the program. False: never.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -113,10 +109,7 @@ def explain(
     result: tuple[PyTree, PyTree, PyTree],
     other: str | None = None,
 ) -> str:
-    """Return the message of `NonFiniteError`: which leaves are not finite, since when and why.
-
-    `other` is the engine of the other mode, where that may be the remedy.
-    """
+    """Return the message of `NonFiniteError`; `other` is the other mode's engine, maybe the remedy."""
     value, grad, _ = result
     bad = [name for name, leaf in named_leaves(value, "value").items() if not np.isfinite(leaf)]
     for name, leaf in named_leaves(grad, "hparams").items():
@@ -129,19 +122,17 @@ def explain(
 
 def guard_finite(result: Any) -> Any:
     """Return `result` with a runtime check of its value and gradient, for use inside `jit`."""
+    advice = "Call the engine outside `jit` at the same values to see where it begins."
 
-    def guard(name, leaf):
-        advice = "Call the engine outside `jit` at the same values to see where it begins."
-        return eqx.error_if(leaf, ~jnp.all(jnp.isfinite(leaf)), f"{name} is not finite. {advice}")
-
-    def guard_tree(tree, name):
-        leaves = [guard(path, leaf) for path, leaf in named_leaves(tree, name).items()]
+    def guard(tree, name):
+        leaves = [
+            eqx.error_if(leaf, ~jnp.all(jnp.isfinite(leaf)), f"{path} is not finite. {advice}")
+            for path, leaf in named_leaves(tree, name).items()
+        ]
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
-    return result._replace(
-        value=guard_tree(result.value, "value"),
-        grad=guard_tree(result.grad, "the gradient of hparams"),
-    )
+    value, grad = guard(result.value, "value"), guard(result.grad, "the gradient of hparams")
+    return result._replace(value=value, grad=grad)
 
 
 def origin_of(
@@ -173,10 +164,10 @@ def origin_of(
             f"finite. {cause}"
         )
     if not march.finite_errors:
-        return (
-            "The training is finite to its end: the objective itself is not, at the last state. "
-            + _holes(problem)
-        ).strip()
+        finite = (
+            "The training is finite to its end: the objective itself is not, at the last state."
+        )
+        return f"{finite} {_holes(problem)}".strip()
     if found := first_nonfinite(march.z, "state"):
         name, leaf, where = found
         peak = float(march.z_peak)
@@ -205,20 +196,17 @@ def origin_of(
 
 def _holes(problem: Problem) -> str:
     """Return what the problem itself holds that is not finite, with path and count, or ""."""
-    parts = {
-        "data": named_leaves(problem.batches, "batches"),
-        "validation data": named_leaves(problem.validation, "validation"),
-    }
-    found = ""
-    for what, leaves in parts.items():
-        for path, leaf in leaves.items():
-            wrong = int(jnp.sum(~jnp.isfinite(leaf))) if eqx.is_inexact_array(leaf) else 0
-            if wrong:
-                found += (
-                    f"The {what} hold NaN or infinity: {path} ({describe(leaf)}) in {wrong} of "
-                    f"{leaf.size} entries. "
-                )
-    return found.strip()
+    batches = named_leaves(problem.batches, "batches")
+    found = []
+    for path, leaf in (batches | named_leaves(problem.validation, "validation")).items():
+        wrong = int(jnp.sum(~jnp.isfinite(leaf))) if eqx.is_inexact_array(leaf) else 0
+        if wrong:
+            what = "data" if path in batches else "validation data"
+            found.append(
+                f"The {what} hold NaN or infinity: {path} ({describe(leaf)}) in {wrong} of "
+                f"{leaf.size} entries."
+            )
+    return " ".join(found)
 
 
 def _in_its_mode(march: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
@@ -231,9 +219,7 @@ def _in_its_mode(march: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         return None
 
 
-def _search(
-    problem: Problem, hparams: PyTree
-) -> "tuple[int, tuple[str, np.ndarray, np.ndarray] | None] | None":
+def _search(problem: Problem, hparams: PyTree) -> tuple[int, Fault | None] | None:
     """Return the step and the leaf at which the adjoint stops being finite, going back, or `FINITE`.
 
     None where a step has no reverse mode.
@@ -324,10 +310,7 @@ def _peak(tree: PyTree) -> Array:
 
 @filtered
 def _march_back(problem: Problem, hparams: PyTree) -> tuple[Array, PyTree, PyTree]:
-    """Return t, alpha_t and the gradient so far at the last t where they are not finite, else at 0.
-
-    Of the states the first of each segment are stored, and those of the segment in work.
-    """
+    """Return t, alpha_t and the gradient so far at the last t where they are not finite, else at 0."""
     system = make_system(problem, hparams)
     s_0, pull_initial = eqx.filter_vjp(system.initial, hparams)
     length, count = segments_of(system.steps)
@@ -350,10 +333,7 @@ def _march_back(problem: Problem, hparams: PyTree) -> tuple[Array, PyTree, PyTre
         states = lax.cond(enters, states_of, lambda _: states, k)
         return t - 1, adjoint_step(system, hparams, adjoint, take(states, i), t - 1), states
 
-    empty = jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf, (length, *leaf.shape)), take(firsts, 0)
-    )
-    start = jnp.array(system.steps), Adjoint(alpha, g), empty
+    start = jnp.array(system.steps), Adjoint(alpha, g), states_of(0)
     t, adjoint, _ = lax.while_loop(proceed, step, start)
     # alpha_0 counts as far as s_0 depends on lambda: an accumulator that starts at 0 does not.
     (g_initial,) = pull_rows(pull_initial, adjoint.alpha)

@@ -7,7 +7,6 @@ With A_t = dPhi_t/ds_{t-1}, B_t = dPhi_t/dlambda and row vectors alpha_t,
 
 The states s_0 .. s_{T-1} are stored on the way forward, or some of them; on the way back each step is
 computed again from the state before it to give alpha_t A_t and alpha_t B_t in one transposed product.
-Within it the Hessian of a loss is symmetric, so that its product comes by forward mode (`training.py`).
 
 Time: that of a few training runs, whatever the number of hyperparameters. Memory: T states, or as
 few as one (`schedules.py`).
@@ -15,6 +14,7 @@ Reference: Franceschi et al., ICML 2017, Algorithm 1, with the term of the first
 dependence of s_0 on lambda and the direct dependence of E on lambda, which it leaves out.
 """
 
+import operator
 from typing import Any
 
 import equinox as eqx
@@ -30,7 +30,12 @@ from .products import error_gradients, pull_rows
 from .schedules import Adjoint, Binomial, Everything, Gradients, Schedule, States
 from .segments import Segments
 
-STORES = ("everything", "gradients", "states", "segments")
+STORES: dict[str, type[Schedule]] = {
+    "everything": Everything,
+    "gradients": Gradients,
+    "states": States,
+    "segments": Segments,
+}
 TRANSPOSES = ("forward", "reverse")
 
 
@@ -49,21 +54,18 @@ class Reverse(TracedEngine):
             "segments": about 2 sqrt(T) states, and gradients with half of them; each step computed
             once more. Where updates cost little beside gradients, these are kept in place of states.
             A number c: at most c states, and as few steps computed again as c allow.
-        transpose: how the adjoint passes through the gradient of `Training`'s loss. "forward", the
-            default: by forward mode over the gradient, since the Hessian is symmetric; this keeps
-            little inside a step. "reverse": by reverse mode, as through any other function, which is
-            also what happens where the loss has a function with a `jax.custom_vjp`, and with
-            "everything". Give it where the loss has a `jax.custom_jvp` of several arguments that is
-            not the derivative of any function.
-        unroll: puts that many steps into one turn of the loops: the same result, longer compilation,
-            and less overhead where a step is so small that starting its kernels takes the time.
+        transpose: how the adjoint passes through the gradient of `Training`'s loss: by "forward" mode
+            over the gradient (default), which keeps little inside a step, since the Hessian is
+            symmetric; or by "reverse" mode, as through any other function, which a loss with a
+            `jax.custom_vjp` and "everything" always get. Give it where the loss has a
+            `jax.custom_jvp` of several arguments that is not the derivative of any function.
+        unroll: steps in one turn of the loops: longer compilation, less overhead of small steps.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
-    ...     dynamics=ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     objective=lambda state, h, x: (state.params - x) ** 2,
-    ...     init=jnp.array(0.0), batches=ft.FullBatch(jnp.array(1.0), steps=1),
-    ...     validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, x: (state.params - x) ** 2, init=jnp.array(0.0),
+    ...     batches=ft.FullBatch(jnp.array(1.0), steps=1), validation=jnp.array(1.0))
     >>> value, grad, state = ft.Reverse()(problem, {"lr": jnp.array(0.25)})
     >>> float(value), float(grad["lr"]), float(state.params)  # f = (1 - 2 lr)^2
     (0.25, -2.0, 0.5)
@@ -78,7 +80,7 @@ class Reverse(TracedEngine):
     def __check_init__(self):
         check_not_problem("Reverse", self.store)
         check_count(self.unroll, f"Reverse(unroll={self.unroll})")
-        if self.store not in STORES and not (type(self.store) is int and self.store >= 1):
+        if self.store not in tuple(STORES) and not (type(self.store) is int and self.store >= 1):
             raise ValueError(
                 f"Reverse(store={self.store!r}): give a number of states, 1 or more, or one of "
                 f"{', '.join(map(repr, STORES))}."
@@ -88,19 +90,12 @@ class Reverse(TracedEngine):
 
     @property
     def schedule(self) -> Schedule:
-        """What `store` stands for."""
         if not isinstance(self.store, str):
-            return Binomial(self.store, self.unroll)
-        return {
-            "everything": Everything(self.unroll),
-            "gradients": Gradients(self.unroll),
-            "states": States(self.unroll),
-            "segments": Segments(self.unroll),
-        }[self.store]
+            return Binomial(self.unroll, self.store)
+        return STORES[self.store](self.unroll)
 
     @property
     def other_mode(self) -> str:
-        """`Forward`."""
         return FORWARD
 
     def transposing(self, system: System) -> System:
@@ -108,11 +103,10 @@ class Reverse(TracedEngine):
         return system if self.transpose == "forward" else system._replace(transposable=system.step)
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
-        """Return the errors, their gradients and s_T."""
         schedule, system = self.schedule, self.transposing(system)
         s_0, pull_initial = eqx.filter_vjp(system.initial, hparams)
         s_T, memory = schedule.forward(system, hparams, s_0)
         errors, alpha_T, g = error_gradients(system, s_T, hparams)
         alpha_0, g = schedule.backward(system, hparams, memory, Adjoint(alpha_T, g))
         (g_initial,) = pull_rows(pull_initial, alpha_0)
-        return Solution(errors, jax.tree.map(lambda a, b: a + b, g, g_initial), s_T)
+        return Solution(errors, jax.tree.map(operator.add, g, g_initial), s_T)

@@ -75,15 +75,12 @@ class RobustMean(TracedEngine):
 
     @property
     def other_mode(self) -> str | None:
-        """That of the folds' engine."""
         return self.engine.other_mode
 
     def review(self, report: Any) -> None:
-        """Warn as the folds' engine does."""
         self.engine.review(report)
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
-        """Return the mean errors, the weighted means of the gradients, and s_T."""
         if not isinstance(problem, Mean):
             raise TypeError(
                 f"RobustMean takes a `foretune.Mean` of problems, got {describe(problem)}. Give "

@@ -1,7 +1,7 @@
 """What reverse mode keeps on its way forward, and what it computes again on its way back.
 
 The adjoint of step t needs s_{t-1}. A schedule says which states are stored; the others are computed
-again from the nearest one before them. All give the same hypergradient.
+again from the nearest one before them.
 
 | `store`        | states held      | steps computed again             |
 |----------------|------------------|----------------------------------|
@@ -14,10 +14,12 @@ again from the nearest one before them. All give the same hypergradient.
 Where no gradient is stored, the adjoint itself runs the step to differentiate it.
 """
 
+import abc
 import functools
 import math
+import operator
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -40,74 +42,48 @@ class Adjoint(NamedTuple):
     g: PyTree
 
 
-@runtime_checkable
-class Schedule(Protocol):
+class Schedule(eqx.Module):
     """How states are stored and computed again."""
 
+    unroll: int
+
+    @abc.abstractmethod
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
         """Return s_T, and what `backward` needs."""
-        ...
 
-    def backward(
-        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
-    ) -> Adjoint:
-        """Return alpha_0 and the sum over all steps."""
-        ...
+    def backward(self, system: System, hparams: PyTree, kept: PyTree, adjoint: Adjoint) -> Adjoint:
+        """Return alpha_0 and the sum over all steps: by the pullback, where that is what was kept."""
+        return pulled(kept, adjoint)
 
 
-class Everything(NamedTuple):
+class Everything(Schedule):
     """Store all that the adjoint needs, inside each step too: the fastest, and the largest."""
 
-    unroll: int = 1
-
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
-        """Run, and keep the whole linear map."""
-
         def run(s, h):
             return advance(system, h, s, 0, system.steps, self.unroll)
 
         return eqx.filter_vjp(run, s_0, hparams)
 
-    def backward(
-        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
-    ) -> Adjoint:
-        """Transpose it."""
-        return pulled(memory, adjoint)
 
-
-class Gradients(NamedTuple):
+class Gradients(Schedule):
     """Store each state, and the gradient of the loss with which the step from it begins."""
 
-    unroll: int = 1
-
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
-        """Run, and keep them."""
         return with_gradients(system, hparams, s_0, 0, system.steps, self.unroll)
 
-    def backward(
-        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
-    ) -> Adjoint:
-        """Go back over them."""
-        return pulled(memory, adjoint)
 
-
-class States(NamedTuple):
+class States(Schedule):
     """Store each state."""
 
-    unroll: int = 1
-
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
-        """Run, and keep s_0 .. s_{T-1}."""
         return recorded(system, hparams, s_0, 0, system.steps, self.unroll)
 
-    def backward(
-        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
-    ) -> Adjoint:
-        """Go back over the states."""
-        return sweep(system, hparams, memory, adjoint, 0, system.steps, self.unroll)
+    def backward(self, system: System, hparams: PyTree, kept: PyTree, adjoint: Adjoint) -> Adjoint:
+        return sweep(system, hparams, kept, adjoint, 0, system.steps, self.unroll)
 
 
-class Binomial(NamedTuple):
+class Binomial(Schedule):
     """Store at most c states at a time, chosen so that the fewest steps are computed again.
 
     Griewank and Walther, Algorithm 799 (Revolve), 2000. Of the c states one is s_0; the state that is
@@ -115,7 +91,6 @@ class Binomial(NamedTuple):
     """
 
     states: int
-    unroll: int = 1
 
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
         """Run, and keep the states that the way back begins with, and s_{T-1}."""
@@ -125,12 +100,10 @@ class Binomial(NamedTuple):
         kept, s = self._reach(system, hparams, plan, kept, jax.tree.map(lambda a: a[-1], plan.rows))
         return system.step(s, hparams, entry(system, system.steps - 1)), (kept, s)
 
-    def backward(
-        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
-    ) -> Adjoint:
+    def backward(self, system: System, hparams: PyTree, kept: PyTree, adjoint: Adjoint) -> Adjoint:
         """Go back step by step; before each, compute what is missing."""
         plan = binomial_plan(system.steps, self.states)
-        kept, s = memory
+        kept, s = kept
 
         def back(carry, now):
             adjoint, kept, s = carry
@@ -153,9 +126,8 @@ class Binomial(NamedTuple):
         def step(t, s):
             return system.step(s, hparams, entry(system, t))
 
-        def advance(
-            k, carry
-        ):  # one loop for what is stored and, last, for what is not: one program
+        # one loop for what is stored and, last, for what is not: one program
+        def advance(k, carry):
             kept, s, at = carry
             stored = k < row.stored
             until = jnp.where(stored, at + lengths[row.first + k], row.step)
@@ -187,19 +159,14 @@ class Plan(NamedTuple):
     lengths: np.ndarray
     top: np.ndarray  # for each step, the highest slot in use
 
-    @property
-    def computed(self) -> int:
-        """How many steps are computed on the way to the states, the first time included."""
-        return int(np.sum(self.rows.step - self.rows.at, dtype=np.int64))
-
 
 @functools.lru_cache(maxsize=32)
 def binomial_plan(steps: int, states: int) -> Plan:
     """Return which states to store on the way back over the steps, at most `states` at a time.
 
-    >>> plan = binomial_plan(10, 3)
-    >>> int(plan.top.max()) + 1, plan.computed
-    (3, 15)
+    >>> rows = binomial_plan(10, 3).rows
+    >>> int((rows.step - rows.at).sum())  # steps computed on the way to the states
+    15
     """
     stack, rows, lengths, top = [0], [], [], []
     for step in range(steps - 1, -1, -1):
@@ -217,16 +184,6 @@ def binomial_plan(steps: int, states: int) -> Plan:
         top.append(len(stack) - 1)
     columns = np.array(rows[::-1], np.int32).T
     return Plan(Row(*columns), np.array(lengths or [0], np.int32), np.array(top[::-1], np.int32))
-
-
-def binomial_steps(steps: int, states: int) -> int:
-    """Return `binomial_plan(steps, states).computed` without the plan: r T - beta(c + 1, r - 1).
-
-    >>> binomial_steps(10, 3)
-    15
-    """
-    r = _repetitions(steps, states)
-    return r * steps - (math.comb(states + r, states + 1) if r else 0)
 
 
 def _repetitions(steps: int, states: int) -> int:
@@ -263,12 +220,7 @@ def advance(
 
 
 def recorded(
-    system: System,
-    hparams: PyTree,
-    s: PyTree,
-    first: Index,
-    count: int,
-    unroll: int,
+    system: System, hparams: PyTree, s: PyTree, first: Index, count: int, unroll: int
 ) -> tuple[PyTree, PyTree]:
     """Return the state after the steps, and the stack of those before each."""
 
@@ -298,7 +250,7 @@ def with_gradients(
 def pulled(pull: Callable[..., PyTree], adjoint: Adjoint) -> Adjoint:
     """Return the adjoint before the steps of a pullback."""
     alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
-    return Adjoint(alpha_A, _sum(adjoint.g, alpha_B))
+    return Adjoint(alpha_A, jax.tree.map(operator.add, adjoint.g, alpha_B))
 
 
 def sweep(
@@ -330,21 +282,15 @@ def adjoint_step(system: System, hparams: PyTree, adjoint: Adjoint, s: PyTree, t
 
 
 def entry(system: System, t: Index) -> PyTree:
-    """Return x_t, from 0."""
     return take(system.xs, t)
 
 
 def take(kept: PyTree, slot: Index) -> PyTree:
-    """Return one entry of a stack."""
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot, keepdims=False), kept)
 
 
 def put(kept: PyTree, slot: Index, s: PyTree) -> PyTree:
     """Return a stack with another entry in this place."""
     return jax.tree.map(
-        lambda leaf, new: lax.dynamic_update_index_in_dim(leaf, new, slot, 0), kept, s
+        lambda old, new: lax.dynamic_update_index_in_dim(old, new, slot, 0), kept, s
     )
-
-
-def _sum(a: PyTree, b: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: a + b, a, b)

@@ -5,16 +5,11 @@ again from there, and what its adjoint needs is stored while it is in work: the 
 
 Where the update is nothing beside the gradient (`split.py`), as in a large network, less is stored: the
 gradients, a fraction of a state each, and the state at which each block of a few steps begins. Within a
-block, states are found again by updates. These are recorded on the way forward as well, so that the
-last segment, with which the way back begins, is not run again.
-
-With k segments of L steps, the first of which may be shorter, m blocks in each, states of S bytes and
-gradients of G, that is
+block, states are found again by updates. The record of the last segment is kept on the way forward, so
+that it is not run again. With k segments of L steps, m blocks in each, states of S bytes and gradients
+of G, and without the first states of two segments (one is given, one begins a block), that is
 
     (k - 2) S + L G + m S,     k = ceil(T / L), m = ceil(L / BLOCK).
-
-The first states of two segments are not counted: that of the first is the parameters that were given,
-and zeros, and that of the last begins a block.
 """
 
 import functools
@@ -30,6 +25,7 @@ from .._problem.system import System
 from .schedules import (
     Adjoint,
     Index,
+    Schedule,
     adjoint_step,
     advance,
     entry,
@@ -48,13 +44,10 @@ WORTH = 4000
 """Operations of a gradient for each number of the state, above which updates cost little beside it."""
 
 
-class Segments(NamedTuple):
+class Segments(Schedule):
     """Store the first state of each of some segments, and go through a segment once more."""
 
-    unroll: int = 1
-
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
-        """Run, and keep the state at which each segment begins."""
         split = split_where_worth(system, hparams, s_0)
         if split is not None:
             return _Split(split).forward(system, hparams, s_0)
@@ -64,15 +57,13 @@ class Segments(NamedTuple):
         s_T = advance(system, hparams, s, system.steps - rest, rest, self.unroll)
         return s_T, (None, firsts, s)
 
-    def backward(
-        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
-    ) -> Adjoint:
+    def backward(self, system: System, hparams: PyTree, kept: PyTree, adjoint: Adjoint) -> Adjoint:
         """Go back segment by segment, the shorter last one first."""
-        split, *memory = memory
+        split, *kept = kept
         if split is not None:
-            return _Split(split).backward(system, hparams, memory, adjoint)
+            return _Split(split).backward(system, hparams, kept, adjoint)
         length, count = segments_of(system.steps)
-        firsts, last = memory
+        firsts, last = kept
 
         def back(adjoint, s, first, steps):
             if system.sees_all:
@@ -124,13 +115,12 @@ def split_where_worth(system: System, hparams: PyTree, s: PyTree) -> Split | Non
     return split if split is not None and split.work >= WORTH * _size(s) else None
 
 
-def price_of_segments(steps: int, gradient: float, split: bool) -> tuple[float, int]:
-    """Return the states held, where a gradient has this share of one, and the steps run again."""
+def states_in_segments(steps: int, gradient: float, split: bool) -> float:
+    """Return the states held, where a gradient has this share of one."""
     if split:
-        lengths = lengths_of(steps, gradient)
-        return lengths.states(gradient), steps - lengths.length
+        return lengths_of(steps, gradient).states(gradient)
     length, count = segments_of(steps)
-    return length * (1 + gradient) + count, steps
+    return length * (1 + gradient) + count
 
 
 class Lengths(NamedTuple):
@@ -153,12 +143,14 @@ def lengths_of(steps: int, gradient: float) -> Lengths:
     >>> lengths_of(1000, 1 / 3)
     Lengths(segments=21, length=48, blocks=6, block=8)
     """
-    most = min(steps, 8 + math.isqrt(int(16 * steps / max(gradient, 0.1))))
-    found = []
-    for length in range(most, 0, -1):  # of equals the longest
+
+    def of(length):
         blocks = -(-length // BLOCK)
-        found.append(Lengths(-(-steps // length), length, blocks, -(-length // blocks)))
-    return min(found, key=lambda f: f.states(gradient))
+        return Lengths(-(-steps // length), length, blocks, -(-length // blocks))
+
+    most = min(steps, 8 + math.isqrt(int(16 * steps / max(gradient, 0.1))))
+    # of equals the longest
+    return min(map(of, range(most, 0, -1)), key=lambda lengths: lengths.states(gradient))
 
 
 class _Record(NamedTuple):
@@ -191,11 +183,9 @@ class _Split(NamedTuple):
         s_T, firsts, record = lax.fori_loop(0, lengths.segments, segment, carry)
         return s_T, (self.split, s_0, firsts, record)
 
-    def backward(
-        self, system: System, hparams: PyTree, memory: PyTree, adjoint: Adjoint
-    ) -> Adjoint:
+    def backward(self, system: System, hparams: PyTree, kept: PyTree, adjoint: Adjoint) -> Adjoint:
         """Go back segment by segment, each from its record, which then makes room for another."""
-        s_0, firsts, record = memory
+        s_0, firsts, record = kept
         last = self._lengths(system, s_0).segments - 1
 
         def segment(i, carry):
@@ -266,7 +256,7 @@ def _span(system: System, lengths: Lengths, k: Index) -> tuple[Array, Array]:
 
 
 def _known_after(done: PyTree, i: Index) -> Array:
-    """Return i, of which the compiler cannot know before `done` is computed that it is i.
+    """Return i, hidden from the compiler until `done` is computed.
 
     Else it may run a loop that writes into an array before one that reads it, on a copy of the array.
     """

@@ -1,20 +1,19 @@
 """Engines for chaotic responses: the gradient of the response averaged over a neighbourhood.
 
-Over many steps of training the response f(lambda) may be chaotic: smooth at a scale at which nobody
-moves, with slopes that have nothing to do with those over a step of tuning. What a descent needs is the
-slope of the average over a neighbourhood of radius r,
+Over many steps of training the response f(lambda) may be chaotic, with slopes that have nothing to do
+with those over a step of tuning. What a descent needs is the slope of the average over a neighbourhood
+of radius r, with c the natural scale of each hyperparameter,
 
-    f_r(lambda) = E_u f(lambda + r c u),    c the natural size of each hyperparameter,
+    f_r(lambda) = E_u f(lambda + r c u),
 
-and there are two ways to it: the mean of exact gradients at random points, and differences of values,
+by the mean of exact gradients at random points, or by differences of values,
 
     g = mean_j grad f(lambda + r c u_j),    h_i = sum_j (f_j+ - f_j-) d_ji / sum_j d_ji^2
 
 with f_j+ and f_j- the values at lambda + r c u_j and lambda - r c u_j, and d_j the difference of the
-two points. Where f is smooth, g has by far the smaller variance: one sample has all m entries. Where f
-is chaotic, single gradients are huge, and h, which sees values alone, is the better one. `Smoothed`
-uses both at the same points, each leaf weighted by the inverse of the estimated variances; `Evolution`
-uses h alone and needs no derivative.
+two points. Where f is smooth, g has the smaller variance; where it is chaotic, h has. `Smoothed` uses
+both at the same points, each leaf weighted by the inverse of the estimated variances; `Evolution` uses
+h alone and needs no derivative.
 
 References: Metz et al., Understanding and Correcting Pathologies in the Training of Learned Optimizers,
 ICML 2019; Salimans et al., Evolution Strategies, 2017.
@@ -53,7 +52,6 @@ class Space:
 
     @property
     def constraints(self) -> PyTree:
-        """The constraints."""
         return unflatten(self.structure, self.arrays)
 
     def __eq__(self, other: object) -> bool:
@@ -72,9 +70,8 @@ def balanced_signs(key: Key[Array, ""], n: int, m: int) -> Int[Array, "n m"]:
     """Return n rows of m random signs, the columns as little alike as n allows.
 
     They are rows of a Hadamard matrix of order N >= m, H_ij = (-1)^(number of bits in i & j), with rows
-    and columns in random order and random signs of the columns. Columns of N rows are orthogonal.
-    Independent signs are not: with a few rows two columns may agree in all, and a least-squares slope
-    cannot tell their hyperparameters apart.
+    and columns in random order and random signs of the columns. Columns of N rows are orthogonal, where
+    independent signs may agree in all of a few rows.
     """
     order = 1 << (m - 1).bit_length()
     rows = min(n, order)
@@ -84,9 +81,8 @@ def balanced_signs(key: Key[Array, ""], n: int, m: int) -> Int[Array, "n m"]:
         i = jax.random.permutation(keys[0], order)[:rows].astype(jnp.uint32)
         j = jax.random.permutation(keys[1], order)[:m].astype(jnp.uint32)
         odd = lax.population_count(i[:, None] & j[None, :]) & jnp.uint32(1)
-        return (1 - 2 * odd.astype(jnp.int32)) * jax.random.rademacher(keys[2], (m,), jnp.int32)[
-            None
-        ]
+        signs = jax.random.rademacher(keys[2], (m,), jnp.int32)
+        return (1 - 2 * odd.astype(jnp.int32)) * signs[None]
 
     blocks = jax.vmap(block)(jax.random.split(key, -(-n // rows)))
     return blocks.reshape(-1, m)[:n]
@@ -117,15 +113,9 @@ class Neighbourhood(TracedEngine):
     def estimate(
         self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> tuple[Hypergradient, PyTree[Float[Array, "..."]]]:
-        """Return the hypergradient, and the standard error of each of its entries.
-
-        Needs two samples or more.
-        """
+        """Return the hypergradient, and the standard error of each of its entries."""
         if self.samples < 2:
-            name = type(self).__name__
-            raise ValueError(
-                f"{name}(samples=1).estimate: a standard error needs two samples or more."
-            )
+            raise ValueError("estimate: a standard error needs two samples or more.")
         found, report = self.reported(problem, hparams, key)
         return found, report.standard_error
 
@@ -134,7 +124,11 @@ class Neighbourhood(TracedEngine):
     ) -> tuple[PyTree, Float[Array, "n m"], Float[Array, " m"]]:
         """Return n pairs of points, with axes of 2 and n, and the differences between them."""
         flat, unravel = ravel_pytree(hparams)
-        key = mixed_key(jax.random.wrap_key_data(jnp.array(self.seed, jnp.uint32)), flat)
+        # The key depends on the numbers: each step of a descent draws other points.
+        bits = lax.bitcast_convert_type(flat.astype(jnp.float32), jnp.uint32)
+        odd = 2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1
+        seed = jax.random.wrap_key_data(jnp.array(self.seed, jnp.uint32))
+        key = jax.random.fold_in(seed, jnp.sum(bits * odd))
         U = balanced_signs(key, self.samples, flat.size).astype(flat.dtype)
         if uniform:
             U = U * jax.random.uniform(jax.random.fold_in(key, 1), U.shape, flat.dtype)
@@ -166,18 +160,14 @@ class Neighbourhood(TracedEngine):
                 "cannot be moved inside their constraints, or not by so little in their type. Give "
                 "constraints that leave room, or a larger radius."
             )
-        if diverged == self.samples:
-            raise NonFiniteError(
-                f"{name}(radius={self.radius:g}): in each of {self.samples} pairs of points a training "
-                "is not finite. Take a smaller radius, or constraints that keep the points inside."
-            )
         if diverged:
-            warnings.warn(
+            message = (
                 f"{name}(radius={self.radius:g}): in {int(diverged)} of {self.samples} pairs of points "
-                "a training is not finite. They are left out of the estimate; take a smaller radius.",
-                RuntimeWarning,
-                stacklevel=users_level(sys._getframe()),
+                "a training is not finite. Take a smaller radius, or constraints."
             )
+            if diverged == self.samples:
+                raise NonFiniteError(message)
+            warnings.warn(message, RuntimeWarning, stacklevel=users_level(sys._getframe()))
 
 
 class Evolution(Neighbourhood):
@@ -185,8 +175,7 @@ class Evolution(Neighbourhood):
 
     Use it where exact gradients mislead, and for responses that have no derivative, an accuracy say.
     With fewer samples than hyperparameters, m, its standard error is up to sqrt(m / samples) of the
-    gradient's length: it is for few of them. Powers of 2 above m are the best numbers of samples: then
-    no two hyperparameters move alike.
+    gradient's length. Powers of 2 above m are best: then no two hyperparameters move alike.
 
     Args:
         radius: of the neighbourhood, relative to each hyperparameter (in log(x) under `Log`).
@@ -200,10 +189,9 @@ class Evolution(Neighbourhood):
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
-    ...     dynamics=ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     objective=lambda state, h, x: (state.params - x) ** 2,
-    ...     init=jnp.array(0.0), batches=ft.FullBatch(jnp.array(1.0), steps=1),
-    ...     validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, x: (state.params - x) ** 2, init=jnp.array(0.0),
+    ...     batches=ft.FullBatch(jnp.array(1.0), steps=1), validation=jnp.array(1.0))
     >>> value, grad, state = ft.Evolution(0.1, samples=1)(problem, {"lr": jnp.array(0.25)})
     >>> print(f"{grad['lr']:.3f}")  # f = (1 - 2 lr)^2
     -2.000
@@ -231,11 +219,9 @@ class Evolution(Neighbourhood):
 
     @property
     def differentiates(self) -> bool:
-        """False: an accuracy will do."""
         return False
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
-        """Return the errors, and the differences of values over those of points."""
         both, d, _ = self.points(hparams, uniform=False)
 
         def errors_at(h):
@@ -253,25 +239,22 @@ class Smoothed(Neighbourhood):
     """The gradient of the response averaged over a neighbourhood, from exact gradients and values.
 
     Use it where exact gradients mislead and the hyperparameters are too many for `Evolution`. Costs
-    2 `samples` hypergradients and a training. The differences of the values at the points count too,
-    each leaf's weight the inverse of its variance.
+    2 `samples` hypergradients and a training.
 
     Args:
         engine: what computes the gradients at the points.
         radius: of the neighbourhood, relative to each hyperparameter (in log(x) under `Log`).
         samples: pairs of opposite points, two or more.
-        key: a random key, or a number, of the points. They also depend on the hyperparameters' values,
-            so that each step of a descent draws others; the same call gives the same estimate.
+        key: as in `Evolution`.
         constraints: where the points may be, as in `minimize`, which gives its own.
 
     `estimate(problem, hparams)` also returns the standard error of each entry.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
-    ...     dynamics=ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     objective=lambda state, h, x: (state.params - x) ** 2,
-    ...     init=jnp.array(0.0), batches=ft.FullBatch(jnp.array(1.0), steps=1),
-    ...     validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, x: (state.params - x) ** 2, init=jnp.array(0.0),
+    ...     batches=ft.FullBatch(jnp.array(1.0), steps=1), validation=jnp.array(1.0))
     >>> value, grad, state = ft.Smoothed(ft.Reverse(), 0.1, samples=4)(problem, {"lr": jnp.array(0.25)})
     >>> print(f"{grad['lr']:.3f}")  # f = (1 - 2 lr)^2
     -2.000
@@ -295,8 +278,8 @@ class Smoothed(Neighbourhood):
         engine = Reverse() if engine is None else engine
         if not isinstance(engine, TracedEngine):
             raise TypeError(
-                f"Smoothed's engine is {describe(engine)}; give one that is a single program, "
-                "`foretune.Smoothed(foretune.Reverse(), radius=0.1)`."
+                f"Smoothed's engine is {describe(engine)}; give one that is a single program, as in "
+                "`Smoothed(Reverse(), radius=0.1)`."
             )
         self.engine, self.space = engine, Space(constraints)
         self.radius, self.samples, self.seed = _checked("Smoothed", radius, samples, key)
@@ -304,7 +287,6 @@ class Smoothed(Neighbourhood):
             raise ValueError("Smoothed(samples=1): variances need two samples or more.")
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
-        """Return the errors, and the weighted mean of gradients and of differences of values."""
         both, d, flat = self.points(hparams, uniform=True)
         points = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), both)
 
@@ -319,15 +301,10 @@ class Smoothed(Neighbourhood):
         finite = jnp.isfinite(values).all((0, 2))
         gradients = _averaged(rows, finite & jnp.isfinite(rows).all((1, 2)))
         slopes = _averaged(_slopes(values, d, finite), finite)
-        mean, error = _combined(gradients, slopes, _leaves_of(hparams))
+        sizes = [leaf.size for leaf in jax.tree.leaves(hparams)]
+        leaf = np.repeat(np.arange(len(sizes)), sizes)
+        mean, error = _combined(gradients, slopes, leaf)
         return self.solution(system, hparams, mean, error, d, finite)
-
-
-def mixed_key(key: Key[Array, ""], flat: Float[Array, " m"]) -> Key[Array, ""]:
-    """Return a key that depends on the numbers: each step of a descent draws others."""
-    bits = lax.bitcast_convert_type(flat.astype(jnp.float32), jnp.uint32)
-    odd = 2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1
-    return jax.random.fold_in(key, jnp.sum(bits * odd))
 
 
 def _slopes(
@@ -368,12 +345,9 @@ def _averaged(
 def _combined(
     first: tuple[Array, Array], second: tuple[Array, Array], leaf: np.ndarray
 ) -> tuple[Float[Array, "K m"], Float[Array, "K m"]]:
-    """Return two estimates as one, each leaf's weights the inverse of its mean variances.
+    """Return two estimates, with standard errors, as one; `leaf` is the leaf's number of each entry.
 
-    Args:
-        first: an estimate, and its standard error.
-        second: another one.
-        leaf: for each entry, the number of the leaf that it belongs to.
+    Each leaf's weights are the inverse of its mean variances.
     """
 
     def variance(error):
@@ -391,33 +365,19 @@ def _combined(
     return mean, jnp.sqrt(square)
 
 
-def _leaves_of(hparams: PyTree) -> np.ndarray:
-    """Return, for each entry, the number of the leaf that it belongs to."""
-    sizes = [leaf.size for leaf in jax.tree.leaves(hparams)]
-    return np.repeat(np.arange(len(sizes)), sizes)
-
-
 def _checked(
     name: str, radius: object, samples: object, key: object
 ) -> tuple[float, int, tuple[int, ...]]:
     """Return radius, samples and the key's numbers, or raise."""
     number = isinstance(radius, int | float | np.floating | np.integer)
     if not number or isinstance(radius, bool) or not 0 < radius < math.inf:
-        raise ValueError(
-            f"{name}(radius={radius!r:.60}): give a positive number, 0.1 for a tenth of each "
-            "hyperparameter."
-        )
+        raise ValueError(f"{name}(radius={radius!r:.60}): give a positive number, 0.1 for a tenth.")
     count = check_count(samples, f"{name}(samples={samples!r:.60})")
-    return float(radius), count, seed_of(key, f"{name}(key=...)")
-
-
-def seed_of(key: object, name: str) -> tuple[int, ...]:
-    """Return the two numbers of a random key, or of the key of a number."""
     with jax.ensure_compile_time_eval():  # inside `jit` too
         if isinstance(key, int | np.integer) and not isinstance(key, bool):
             key = jax.random.key(int(key))
-        check_key(key, name)
+        check_key(key, f"{name}(key=...)")
         data = np.asarray(jax.random.key_data(key))  # pyright: ignore[reportArgumentType]
         if data.size != 2:  # of another generator
             data = np.asarray(jax.random.bits(key, (2,)))  # pyright: ignore[reportArgumentType]
-    return tuple(map(int, data))
+    return float(radius), count, tuple(map(int, data))

@@ -76,7 +76,6 @@ class Truncated(TracedEngine):
 
     @property
     def other_mode(self) -> str:
-        """`Forward`."""
         return FORWARD
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
@@ -112,7 +111,6 @@ class Truncated(TracedEngine):
         return Solution(errors, rows, s_T, jax.tree.map(_lengths, parts))
 
     def review(self, report: PyTree[Float[Array, " 2"]] | None) -> None:
-        """Warn where much is left out."""
         lengths = named_leaves(report, "hparams").items()
         shares = {name: float(part[0]) / max(float(part.sum()), 1e-300) for name, part in lengths}
         much = {name: share for name, share in shares.items() if share > TOLERATED}

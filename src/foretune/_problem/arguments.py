@@ -1,10 +1,8 @@
 """A pytree as the argument of a compiled program: its arrays, and all the rest.
 
-`equinox.filter_jit` makes the same split. Here it is made once per call and shared by the checks
-and the program, because overhead counts: a small hypergradient takes milliseconds on a GPU.
-
-JAX keeps the program of every function that it has compiled for as long as the process runs, some
-megabytes each. `Compiled` and `filtered` keep those that were used last.
+`equinox.filter_jit` makes the same split. Here it is made once per call and shared by the checks and
+the program, because overhead counts. JAX keeps every program that it has compiled for as long as the
+process runs, some megabytes each; `Compiled` and `filtered` keep those that were used last.
 """
 
 import functools
@@ -37,7 +35,6 @@ def flatten(tree: PyTree) -> tuple[list, Structure]:  # of arrays, NumPy's too
 
 
 def unflatten(structure: Structure, arrays: Iterable[PyTree]) -> PyTree:
-    """Return the pytree."""
     remaining = iter(arrays)
     leaves = [next(remaining) if leaf is Structure else leaf for leaf in structure.static]
     return jax.tree.unflatten(structure.treedef, leaves)
@@ -58,7 +55,6 @@ class Output(eqx.Module):
         self.arrays, self.structure = flatten(tree)
 
     def tree(self) -> PyTree:
-        """Return the pytree."""
         return unflatten(self.structure, self.arrays)
 
 
@@ -81,10 +77,7 @@ class Rest:
 
 
 class Compiled:
-    """A function as a compiled program, its first arguments constants that can be hashed.
-
-    As `jax.jit(function, static_argnums=range(static), **options)`, which never lets a program go.
-    """
+    """As `jax.jit(function, static_argnums=range(static), **options)`, with few programs kept."""
 
     def __init__(self, function: Callable[..., PyTree], static: int, **options: Any):
         self._static = static
@@ -96,7 +89,6 @@ class Compiled:
         self._program = program
 
     def __call__(self, *arguments: PyTree) -> Any:
-        """Run the program."""
         return self._program(*arguments[: self._static])(*arguments[self._static :])
 
     def lower(self, *arguments: PyTree) -> jax.stages.Lowered:
@@ -105,10 +97,7 @@ class Compiled:
 
 
 def filtered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function compiled, whatever its arguments and results hold besides arrays.
-
-    As `equinox.filter_jit(function)`, which never lets a program go.
-    """
+    """As `equinox.filter_jit(function)`, with few programs kept."""
     program = Compiled(lambda structure, arrays: Output(function(*unflatten(structure, arrays))), 1)
 
     @functools.wraps(function)

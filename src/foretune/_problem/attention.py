@@ -1,9 +1,8 @@
 """Attention in memory that is linear in the length, differentiable twice and in both modes.
 
-The scores of a chunk of queries against all keys are computed, used and forgotten; derivatives compute
-them again (`jax.checkpoint`), and derivatives of derivatives as well. Time is that of attention whose
-scores are all kept, and the scores once more for each derivative. `jax.nn.dot_product_attention` by XLA
-keeps all scores; fused kernels have one derivative alone, in reverse mode.
+The scores of a chunk of queries against all keys are computed, used and forgotten; each derivative
+computes them again (`jax.checkpoint`). `jax.nn.dot_product_attention` by XLA keeps all scores; fused
+kernels have one derivative alone, in reverse mode.
 """
 
 import functools
@@ -34,8 +33,7 @@ def attention(
         causal: whether a query sees only the keys up to its own place.
         chunk: queries in work at a time. Up to that length all scores are kept, as usual.
 
-    Scores are float32 at least. It has derivatives of any order in both modes, as engines need them
-    of a loss; fused kernels have not.
+    Scores are float32 at least. It has derivatives of any order in both modes.
 
     >>> import foretune as ft, jax, jax.numpy as jnp
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 50, 4, 8))
@@ -54,12 +52,8 @@ def attention(
     padded = jnp.pad(q, padding)  # queries beyond the end see all keys, and are cut off again
     chunks = padded.reshape(*q.shape[:-3], count, chunk, *q.shape[-2:])
     attend = jax.checkpoint(functools.partial(_attend, causal), prevent_cse=False)
-
-    def one(entry):
-        chunk_q, first = entry
-        return attend(chunk_q, k, v, first)
-
-    out = lax.map(one, (jnp.moveaxis(chunks, -4, 0), chunk * jnp.arange(count, dtype=np.int32)))
+    entries = jnp.moveaxis(chunks, -4, 0), chunk * jnp.arange(count, dtype=np.int32)
+    out = lax.map(lambda entry: attend(entry[0], k, v, entry[1]), entries)
     out = jnp.moveaxis(out, 0, -4)
     out = out.reshape(*q.shape[:-3], count * chunk, *out.shape[-2:])
     return out[..., :length, :, :]
@@ -86,10 +80,7 @@ def _check_shapes(q: Array, k: Array, v: Array, causal: bool) -> None:
     if not (same and q.shape[-2] == k.shape[-2] == v.shape[-2] and k.shape[-3] == v.shape[-3]):
         raise ValueError(
             f"attention: {shown}; leading axes and heads must be the same in all, sizes in q and k, "
-            "lengths in k and v. Repeat keys and values that several heads share with `jnp.repeat`."
+            "lengths in k and v. Repeat shared keys and values with `jnp.repeat`."
         )
     if causal and q.shape[-3] != k.shape[-3]:
-        raise ValueError(
-            f"attention(causal=True): {shown}; queries and keys must be of one length. Give "
-            "causal=False where each query sees all keys."
-        )
+        raise ValueError(f"attention(causal=True): {shown}; q and k must be of one length.")

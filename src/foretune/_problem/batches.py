@@ -16,12 +16,12 @@ from jaxtyping import Array, Int, PyTree
 
 from .checks import (
     as_arrays,
+    as_data,
     check_count,
     check_data,
     check_key,
     check_leading_axis,
     check_signature,
-    check_some_number,
     describe,
 )
 
@@ -31,14 +31,10 @@ ROWS = 20  # steps of a row each, from which on they are suspected to be a whole
 
 
 class Batches(eqx.Module):
-    """What the steps train on: `xs`, which the loop scans over, and `batch(x)`, an entry's batch."""
+    """What T steps train on: `xs`, which the loop scans over, and `batch(x)`, an entry's batch."""
 
     xs: eqx.AbstractVar[PyTree]
-
-    @property
-    @abc.abstractmethod
-    def steps(self) -> int:
-        """T, the number of steps."""
+    steps: eqx.AbstractVar[int]
 
     @abc.abstractmethod
     def batch(self, x: PyTree) -> PyTree:
@@ -47,20 +43,17 @@ class Batches(eqx.Module):
     def whole(self) -> PyTree:
         """Return all the data as one batch, where that is known."""
         raise TypeError(
-            f"all the data as one batch is needed, which {type(self).__name__} does not tell: give "
-            "`FullBatch(data, steps)` or `Minibatches(data, indices)` as the problem's batches."
+            f"all the data as one batch is needed, not {type(self).__name__}: give the problem "
+            "`FullBatch(data, steps)` or `Minibatches(data, indices)`."
         )
 
 
 class Minibatches(Batches):
-    """T minibatches as indices into data that lies on the device once.
-
-    Step t sees `data` with its leading axis indexed by `indices[t]`; the gather happens inside the
-    training loop, so memory is the data's own, whatever T is.
+    """T minibatches as indices into data that lies on the device once, whatever T is.
 
     Args:
         data: a pytree of arrays that share their leading axis, the examples.
-        indices: integers of shape (T, batch size), or (T, ...) in general.
+        indices: integers of shape (T, batch size), or (T, ...) in general: the rows of each step.
         gather: makes the minibatch, `gather(data, indices[t])`, where it is not rows of the data:
             windows of a signal, crops, pairs. The data may then be any pytree of arrays, and the
             indices are yours to keep in range.
@@ -83,64 +76,35 @@ class Minibatches(Batches):
     indices: Int[Array, "T ..."]
     gather: Callable[[PyTree, Array], PyTree] | None = eqx.field(static=True)
 
-    def __init__(
-        self,
-        data: PyTree,
-        indices: Any,  # an array of integers
-        gather: object = None,
-    ):
-        if gather is not None and not callable(gather):
-            raise TypeError(
-                f"Minibatches' gather must be a function (data, indices) -> batch, got "
-                f"{describe(gather)}."
-            )
+    def __init__(self, data: PyTree, indices: Any, gather: Any = None):
         if gather is not None:
             check_signature(gather, "gather(data, indices)")
-        check_data(data, "Minibatches' data")
-        self.data, self.gather = as_arrays(data, "Minibatches' data"), gather
-        check_some_number(self.data, "Minibatches' data")
-        raw = indices  # 64-bit and unsigned ones may wrap on their way to the device
-        self.indices = as_arrays(indices, "Minibatches' indices")
+        self.data, self.gather = as_data(data, "Minibatches' data"), gather
         n = check_leading_axis(self.data, "Minibatches' data") if gather is None else None
-        if not (eqx.is_array(self.indices) and jnp.issubdtype(self.indices.dtype, jnp.integer)):
-            raise TypeError(
-                f"Minibatches' indices must be an integer array, got {describe(self.indices)}."
-            )
-        if self.indices.ndim == 0:
-            raise ValueError("Minibatches' indices need a leading axis of T steps, got a scalar.")
-        check_count(self.indices.shape[0], "the leading axis of Minibatches' indices, T = 0")
-        if self.indices.size == 0:
+        self.indices = as_arrays(indices, "Minibatches' indices")
+        shown, dtype = describe(self.indices), getattr(self.indices, "dtype", None)
+        if not (eqx.is_array(self.indices) and jnp.issubdtype(dtype, jnp.integer)):
+            raise TypeError(f"Minibatches' indices must be an integer array, got {shown}.")
+        if self.indices.ndim == 0 or self.indices.size == 0:
+            raise ValueError(f"Minibatches' indices are {shown}: give (T, batch size), not empty.")
+        if isinstance(self.indices, Tracer):
+            return
+        with jax.ensure_compile_time_eval():  # as given: they may wrap on their way to the device
+            low, high = int(indices.min()), int(indices.max())
+        run = f"Minibatches' indices run from {low} to {high}"
+        if low < jnp.iinfo(dtype).min or high > jnp.iinfo(dtype).max:
+            raise ValueError(f"{run}: they would wrap as {dtype}. Switch JAX to 64 bits.")
+        if n is not None and (low < 0 or high >= n):
             raise ValueError(
-                f"Minibatches' batches are empty: the indices have shape {self.indices.shape}."
+                f"{run}, but the data has {n} examples. JAX would clamp them silently."
             )
-        if not isinstance(self.indices, Tracer):
-            with jax.ensure_compile_time_eval():
-                low, high = int(raw.min()), int(raw.max())
-            dtype = self.indices.dtype
-            if low < jnp.iinfo(dtype).min or high > jnp.iinfo(dtype).max:
-                raise ValueError(
-                    f"Minibatches' indices run from {low} to {high}, more than {dtype} holds: they "
-                    "would wrap. Give smaller ones, or switch JAX to 64 bits."
-                )
-            if n is not None and (low < 0 or high >= n):
-                raise ValueError(
-                    f"Minibatches' indices run from {low} to {high}, but the data has {n} examples "
-                    f"(0 to {n - 1}). JAX would clamp them silently."
-                )
 
     def at(self, indices: Array | np.ndarray | None) -> "Minibatches":
         """Return other minibatches of the same data, without looking at the indices' values."""
         return eqx.tree_at(lambda batches: batches.indices, self, indices)
 
     @classmethod
-    def shuffled(
-        cls,
-        data: PyTree,
-        *,
-        batch_size: int,
-        steps: int,
-        key: object,
-    ) -> "Minibatches":
+    def shuffled(cls, data: PyTree, *, batch_size: int, steps: int, key: object) -> "Minibatches":
         """Draw `steps` minibatches by reshuffling the examples at each epoch.
 
         >>> import foretune as ft, jax, jax.numpy as jnp
@@ -156,8 +120,7 @@ class Minibatches(Batches):
             raise ValueError(f"batch_size={batch_size} must lie between 1 and the {n} examples.")
         if steps * batch_size >= MOST_INDICES:
             raise ValueError(
-                f"steps={steps} of batch_size={batch_size} are {steps * batch_size:.2g} indices, more "
-                "than fit into memory. Draw them in parts, as the steps need them."
+                f"steps={steps} of batch_size={batch_size} are too many indices to draw at once."
             )
         check_key(key, "the key of Minibatches.shuffled")
         return cls(data, _shuffled(n, batch_size, steps, key))
@@ -176,8 +139,8 @@ class Minibatches(Batches):
         if self.gather is not None or self.indices.ndim != 2:
             made_by = "a gather" if self.gather else f"indices of shape {self.indices.shape}"
             raise ValueError(
-                f"Minibatches.reshuffled draws rows of the data; these are made by {made_by}. "
-                "Draw their indices yourself, and give them to `Minibatches`."
+                f"Minibatches.reshuffled draws rows of the data; these are made by {made_by}: draw "
+                "their indices yourself."
             )
         n = jax.tree.leaves(self.data)[0].shape[0]
         steps, batch_size = self.indices.shape
@@ -187,22 +150,18 @@ class Minibatches(Batches):
 
     @property
     def steps(self) -> int:
-        """T, the number of steps."""
         return self.indices.shape[0]
 
     @property
     def xs(self) -> Int[Array, "T ..."]:
-        """What the training loop scans over."""
         return self.indices
 
     def batch(self, x: Int[Array, "..."]) -> PyTree[Array]:
-        """Return the minibatch of one entry of `xs`."""
         if self.gather is not None:
             return self.gather(self.data, x)
         return jax.tree.map(lambda leaf: leaf[x], self.data)
 
     def whole(self) -> PyTree:
-        """Return the data, where minibatches are rows of it."""
         return super().whole() if self.gather is not None else self.data
 
 
@@ -223,26 +182,17 @@ class FullBatch(Batches):
     """
 
     data: PyTree[Array]
-    count: int = eqx.field(static=True)
+    steps: int = eqx.field(static=True)
     xs: None = None  # every step sees the same data
 
     def __init__(self, data: PyTree, steps: int):
         check_count(steps, f"FullBatch's steps={steps}")
-        check_data(data, "FullBatch's data")
-        self.data, self.count = as_arrays(data, "FullBatch's data"), steps
-        check_some_number(self.data, "FullBatch's data")
-
-    @property
-    def steps(self) -> int:
-        """T, the number of steps."""
-        return self.count
+        self.data, self.steps = as_data(data, "FullBatch's data"), steps
 
     def batch(self, x: None) -> PyTree[Array]:
-        """Return the data."""
         return self.data
 
     def whole(self) -> PyTree[Array]:
-        """Return the data."""
         return self.data
 
 
@@ -259,11 +209,9 @@ class Stacked(Batches):
 
     @property
     def steps(self) -> int:
-        """T, the number of steps."""
         return jax.tree.leaves(self.xs)[0].shape[0]
 
     def batch(self, x: PyTree[Array]) -> PyTree[Array]:
-        """Return the batch of one entry of `xs`."""
         return x
 
 
@@ -272,20 +220,10 @@ class Whole(Batches):
 
     batches: Batches
     xs: None = None
-
-    @property
-    def steps(self) -> int:
-        """One."""
-        return 1
+    steps: int = eqx.field(static=True, default=1)
 
     def batch(self, x: None) -> PyTree:
-        """Return the data."""
         return self.batches.whole()
-
-
-def as_batches(batches: PyTree) -> Batches:
-    """Return the batches as `Batches`: a pytree of arrays has an entry for each step."""
-    return batches if isinstance(batches, Batches) else Stacked(batches)
 
 
 def warn_of_rows(batches: Batches, validation: PyTree) -> None:
@@ -302,10 +240,9 @@ def warn_of_rows(batches: Batches, validation: PyTree) -> None:
     )
     if same and any(leaf.ndim > 1 for leaf in rows):
         warnings.warn(
-            f"batches has one row for each of {batches.steps} steps, and rows of the validation data "
-            "have the same shape: it looks like a whole data set, and a step would train on a single "
-            "row. Give `FullBatch(data, steps=T)` or `Minibatches.shuffled(data, ...)`; or stack "
-            "minibatches on a leading axis of steps, (T, batch size, ...).",
+            f"batches has one row for each of {batches.steps} steps, of the shape of a validation row: "
+            "it looks like a whole data set. Give `FullBatch(data, steps=T)` or "
+            "`Minibatches.shuffled(data, ...)`, or stack minibatches, (T, batch size, ...).",
             stacklevel=users_level(sys._getframe()),
         )
 

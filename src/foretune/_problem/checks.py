@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -12,13 +12,15 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float, PyTree
 
+NO_NUMBERS = "OUSmM"  # kinds of NumPy's arrays: objects, text, dates
+
 
 def as_arrays(tree: PyTree, name: str = "the data") -> PyTree:
     """Put NumPy arrays on the device, once; drop weak types, which would compile a second time."""
 
     def convert(leaf):
         if isinstance(leaf, np.ndarray | np.generic):
-            if _holds_no_numbers(leaf):
+            if leaf.dtype.kind in NO_NUMBERS:
                 check_numbers(tree, name)
             with jax.ensure_compile_time_eval():  # known inside a trace too
                 return jnp.asarray(leaf)
@@ -29,18 +31,22 @@ def as_arrays(tree: PyTree, name: str = "the data") -> PyTree:
     return jax.tree.map(convert, tree)
 
 
+def as_data(tree: PyTree, name: str) -> PyTree:
+    """Return the data as arrays, or raise where a list stands for one or none holds a number."""
+    check_data(tree, name)
+    arrays = as_arrays(tree, name)
+    check_some_number(arrays, name)
+    return arrays
+
+
 def check_numbers(tree: PyTree, name: str) -> None:
     """Raise for a NumPy array of text, dates or objects."""
     for path, leaf in named_leaves(tree, name).items():
-        if isinstance(leaf, np.ndarray | np.generic) and _holds_no_numbers(leaf):
+        if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in NO_NUMBERS:
             raise TypeError(
                 f"{path} is {describe(leaf)}, which holds no numbers: encode it first, for instance "
                 "with `np.unique(labels, return_inverse=True)`."
             )
-
-
-def _holds_no_numbers(leaf: np.ndarray | np.generic) -> bool:
-    return leaf.dtype == object or leaf.dtype.kind in "USmM"
 
 
 def describe(leaf: object) -> str:
@@ -76,10 +82,10 @@ def named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
     return {name + jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def check_signature(
-    function: Callable[..., object], form: str, keywords: tuple[str, ...] = ()
-) -> None:
+def check_signature(function: object, form: str, keywords: tuple[str, ...] = ()) -> None:
     """Raise unless `function` can be called as `form` says, `loss(params, hparams, batch)` say."""
+    if not callable(function):
+        raise TypeError(f"`{form}` must be a function, got {describe(function)}.")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -94,24 +100,16 @@ def check_signature(
         ) from None
 
 
-def check_objective(objective: object) -> Callable[..., Any] | dict[str, Callable[..., Any]]:
+def check_objective(objective: object) -> Callable[..., Array] | dict[str, Callable[..., Array]]:
     """Return the objective, a function or a dict of functions, or raise."""
-    if isinstance(objective, Mapping):
-        for name, function in objective.items():
-            if not callable(function):
-                raise TypeError(
-                    f"objective[{name!r}] must be a function, got {describe(function)}."
-                )
-            check_signature(function, f"objective[{name!r}](state, hparams, validation)")
-        if objective:
-            return dict(objective)
-    if not callable(objective):
-        raise TypeError(
-            "the objective must be a function (state, hparams, validation) -> scalar, or a "
-            f"non-empty dict of them by hyperparameter name; got {describe(objective)}."
-        )
-    check_signature(objective, "objective(state, hparams, validation)")
-    return objective
+    if not isinstance(objective, Mapping):
+        check_signature(objective, "objective(state, hparams, validation)")
+        return cast(Callable[..., Array], objective)
+    if not objective:
+        raise TypeError("the objective must be a function, or a non-empty dict of functions.")
+    for name, function in objective.items():
+        check_signature(function, f"objective[{name!r}](state, hparams, validation)")
+    return dict(objective)
 
 
 def check_leading_axis(tree: PyTree, name: str, meaning: str = "the examples") -> int:
@@ -119,36 +117,29 @@ def check_leading_axis(tree: PyTree, name: str, meaning: str = "the examples") -
     leaves = named_leaves(tree, name)
     if isinstance(tree, list) and tree and not any(eqx.is_array(element) for element in tree):
         raise TypeError(
-            f"{name} is a list of {len(tree)} batches. Stack them, one entry per step on the leading "
-            f"axis: `jax.tree.map(lambda *leaves: jnp.stack(leaves), *{name})`."
+            f"{name} is a list of {len(tree)} batches. Stack them: "
+            f"`jax.tree.map(lambda *leaves: jnp.stack(leaves), *{name})`."
         )
     if not leaves:
-        raise ValueError(
-            f"{name} holds no array. Where the steps need no data, give `FullBatch(None, steps=T)`."
-        )
+        raise ValueError(f"{name} holds no array; for none, give `FullBatch(None, steps=T)`.")
     for path, leaf in leaves.items():
         if not eqx.is_array(leaf) or leaf.ndim == 0:
-            raise ValueError(
-                f"{path} is {describe(leaf)}, but every leaf must be an array with a leading axis "
-                f"({meaning})."
-            )
-    lengths = {path: leaf.shape[0] for path, leaf in leaves.items()}
-    if len(set(lengths.values())) > 1:
-        listed = "\n".join(f"  {path}: {describe(leaf)}" for path, leaf in leaves.items())
+            raise ValueError(f"{path} is {describe(leaf)}; it needs a leading axis ({meaning}).")
+    lengths = {leaf.shape[0] for leaf in leaves.values()}
+    if len(lengths) > 1:
+        listed = describe_tree(tree, name, most=len(leaves))
         raise ValueError(f"the leading axes ({meaning}) of {name} differ:\n{listed}")
-    return next(iter(lengths.values()))
+    return lengths.pop()
 
 
 def check_data(tree: PyTree, name: str) -> None:
     """Raise for a list of Python numbers where an array is meant: each would be a constant."""
 
     def is_list_of_numbers(node):
-        numbers = (
-            isinstance(node, list)
-            and node
-            and all(isinstance(x, int | float | complex) or is_list_of_numbers(x) for x in node)
-        )
-        return bool(numbers)
+        return isinstance(node, list) and bool(node) and all(map(is_number_or_list, node))
+
+    def is_number_or_list(node):
+        return isinstance(node, int | float | complex) or is_list_of_numbers(node)
 
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_list_of_numbers)
     for path, leaf in leaves:
@@ -196,9 +187,8 @@ def check_outside_programs(name: str, *given: PyTree) -> None:
     leaves = [jnp.zeros(()), *jax.tree.leaves(given)]
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         raise TypeError(
-            f"{name} is a loop in Python and cannot be traced: call it outside of jax.jit, jax.vmap "
-            "and jax.grad. Inside a program use an engine, `foretune.Reverse()(problem, hparams)`, or "
-            "`RealTime.update`."
+            f"{name} is a loop in Python: call it outside of jax.jit, jax.vmap and jax.grad. Inside a "
+            "program use an engine, or `RealTime.update`."
         )
 
 
@@ -208,14 +198,13 @@ def check_mesh(mesh: object, given: str, axis: str | None = None) -> None:
         raise TypeError(f"{given}: a mesh is `foretune.mesh(data=...)`, got {describe(mesh)}.")
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ValueError(
-            f"{given}: the mesh's axes {mesh.axis_names} are of the types {mesh.axis_types}; engines "
-            "need `Auto`. Make it by `foretune.mesh(...)`, or give `jax.make_mesh` "
-            "`axis_types=(jax.sharding.AxisType.Auto, ...)`."
+            f"{given}: the mesh's axes are of the types {mesh.axis_types}; engines need `Auto`, as "
+            "`foretune.mesh(...)` has."
         )
     if axis is not None and axis not in mesh.axis_names:
         raise ValueError(
-            f"{given}: the mesh has the axes {mesh.axis_names}, but none of the name {axis!r}. Give "
-            f"`foretune.mesh({axis}=...)`, the number of devices to split over."
+            f"{given}: the mesh has the axes {mesh.axis_names}, but no {axis!r}. Give "
+            f"`foretune.mesh({axis}=...)`."
         )
 
 
@@ -226,10 +215,11 @@ def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
         lambda leaf: jnp.asarray(leaf, float) if isinstance(leaf, float) else leaf,
         as_arrays(hparams, "hparams"),
     )
-    if all(map(_is_hyperparameter, leaves := jax.tree.leaves(hparams))) and leaves:
-        return hparams
+    leaves = jax.tree.leaves(hparams)
     if not leaves:
         raise ValueError("there are no hyperparameters: hparams has no leaf.")
+    if all(map(_is_hyperparameter, leaves)):
+        return hparams
     for path, leaf in named_leaves(hparams, "hparams").items():
         if not isinstance(leaf, jax.Array):
             number = isinstance(leaf, int | float)
@@ -240,7 +230,7 @@ def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"{path} is {describe(leaf)}; only floating-point hyperparameters have a gradient. "
-                "Convert it to float, or keep it out of hparams (close over it instead)."
+                "Convert it to float, or keep it out of hparams."
             )
         if leaf.size == 0:
             raise ValueError(f"{path} is {describe(leaf)}: it holds no number.")
@@ -248,10 +238,9 @@ def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
 
 
 def _check_container(tree: object, path: str) -> None:
-    """Raise for a None in dicts, lists and tuples, and for names that cannot be put in order.
+    """Raise for names that cannot be put in order, and for a None in dicts, lists and tuples.
 
-    To JAX a None is no leaf: it would be no hyperparameter, and reach the loss or the optimizer. In
-    other containers, as `equinox.filter` makes them of a model, it is meant.
+    To JAX a None is no leaf. In other containers, as `equinox.filter` makes them, it is meant.
     """
     if isinstance(tree, dict):
         try:
@@ -259,8 +248,7 @@ def _check_container(tree: object, path: str) -> None:
         except TypeError:
             kinds = ", ".join(sorted({type(key).__name__ for key in tree}))
             raise TypeError(
-                f"the names in {path} are of the types {kinds}, which JAX cannot put in order: give "
-                "strings."
+                f"the names in {path} are of the types {kinds}, without an order: give strings."
             ) from None
         parts = [(f"[{key!r}]", part) for key, part in tree.items()]
     elif isinstance(tree, list | tuple):
@@ -271,9 +259,7 @@ def _check_container(tree: object, path: str) -> None:
         return
     for name, part in parts:
         if part is None:
-            raise ValueError(
-                f"{path}{name} is None, which is no hyperparameter: give a number, or leave it out."
-            )
+            raise ValueError(f"{path}{name} is None: give a number, or leave it out.")
         _check_container(part, path + name)
 
 

@@ -1,10 +1,9 @@
 """Random choices whose probabilities depend on a hyperparameter: their derivative is cut.
 
 A Bernoulli draw is a comparison, `uniform < p`, and a categorical one an `argmax(gumbel + logits)`.
-Neither has a derivative, so a hypergradient leaves out how the choice changes with p, and nothing in
-it shows that it does. Here a program is searched for them, without running it: every variable is
-marked with what it is made from, from the inputs to the outputs. What the search misses: random
-numbers that come in as data, and draws in another form (`floor(uniform + p)`).
+Neither has a derivative, so a hypergradient leaves out how the choice changes with p. Here a program is
+searched for them, without running it: every variable is marked with what it is made from. The search
+misses random numbers that come in as data, and draws in another form (`floor(uniform + p)`).
 """
 
 import functools

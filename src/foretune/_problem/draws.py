@@ -2,10 +2,9 @@
 
     draw(key) -> Problem
 
-draws minibatches, a start, data, validation: whatever may differ from run to run. Wherever a problem is
-accepted, a draw is too, with the key. It is traced once, as a function from the key to the problem's
-arrays, and becomes a part of the program that uses it: another key compiles nothing, and the arrays
-that the draw closes over are inputs of the program, on the device once.
+draws minibatches, a start, data, validation: whatever may differ from run to run. It is traced once, as
+a function from the key to the problem's arrays, and becomes a part of the program that uses it: another
+key compiles nothing, and the arrays that it closes over are inputs of the program, on the device once.
 """
 
 import functools
@@ -50,10 +49,7 @@ def as_problem(problem: object, key: Array | None = None) -> Definition | Drawn:
     """Return a problem as it is, and a draw with its key, or raise."""
     if isinstance(problem, Definition | Drawn):
         if key is not None:
-            raise TypeError(
-                "key=... is for a draw, a function `draw(key)` that returns a problem; this is a "
-                "problem already."
-            )
+            raise TypeError("key=... is for a draw, `draw(key)`; this is a problem already.")
         return problem
     if not callable(problem) or isinstance(problem, type):
         raise TypeError(
@@ -62,16 +58,13 @@ def as_problem(problem: object, key: Array | None = None) -> Definition | Drawn:
         )
     check_signature(problem, "draw(key)")
     if key is None:
-        raise TypeError(
-            "the problem is a function: where it draws a problem, give the key too, "
-            "`key=jax.random.key(0)`."
-        )
+        raise TypeError("the problem is a draw: give the key too, `key=jax.random.key(0)`.")
     check_key(key, "the key of a draw")
     try:
         hash(problem)
     except TypeError:
         raise TypeError(
-            f"the draw {describe(problem)} cannot be hashed; give a function."
+            f"a draw of {describe(problem)} cannot be hashed; give a function."
         ) from None
     closed, structure = _traced(problem, jax.eval_shape(lambda: key), jnp.result_type(float))
     return Drawn(key, closed.consts, closed.jaxpr, structure)
@@ -81,9 +74,9 @@ def as_problem(problem: object, key: Array | None = None) -> Definition | Drawn:
 def _traced(
     draw: Draw, key: jax.ShapeDtypeStruct, precision: np.dtype
 ) -> tuple[ClosedJaxpr, Structure]:
-    """Return a draw as a program from the key to the arrays of its problem, and all the rest of it.
+    """Return a draw as a program from the key to its problem's arrays, and the rest of the problem.
 
-    `precision` is the type of Python's floats, for which alone the program holds.
+    `precision`, the type of Python's floats, is a key of the cache: the program depends on it.
     """
     found: list[Structure] = []
 
@@ -91,9 +84,7 @@ def _traced(
         with noting("draw(key)", key=key):
             problem = draw(key)
         if not isinstance(problem, Definition):
-            raise TypeError(
-                f"draw(key) returned {describe(problem)}; a `foretune.Problem` is expected."
-            )
+            raise TypeError(f"draw(key) returned {describe(problem)}, not a `foretune.Problem`.")
         arrays, structure = flatten(problem)
         found[:] = [structure]
         return arrays

@@ -3,13 +3,12 @@
     y = x (1 + sigma eps),    eps ~ N(0, 1),    sigma^2 = rate / (1 - rate)
 
 A unit that is dropped with probability `rate`, and else divided by 1 - rate, has mean x and variance
-x^2 rate / (1 - rate), and so has y. But whether it is dropped has no derivative in the rate, so that
-the gradient sees the division alone. In y the rate is a scale of noise that does not depend on it:
-with the keys held fixed the response is smooth in the rate, every engine's hypergradient is its exact
-derivative, and the mean over keys is the derivative of the mean response.
+x^2 rate / (1 - rate), and so has y. But whether it is dropped has no derivative in the rate. In y the
+rate is a scale of noise that does not depend on it: for given keys the response is smooth in the rate,
+and the mean of hypergradients over keys is the derivative of the mean response.
 
-At rate 0 the square root has an infinite derivative, though the mean response has a finite one. So a
-little noise remains there, sigma^2 = rate / (1 - rate) + 0.001, and the formula holds with it.
+At rate 0 the square root has an infinite derivative, so a little noise remains:
+sigma^2 = rate / (1 - rate) + 0.001.
 References: Srivastava et al., JMLR 2014, Section 10; Kingma, Salimans and Welling, NeurIPS 2015.
 """
 
@@ -23,22 +22,15 @@ from jaxtyping import Array, Float
 
 from .checks import check_flag, check_key, describe
 
-# The variance of the noise at rate 0. The derivative of one sample has a standard deviation
-# proportional to 1 / (2 sigma): with less noise, hypergradients at rate 0 would be too noisy.
-LEAST = 1e-3
+LEAST = 1e-3  # variance at rate 0; a sample's derivative there has a deviation of 1 / (2 sigma)
 
 
 def dropout(x: Any, rate: Any, *, key: Any, inference: object = False) -> Float[Array, "..."]:
     """Return x with multiplicative noise: dropout whose rate can be tuned, as it has a derivative.
 
     The result is `x * (1 + sigma * eps)` with normal eps and `sigma**2 = rate / (1 - rate)`: the mean
-    and the variance of dropout with division by `1 - rate`, whose own masks have no derivative in the
-    rate. No unit is exactly 0. (Gaussian dropout: Srivastava et al., 2014.)
-
-    A rate that is an array gets 0.001 more variance: at rate 0 the derivative of a square root is
-    infinite, and this makes it finite, so that a descent may begin there. Noise of 3% remains at
-    rate 0; a Python number as a rate, which is not tuned, has none. Keep a tuned rate in its range by
-    a constraint, `foretune.Box(0.0, 0.9)`.
+    and the variance of dropout with division by `1 - rate`. A rate that is an array gets 0.001 more
+    variance, so that a descent may begin at 0. Keep it in its range by `foretune.Box(0.0, 0.9)`.
 
     Args:
         x: what to disturb, in floating point.
@@ -81,6 +73,6 @@ def _check_rate(rate: object) -> None:
     numbers = np.asarray(rate)
     if not np.issubdtype(numbers.dtype, np.number) or not np.all((numbers >= 0) & (numbers < 1)):
         raise ValueError(
-            f"dropout: the rate must lie in [0, 1), got {rate!r:.60}. A rate that is tuned is kept "
-            "there by a constraint, `foretune.Box(0.0, 0.9)`."
+            f"dropout: the rate must lie in [0, 1), got {rate!r:.60}. Where it is tuned, constrain it "
+            "by `foretune.Box(0.0, 0.9)`."
         )

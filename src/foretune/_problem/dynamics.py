@@ -1,20 +1,16 @@
 """Dynamics: a training procedure as s_t = Phi_t(s_{t-1}, lambda).
 
-A dynamics has two methods,
-
     init(params, hparams) -> state             s_0
     step(state, hparams, batch) -> state       Phi_t, with batch t as its data
 
-both pure functions that JAX can trace. The state is a pytree; its floating-point leaves are
-what the engines differentiate, its integers and random keys are carried along, and anything
-else in it (a model's activation function, say) stays as it is. A state with a field `loss`, as
-`TrainState` has it, is watched and reported by real-time tuning.
+Both are pure functions that JAX can trace. Of the state, a pytree, the engines differentiate the
+floating-point leaves; integers and random keys are carried along, and anything else (a model's
+activation function, say) stays as it is. Real-time tuning watches a state's field `loss`.
 """
 
 import abc
 
 import equinox as eqx
-import jax
 from jaxtyping import PyTree
 
 from .arguments import flatten
@@ -25,7 +21,7 @@ class Dynamics(eqx.Module):
     """A training procedure: a subclass with the methods `init` and `step`.
 
     It is an `equinox.Module`: a frozen dataclass, whose fields are declared with their types.
-    `gradient`, `in_precision` and `transposable` are optional; `Training` has them all.
+    `gradient` and `transposable` are optional.
 
     >>> import foretune as ft, jax.numpy as jnp
     >>> class Scaling(ft.Dynamics):
@@ -51,10 +47,6 @@ class Dynamics(eqx.Module):
         """Return the gradient, in `state.params`, of the loss that the training minimises."""
         raise NotImplementedError
 
-    def in_precision(self, dtype: jax.typing.DTypeLike) -> "Dynamics | None":
-        """Return the same with its loss computed in another floating-point type, if it has a loss."""
-        return None
-
     def transposable(self) -> "Dynamics":
         """Return the same dynamics with a step that is cheap to transpose, without forward mode."""
         return self
@@ -71,30 +63,19 @@ class Wrapper(Dynamics):
     dynamics: Dynamics
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
-        """Return s_0."""
         return self.dynamics.init(params, hparams)
 
     def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
-        """Return s_t."""
         return self.dynamics.step(state, hparams, batch)
 
     def gradient(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
-        """Return the gradient of the loss."""
         return self.dynamics.gradient(state, hparams, batch)
 
-    def in_precision(self, dtype: jax.typing.DTypeLike) -> "Dynamics | None":
-        """Return the same in another floating-point type."""
-        inner = self.dynamics.in_precision(dtype)
-        return None if inner is None else self.around(inner)
-
     def transposable(self) -> Dynamics:
-        """Return the same with the other's transposable form."""
         inner = self.dynamics.transposable()
-        return self if inner is self.dynamics else self.around(inner)
-
-    def around(self, dynamics: Dynamics) -> Dynamics:
-        """Return the same around another dynamics."""
-        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, dynamics)
+        if inner is self.dynamics:
+            return self
+        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, inner)
 
 
 class Continued(Wrapper):
@@ -103,33 +84,29 @@ class Continued(Wrapper):
     carries: tuple[str, ...] = eqx.field(static=True, default=())
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
-        """Return the state."""
         return params
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """The paths of hyperparameters that the state may depend on already."""
         return self.carries
 
 
 def check_dynamics(dynamics: object) -> Dynamics:
-    """Return an instance of a subclass of `Dynamics`, with methods as they are called, or raise."""
+    """Return the dynamics, or raise where it is none, or has methods that cannot be called."""
     if isinstance(dynamics, type):
         raise TypeError(f"the dynamics is a class; give an instance, `{dynamics.__name__}(...)`.")
     if not isinstance(dynamics, Dynamics):
         raise TypeError(
             f"the dynamics is {describe(dynamics)}: give `foretune.Training(...)`, or an instance of "
-            "a subclass of `foretune.Dynamics` with the methods `init(params, hparams)` and "
-            "`step(state, hparams, batch)`."
+            "a subclass of `foretune.Dynamics`."
         )
     check_signature(dynamics.init, "dynamics.init(params, hparams)")
     check_signature(dynamics.step, "dynamics.step(state, hparams, batch)")
-    static = flatten(dynamics)[1]
     try:
-        hash(static)
+        hash(flatten(dynamics)[1])
     except TypeError as error:
         raise TypeError(
-            f"a field of {type(dynamics).__name__} cannot be hashed ({error}), so no program can be "
-            "compiled for it. Give arrays, numbers, text, functions, or tuples of these."
+            f"a field of {type(dynamics).__name__} cannot be hashed ({error}): give arrays, numbers, "
+            "text, functions, or tuples of these."
         ) from None
     return dynamics

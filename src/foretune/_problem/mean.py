@@ -3,12 +3,12 @@
     f(lambda) = 1/k sum_i E_i(s_T^i(lambda), lambda)
 
 The k inner problems (folds of the same examples, draws of the same training) run side by side as one
-dynamics whose state is the stack of theirs, so every engine and driver takes it for a problem like
-any other. What is the same in all of them, the examples above all, is held once.
+dynamics whose state is the stack of theirs. What is the same in all, the examples above all, is held
+once.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -20,7 +20,7 @@ from .batches import Batches, FullBatch, Minibatches, Whole
 from .checks import check_count, check_signature, describe, named_leaves
 from .definition import Definition
 from .draws import Draw
-from .dynamics import Dynamics, Wrapper
+from .dynamics import Wrapper
 from .equality import same
 from .problem import Problem
 
@@ -29,14 +29,12 @@ class Mean(Problem):
     """The mean response of several problems under the same hyperparameters.
 
     Args:
-        problems: two or more that are the same but for the numbers in their arrays: same functions,
-            same shapes, same number of steps. Folds of unequal size are made equal by a mask (see the
-            example).
+        problems: a list of problems that are the same but for the numbers in their arrays: same
+            functions, shapes and number of steps. Folds of unequal size are made equal by a mask.
 
-    It is a problem: every engine, `minimize` and `check_hypergradient` take it. Its state is the stack
-    of the inner states, on a leading axis. An array that all problems share, such as the examples
-    where folds differ by their masks only, lies on the device once; make it a JAX array before, so
-    that it is not copied there first either. `Mean.of_draws(draw, n)` is the mean over random draws.
+    It is a problem, whose state is the stack of the inner states on a leading axis. An array that all
+    problems share lies on the device once; make it a JAX array before, so that it is not copied there
+    first either. `Mean.of_draws(draw, n)` is the mean over random draws.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> x = jnp.linspace(-1.0, 1.0, 9)
@@ -101,13 +99,9 @@ class Mean(Problem):
 
     def values(self, state: PyTree, hparams: PyTree) -> PyTree[Float[Array, " count"]]:
         """Return the error of each problem at a final state; their mean is the value."""
-        values = {
-            name: f.each(state, hparams, self.validation) for name, f in self._means().items()
-        }
+        means = cast(dict[str | None, MeanObjective], self.objectives)
+        values = {name: f.each(state, hparams, self.validation) for name, f in means.items()}
         return values.get(None, values)
-
-    def _means(self) -> "dict[str | None, MeanObjective]":
-        return self.objectives  # pyright: ignore[reportReturnType]
 
     def replace(self, **changes: object) -> Problem:
         """Raise: the parts of the problems are changed before their mean is taken."""
@@ -122,15 +116,11 @@ class Mean(Problem):
         One hypergradient of it has those of all, at the price of their mean.
         """
 
-        def apart(mean):
-            return eqx.tree_at(lambda m: m.shared, mean, False)
+        def flags(mean):
+            return [mean.dynamics.shared, *(mean.objectives[name].shared for name in names)]
 
-        means = {name: apart(mean) for name, mean in self._means().items()}
-        return eqx.tree_at(
-            lambda mean: (mean.dynamics, mean.objective),
-            self,
-            (apart(self.dynamics), means.get(None, means)),
-        )
+        names = list(self.objectives)
+        return eqx.tree_at(flags, self, [False] * (1 + len(names)))
 
 
 class MeanDraw(eqx.Module):
@@ -144,7 +134,6 @@ class MeanDraw(eqx.Module):
         check_signature(self.draw, "draw(key)")
 
     def __call__(self, key: Array) -> Mean:
-        """Return the mean over the draws with n keys."""
         return Mean([self.draw(k) for k in jax.random.split(key, self.n)])
 
 
@@ -162,51 +151,40 @@ class MeanDynamics(Wrapper):
     """Whether all have the same hyperparameters, or each its own: a stack of them."""
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
-        """Return the stack of the s_0."""
         h = hparams if self.shared else _per_fold(hparams)
         return _each(lambda d, p, h: d.init(p, h), self.count, self.dynamics, params, h)
 
     def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return the stack of the s_t. The batch is the source and its entry, see `MeanBatches`."""
-        return self._each_step(lambda d: d.step, state, hparams, batch)
+        return self._call("step", state, hparams, batch)
 
     def gradient(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
-        """Return the stack of the gradients."""
-        return self._each_step(lambda d: d.gradient, state, hparams, batch)
+        return self._call("gradient", state, hparams, batch)
 
-    def _each_step(
-        self, method: Callable[[Dynamics], Any], state: PyTree, hparams: PyTree, batch: PyTree
-    ) -> PyTree:
+    def _call(self, method: str, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         def one(dynamics, s, h, batch):
             source, x = batch
-            return method(dynamics)(s, h, source.batch(x))
+            return getattr(dynamics, method)(s, h, source.batch(x))
 
         h = hparams if self.shared else _per_fold(hparams)
         return _each(one, self.count, self.dynamics, _per_fold(state), h, batch)
 
 
 class MeanObjective(eqx.Module):
-    """The mean of an objective over the problems."""
+    """The mean of an objective over the problems; those of one objective share its gradient."""
 
-    objective: Callable[..., Array]
+    mean_of: Callable[..., Array]
     count: int = eqx.field(static=True)
     shared: bool = True
 
-    @property
-    def stands_for(self) -> Callable[..., Array]:
-        """The objective itself: hyperparameters that follow the same one share its gradient."""
-        return self.objective
-
     def each(self, state: PyTree, hparams: PyTree, validation: PyTree) -> Float[Array, " count"]:
-        """Return the error of each problem."""
+        def one(objective, s, h, v):
+            return jnp.asarray(objective(s, h, v))
+
         h = hparams if self.shared else _per_fold(hparams)
-        return _each(
-            lambda f, s, h, v: jnp.asarray(f(s, h, v)),
-            self.count, self.objective, _per_fold(state), h, validation,
-        )  # fmt: skip
+        return _each(one, self.count, self.mean_of, _per_fold(state), h, validation)
 
     def __call__(self, state: PyTree, hparams: PyTree, validation: PyTree) -> Float[Array, "..."]:
-        """Return their mean."""
         return jnp.mean(self.each(state, hparams, validation), axis=0)
 
 
@@ -215,27 +193,17 @@ class MeanBatches(Batches):
 
     source: Batches  # the batches without what the loop scans over
     xs: PyTree  # x_1 .. x_T, the steps as the leading axis, then the problems where they differ
-    length: int = eqx.field(static=True)
+    steps: int = eqx.field(static=True)
 
     def __init__(self, batches: Sequence[Batches]):
-        kinds = {type(b).__name__ for b in batches}
-        steps = {b.steps for b in batches}
-        if len(kinds) > 1 or len(steps) > 1:
-            shown = ", ".join(
-                f"fold {k}: {type(b).__name__} of {b.steps} steps" for k, b in enumerate(batches)
-            )
+        kinds = [f"{type(b).__name__} of {b.steps} steps" for b in batches]
+        if len(set(kinds)) > 1:
             raise ValueError(
-                f"the folds' batches differ in kind or number of steps ({shown}). "
-                "Give every fold the same."
+                f"the folds' batches differ in kind or number of steps: {', '.join(kinds)}."
             )
-        self.length = steps.pop()
+        self.steps = batches[0].steps
         self.xs = _combine([b.xs for b in batches], "batches.xs", axis=1)
         self.source = _combine([_source(b) for b in batches], "batches")
-
-    @property
-    def steps(self) -> int:
-        """T, the number of steps."""
-        return self.length
 
     def batch(self, x: PyTree) -> PyTree:
         """Return what `MeanDynamics.step` takes: the source and the entry, not yet brought together."""
@@ -268,9 +236,8 @@ def _each(f: Callable[..., PyTree], count: int, *arguments: PyTree) -> PyTree:
 
     def one(differ):
         rest = iter(differ)
-        return f(
-            *jax.tree.unflatten(treedef, [next(rest) if _is_per_fold(n) else n for n in nodes])
-        )
+        each = [next(rest) if _is_per_fold(node) else node for node in nodes]
+        return f(*jax.tree.unflatten(treedef, each))
 
     axes = eqx.if_array(0)
     return eqx.filter_vmap(one, in_axes=axes, out_axes=axes, axis_size=count)(differ)
@@ -279,8 +246,8 @@ def _each(f: Callable[..., PyTree], count: int, *arguments: PyTree) -> PyTree:
 def _checked(problems: object) -> list[Definition]:
     if not isinstance(problems, Sequence) or not problems:
         raise TypeError(
-            "Mean takes a list of problems, `Mean([problem_of(k) for k in range(5)])`, or "
-            f"`Mean.of_draws(draw, n)` a function of a key; got {describe(problems)}."
+            "Mean takes a list of problems, `Mean([problem_of(k) for k in range(5)])`; got "
+            f"{describe(problems)}."
         )
     for k, problem in enumerate(problems):
         if not isinstance(problem, Definition) or isinstance(problem, Mean):
@@ -303,20 +270,12 @@ def _combine(parts: Sequence[PyTree], name: str, axis: int = 0) -> PyTree:
                 f"fold {k} and fold 0 differ in structure: only one of them has {odd}."
             )
         if not same(jax.tree.structure(part), structure):
-            raise ValueError(
-                f"the {name} of fold {k} and of fold 0 differ in what is not an array: "
-                f"{jax.tree.structure(part)} and {structure}."
-            )
+            raise ValueError(f"{name}: fold {k} and fold 0 differ in what is not an array.")
         for (path, old), new, column in zip(first.items(), leaves.values(), columns, strict=True):
             _check_leaf(path, k, old, new)
             column.append(new)
-    return jax.tree.unflatten(
-        structure,
-        [
-            column[0] if _is_shared(column) else PerFold(jnp.stack(column, axis))
-            for column in columns
-        ],
-    )
+    merged = [c[0] if _is_shared(c) else PerFold(jnp.stack(c, axis)) for c in columns]
+    return jax.tree.unflatten(structure, merged)
 
 
 def _check_leaf(path: str, k: int, old: object, new: object) -> None:
@@ -324,15 +283,13 @@ def _check_leaf(path: str, k: int, old: object, new: object) -> None:
         if not same(old, new):
             raise ValueError(
                 f"{path} is another {type(new).__name__} in fold {k} than in fold 0, or closes over "
-                "other values. Problems of a mean may differ in their arrays only: pass what differs "
-                "(the fold's rows, its mask, its start) through batches, validation or init, define "
-                "the functions outside, and give all the same constants."
+                "other values. Folds may differ in arrays only: pass what differs (rows, a mask, a "
+                "start) through batches, validation or init, and define the functions outside."
             )
     elif describe(old) != describe(new):
         raise ValueError(
-            f"{path} is {describe(new)} in fold {k}, {describe(old)} in fold 0. Folds run as one "
-            "program and need equal shapes: keep all rows in each and give a mask of those to use, or "
-            "leave out the rows that are over."
+            f"{path} is {describe(new)} in fold {k}, {describe(old)} in fold 0. Folds need equal "
+            "shapes: keep all rows in each, with a mask of those to use."
         )
 
 

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float, PyTree
 
 from .arguments import Compiled, Output, Structure, flatten, unflatten
-from .batches import as_batches, warn_of_rows
+from .batches import Batches, Stacked, warn_of_rows
 from .checks import (
     as_arrays,
     check_data,
@@ -68,17 +68,14 @@ class Problem(Definition):
         self.init = as_arrays(init, "init")
         if self.starts_from_function:
             check_signature(init, "init(hparams)")
-        self.batches = as_batches(batches)
+        self.batches = batches if isinstance(batches, Batches) else Stacked(batches)
         check_data(validation, "validation")
         self.validation = as_arrays(validation, "validation")
         warn_of_rows(self.batches, self.validation)
         self.trajectory = trajectory
 
     def response(self, hparams: PyTree) -> tuple[PyTree[Float[Array, ""]], PyTree]:
-        """Return `(value, final state)`: one training run and its error, as they are.
-
-        No gradient, and no check that the value is finite.
-        """
+        """Return `(value, final state)` of one training run, which need not be finite."""
         arrays, structure, _ = _checked(self, hparams)
         value, state = _response(structure, arrays)
         return value, state.tree()

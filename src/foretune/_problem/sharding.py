@@ -1,13 +1,11 @@
-"""Several devices, on JAX's own machinery: a mesh, arrays placed on it, and the compiler.
+"""Several devices, on JAX's own machinery: XLA splits a program by how its inputs lie on a mesh.
 
-The programs are the same on one device and on many: XLA splits them by how their inputs lie. Two axes
-of a mesh have a meaning here, any other is yours, for parameters that are split:
+Two axes of a mesh have a meaning here, any other is yours, for parameters that are split:
 
     data       examples. Each device has its share of every batch, and all of s and Z; the sums over
                examples (gradients, and their derivatives) are exchanged at every step.
-    tangents   columns of Z in forward mode. Each device carries its own through the whole
-               training, Z_t^j = A_t Z_{t-1}^j + B_t^j; nothing is exchanged until the end, and then
-               m numbers for each error.
+    tangents   columns of Z in forward mode. Each device carries its own through the whole training;
+               nothing is exchanged until the end, and then m numbers for each error.
 """
 
 import math
@@ -31,8 +29,7 @@ def mesh(**axes: int) -> Mesh:
     """Return a mesh of the devices of all processes, from its axes and their sizes.
 
     Examples are split over the axis `data`, columns of Z over `tangents`; without arguments, all
-    devices are on `data`. It is `jax.make_mesh` with axes of the type `Auto`, which engines need:
-    the compiler decides where intermediate results lie.
+    devices are on `data`. It is `jax.make_mesh` with axes of the type `Auto`, which engines need.
 
     >>> import foretune as ft
     >>> dict(ft.mesh(data=1, tangents=1).shape)  # (data=4, tangents=2) on 8 devices
@@ -46,9 +43,8 @@ def mesh(**axes: int) -> Mesh:
     needed = math.prod(axes.values())
     if needed > len(devices) or (needed < len(devices) and jax.process_count() > 1):
         raise ValueError(
-            f"mesh({given}) has {needed} devices, but there are {len(devices)} in "
-            f"{jax.process_count()} process(es). The sizes must multiply to that number"
-            + (" (or less)." if jax.process_count() == 1 else ", so that every process takes part.")
+            f"mesh({given}) has {needed} devices, but there are {len(devices)}. The sizes must "
+            "multiply to that number, or less where there is one process."
         )
     types = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices[:needed])
@@ -66,9 +62,8 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
 
     Examples are split over the axis `data`, where the mesh has it: the rows of `FullBatch` and of
     `validation`, the second axis of stacked batches (T, examples, ...), and the indices of
-    `Minibatches`, whose data every device has. Of `Mean`, the folds are split instead. All
-    else every device has. An array that lies on this mesh already stays as you placed it. Where
-    results lie is the compiler's choice; what they are changes by rounding only.
+    `Minibatches`. Of `Mean`, the folds are split instead. All else every device has, but an array
+    that lies on this mesh already stays as you placed it. Results change by rounding only.
 
     In a run of several processes, each gives the same arrays; where each has its own share of the
     examples, make them with `jax.make_array_from_process_local_data`.
@@ -89,10 +84,7 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
     placement = _Placement(mesh)
     if not isinstance(what, Problem):
         if params is not None:
-            raise TypeError(
-                f"shard(what, mesh, params=...): `params` is for a problem, but what is "
-                f"{describe(what)}."
-            )
+            raise TypeError(f"shard(..., params=...) is for a problem; this is {describe(what)}.")
         if isinstance(what, Batches):
             return _batches(placement, what)
         return placement.examples(as_arrays(what), 0, "the batch")
@@ -100,15 +92,12 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
         validation = placement.whole(what.validation)
     else:
         validation = placement.examples(what.validation, 0, "validation")
-    placed = (
-        placement.whole(what.dynamics),
-        placement.whole(what.objective),
-        placement.whole(what.init) if params is None else placement.specs(what.init, params),
-        _batches(placement, what.batches),
-        validation,
-    )
+    init = placement.whole(what.init) if params is None else placement.specs(what.init, params)
+    dynamics, objective = placement.whole((what.dynamics, what.objective))
     return _replaced(
-        lambda p: (p.dynamics, p.objective, p.init, p.batches, p.validation), what, placed
+        lambda p: (p.dynamics, p.objective, p.init, p.batches, p.validation),
+        what,
+        (dynamics, objective, init, _batches(placement, what.batches), validation),
     )
 
 
@@ -149,10 +138,9 @@ class _Placement:
             return self.put(leaf)
         if leaf.shape[axis] % self.size:
             raise ValueError(
-                f"{path} is {describe(leaf)}: axis {axis}, of length {leaf.shape[axis]}, cannot be "
-                f"split evenly over the {self.size} devices of the mesh's axis 'data'. Take a "
-                f"number that {self.size} divides (drop rows, or pad them and weigh the padding with 0 "
-                "in the loss), or give every device the whole array: `jax.device_put(array, "
+                f"{path} is {describe(leaf)}: axis {axis} cannot be split evenly over the {self.size} "
+                "devices of the mesh's axis 'data'. Drop rows, or pad them with weight 0 in the loss, "
+                "or give every device the whole array: `jax.device_put(array, "
                 "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))`."
             )
         return self.put(leaf, *[None] * axis, DATA)
@@ -192,8 +180,7 @@ class _Placement:
 
         def place(spec, part):
             sharding = NamedSharding(self.mesh, spec or PartitionSpec())
-            return jax.tree.map(
-                lambda leaf: jax.device_put(leaf, sharding) if eqx.is_array(leaf) else leaf, part
-            )
+            arrays, rest = eqx.partition(part, eqx.is_array)
+            return eqx.combine(jax.device_put(arrays, sharding), rest)
 
         return jax.tree.map(place, specs, init, is_leaf=is_spec)

@@ -1,9 +1,8 @@
 """Systems: a problem as the engines see it, pure functions of an array-only state.
 
 What is not an array in the user's state (a model's activation function, say) is kept aside, and so is
-every array that no step changes: it is no state, and is neither stored for each step nor
-differentiated. An error averaged over the whole trajectory is a system too, with one more state
-variable that accumulates it, so no engine has a case for it.
+every array that no step changes. An error averaged over the trajectory is a system too, with one more
+state variable that accumulates it, so no engine has a case for it.
 """
 
 import functools
@@ -40,9 +39,7 @@ class System(NamedTuple):
     steps: int  # T
     restore: Callable[[PyTree], PyTree]  # s -> the user's state
     rows: dict[str | None, int]  # hyperparameter's name -> the error it follows; None: all of them
-    transposable: Callable[
-        [PyTree, PyTree, PyTree], PyTree
-    ]  # Phi, as reverse mode differentiates it
+    transposable: Callable[[PyTree, PyTree, PyTree], PyTree]  # Phi, for reverse mode
     # Where a step depends on a few entries of lambda, its adjoint need not touch the others: `seen` is
     # what `step` takes instead of all of lambda, `add` puts the adjoint's product with it in its place.
     seen: Callable[[PyTree, PyTree], PyTree] = _all_of_it  # lambda, x_t -> what step t sees
@@ -55,11 +52,11 @@ class System(NamedTuple):
 
     def run(self, hparams: PyTree) -> PyTree:
         """Return s_T: plain training."""
-        s_0 = self.initial(hparams)
-        s_T, _ = lax.scan(
-            lambda s, x: (self.step(s, hparams, x), None), s_0, self.xs, length=self.steps
-        )
-        return s_T
+
+        def step(s, x):
+            return self.step(s, hparams, x), None
+
+        return lax.scan(step, self.initial(hparams), self.xs, length=self.steps)[0]
 
     def value(self, errors: tuple[Float[Array, ""], ...]) -> PyTree[Float[Array, ""]]:
         """Return the error, or the dict of errors by hyperparameter name."""
@@ -130,8 +127,8 @@ def owners(problem: Definition, hparams: PyTree) -> list[str | None]:
 
 def _identity(name: str | None, objective: Objective) -> object:
     # a module may hold arrays, which cannot be compared inside a program: it counts by its name,
-    # unless it stands for another objective, as the mean over folds does
-    objective = getattr(objective, "stands_for", objective)
+    # but the mean of an objective over folds counts as that objective
+    objective = getattr(objective, "mean_of", objective)
     return name if isinstance(objective, eqx.Module) else objective
 
 
@@ -144,21 +141,16 @@ def _averaged(system: System, hparams: PyTree) -> System:
 
     def averaging(inner):
         def step(state, hparams, x):
-            s, mean = state
-            s = inner(s, hparams, x)
-            return s, tuple(
-                m + E / system.steps for m, E in zip(mean, system.errors(s, hparams), strict=True)
-            )
+            s = inner(state[0], hparams, x)
+            errors = zip(state[1], system.errors(s, hparams), strict=True)
+            return s, tuple(mean + E / system.steps for mean, E in errors)
 
         return step
-
-    def errors(state, hparams):
-        return state[1]
 
     return system._replace(
         initial=initial,
         step=averaging(system.step),
-        errors=errors,
+        errors=lambda state, hparams: state[1],
         restore=lambda state: system.restore(state[0]),
         transposable=averaging(system.transposable),
     )

@@ -2,8 +2,7 @@
 
     s = (w, v, model state, t),    (w, v)_t = update((w, v)_{t-1}, grad_w J(w_{t-1}, lambda; batch t))
 
-with v the optimizer's accumulators. Everything else, from ISTA to power iteration, is a `Dynamics`
-written by the user.
+with v the optimizer's accumulators.
 
 The adjoint of a step needs u' dg/dw and u' dg/dlambda of the gradient g = grad_w J. Since the Hessian
 is symmetric, u' dg/dw = (H u)', both are the derivative of grad_{w, lambda} J along (u, 0): forward
@@ -31,17 +30,15 @@ from .jaxprs import equations
 
 BRANCHES = (
     "foretune: the optimizer asks in Python for the value of a hyperparameter, as some of Optax's "
-    "schedules do with some constants: `exponential_decay` with its rate, "
-    "`warmup_cosine_decay_schedule` with its peak, most with a number of steps. Write the schedule as "
-    "a formula in the step, `optax.adam(lambda t: h['lr'] * jnp.minimum(1, (t + 1) / 9))`, or give "
-    "those constants as plain numbers and scale the result, `lambda t: h['lr'] * schedule(t)`."
+    "schedules do. Write the schedule as a formula in the step, `optax.adam(lambda t: h['lr'] * "
+    "jnp.minimum(1, (t + 1) / 9))`, or scale one of plain numbers, `lambda t: h['lr'] * schedule(t)`."
 )
 GRADIENT = "foretune.gradient"
 """What the value, the model state and the gradient of a loss are called where a step is transposed."""
 FLAX = "flax.nnx.module.Module"  # told by name: Flax is not a dependency
 
-
 Objective = Callable[[PyTree], tuple[Float[Array, ""], PyTree]]  # weights -> loss, model state
+ValueAndGradient = tuple[tuple[Array, PyTree], PyTree]  # (J, model state) and g
 
 
 class TrainState(NamedTuple):
@@ -61,21 +58,19 @@ class Training(Dynamics):
     """Gradient descent on `loss` with an Optax optimizer.
 
     Args:
-        loss: the inner objective, `loss(params, hparams, batch) -> scalar`. It may use the
-            hyperparameters anywhere: example weights, regularisers, augmentation strengths.
-            With `has_state=True` it is `loss(params, hparams, batch, model_state) ->
-            (scalar, model_state)`. With a `key`, it is also called with `key=`.
-        optimizer: an Optax transformation, or a function of the hyperparameters that returns
-            one. In the second form every constant and schedule of the optimizer is
-            differentiable. Optimizers that ask for `value`, `grad` or `value_fn` get them.
-        has_state: whether the loss takes and returns a model state (batch statistics and the
-            like). The initial parameters are then the pair `(params, model_state)`.
+        loss: the inner objective, `loss(params, hparams, batch) -> scalar`; with `has_state`,
+            `loss(params, hparams, batch, model_state) -> (scalar, model_state)`; with a `key`, it
+            is also called with `key=`.
+        optimizer: an Optax transformation, or a function of the hyperparameters that returns one,
+            whose constants and schedules can then be tuned. Optimizers that ask for `value`, `grad`
+            or `value_fn` get them.
+        has_state: whether the loss takes and returns a model state, batch statistics say. The
+            initial parameters are then the pair `(params, model_state)`.
         key: a random key. Step t calls the loss with `key=jax.random.fold_in(key, t)`, so that a
             step draws the same numbers each time it is replayed.
 
-    The floating-point arrays of `params` are trained; whatever else it holds is left alone, so an
-    Equinox model can be given as it is. An array that is to stay as it is goes into the batch, the
-    model state or a closure.
+    The floating-point arrays of `params` are trained, and nothing else in it, so an Equinox model can
+    be given. An array that is to stay as it is goes into the batch, the model state or a closure.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> dynamics = ft.Training(
@@ -95,18 +90,13 @@ class Training(Dynamics):
     _symmetric: bool = eqx.field(default=False, kw_only=True, repr=False)  # see `transposable`
 
     def __check_init__(self):
-        if not callable(self.loss):
-            raise TypeError(
-                f"Training's loss is {describe(self.loss)}; give a function "
-                "loss(params, hparams, batch) -> scalar."
-            )
         check_flag(self.has_state, "Training's has_state")
-        form = "loss(params, hparams, batch{}{})".format(
-            ", model_state" if self.has_state else "", ", key=..." if self.key is not None else ""
-        )
-        check_signature(self.loss, form, ("key",) if self.key is not None else ())
+        state, key = ", model_state" if self.has_state else "", ""
         if self.key is not None:
             check_key(self.key, "Training's key")
+            key = ", key=..."
+        form = f"loss(params, hparams, batch{state}{key})"
+        check_signature(self.loss, form, ("key",) if key else ())
         _check_optimizer(self.optimizer)
 
     def init(self, params: PyTree, hparams: PyTree) -> TrainState:
@@ -115,21 +105,19 @@ class Training(Dynamics):
         if self.has_state:
             if not (isinstance(params, tuple) and len(params) == 2):
                 raise ValueError(
-                    "Training(has_state=True) starts from the pair (params, model_state), but the "
-                    f"initial parameters are a {type(params).__name__}. Give "
-                    "`init=(params, model_state)`."
+                    "Training(has_state=True) starts from the pair (params, model_state), got "
+                    f"{describe(params)}."
                 )
             params, model_state = params
         weights = eqx.filter(params, eqx.is_inexact_array)
         if not jax.tree.leaves(weights):
             raise ValueError(
                 "Training found nothing to train: the initial parameters hold no floating-point "
-                f"array (`jnp.array(..., dtype=float)`). They are\n{describe_tree(params, 'params')}"
+                f"array. They are\n{describe_tree(params, 'params')}"
             )
         if any(f"{c.__module__}.{c.__name__}".startswith(FLAX) for c in type(params).__mro__):
             raise TypeError(
-                "the initial parameters are a Flax NNX module, whose batch statistics and random "
-                "state would be trained or stand still. Split it, `graph, params, rest = "
+                "the initial parameters are a Flax NNX module. Split it, `graph, params, rest = "
                 "nnx.split(model, nnx.Param, ...)`, start from `init=(params, rest)` with "
                 "`has_state=True`, and `nnx.merge(graph, params, model_state)` in the loss."
             )
@@ -143,11 +131,7 @@ class Training(Dynamics):
         differentiated = _symmetric_gradient if self._symmetric else _gradient
         (value, model_state), grads = differentiated(objective, weights)
         optimizer = self._optimizer(hparams)
-        extra = {
-            "value": value,
-            "grad": grads,
-            "value_fn": lambda weights: objective(weights)[0],
-        }
+        extra = {"value": value, "grad": grads, "value_fn": lambda weights: objective(weights)[0]}
         extra = _taken(optimizer.update, extra)
         # The usual promotion, since Adam multiplies floats by a count.
         with jax.numpy_dtype_promotion("standard"), _noting_branches():
@@ -202,11 +186,7 @@ class Training(Dynamics):
             with _noting_branches():
                 optimizer = optimizer(hparams)
         if not isinstance(optimizer, optax.GradientTransformation):
-            _check_not_multisteps(optimizer)
-            raise TypeError(
-                "Training's `optimizer` must be an Optax transformation or a function of the "
-                f"hyperparameters that returns one; it returned {describe(optimizer)}."
-            )
+            raise TypeError(_no_optimizer(optimizer))
         return optax.with_extra_args_support(optimizer)
 
 
@@ -225,24 +205,18 @@ class _Cast(eqx.Module):
         def restored(new, old):
             return new.astype(old.dtype) if eqx.is_inexact_array(old) else new
 
-        params, batch = jax.tree.map(cast, (params, batch))
-        result = self.loss(params, hparams, batch, *jax.tree.map(cast, state), **key)
-        if not state:
-            return result.astype(np.promote_types(result.dtype, np.float32))
-        value, new = result
-        return value.astype(np.promote_types(value.dtype, np.float32)), jax.tree.map(
-            restored, new, state[0]
-        )
+        params, batch, given = jax.tree.map(cast, (params, batch, state))
+        result = self.loss(params, hparams, batch, *given, **key)
+        value = result[0] if state else result
+        value = value.astype(np.promote_types(value.dtype, np.float32))
+        return (value, jax.tree.map(restored, result[1], state[0])) if state else value
 
 
-def _gradient(objective: Objective, weights: PyTree) -> tuple[tuple[Array, PyTree], PyTree]:
-    """Return (J, model state) and g."""
+def _gradient(objective: Objective, weights: PyTree) -> ValueAndGradient:
     return jax.value_and_grad(objective, has_aux=True)(weights)
 
 
-def _symmetric_gradient(
-    objective: Objective, weights: PyTree
-) -> tuple[tuple[Array, PyTree], PyTree]:
+def _symmetric_gradient(objective: Objective, weights: PyTree) -> ValueAndGradient:
     """Return the same, with a transposed product of its own; it has no forward mode.
 
     With the pullback G(w, theta, c) = c' d(J, m)/d(w, theta) of the loss J and the model state m, of
@@ -264,9 +238,8 @@ def _symmetric_gradient(
     # A function with a reverse mode of its own need not have a forward mode, and its derivative need
     # not be one (a gradient that is reversed, say): the Hessian need not be symmetric then.
     own = any("custom_vjp" in equation.primitive.name for equation in equations(traced.jaxpr))
-    if traced.effects or own or any(map(jnp.iscomplexobj, traced.consts)):
-        return _gradient(objective, weights)
-    if any(map(jnp.iscomplexobj, jax.tree.leaves(weights))):
+    is_complex = any(map(jnp.iscomplexobj, [*traced.consts, *jax.tree.leaves(weights)]))
+    if traced.effects or own or is_complex:
         return _gradient(objective, weights)
     theta, constants = eqx.partition(traced.consts, eqx.is_inexact_array)
     structure = jax.tree.structure(shape)
@@ -289,29 +262,26 @@ def _symmetric_gradient(
     def forward(weights, theta, constants):
         return plain(weights, theta, constants), (weights, theta, constants)
 
+    def no_tangent(leaf):
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+
     def backward(kept, cotangents):
         weights, theta, constants = kept
         a, (b, _), u = cotangents
         one = jnp.ones_like(a), jax.tree.map(jnp.zeros_like, b)
 
         def G(weights, c):
-            _, pull, _ = jax.vjp(
-                lambda w, theta: loss(w, theta, constants), weights, theta, has_aux=True
-            )
-            return pull(c)
+            at_constants = lambda w, theta: loss(w, theta, constants)  # noqa: E731
+            return jax.vjp(at_constants, weights, theta, has_aux=True)[1](c)
 
         _, (d_weights, d_theta) = jax.jvp(G, (weights, one), (u, (a, b)))
-        return d_weights, d_theta, jax.tree.map(_no_tangent, constants)
+        return d_weights, d_theta, jax.tree.map(no_tangent, constants)
 
     gradient = jax.custom_vjp(plain)
     gradient.defvjp(forward, backward)
     found = checkpoint_name(gradient(weights, theta, constants), GRADIENT)
     value, (floats, others), grads = found
     return (value, eqx.combine(floats, others, *rest)), grads
-
-
-def _no_tangent(leaf: Array) -> np.ndarray:
-    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 @contextlib.contextmanager
@@ -335,37 +305,38 @@ def _taken(update: Callable[..., PyTree], extra: dict[str, PyTree]) -> dict[str,
 def _check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, optax.GradientTransformation):
         return
-    _check_not_multisteps(optimizer)
-    from_optax = str(getattr(optimizer, "__module__", "")).split(".")[0] == "optax"
-    if from_optax or not callable(optimizer):
-        given = "one of Optax's functions" if from_optax else describe(optimizer)
-        raise TypeError(
-            f"Training's optimizer is {given}. Call it, `optax.sgd(0.1)`, or give a function of the "
-            'hyperparameters that returns an Optax transformation, `lambda h: optax.sgd(h["lr"])`.'
-        )
+    if _is_from_optax(optimizer) or not callable(optimizer):
+        raise TypeError(_no_optimizer(optimizer))
     check_signature(optimizer, "optimizer(hparams)")
 
 
-def _check_not_multisteps(optimizer: object) -> None:
-    if isinstance(optimizer, optax.MultiSteps):
-        raise TypeError(
-            "Training's optimizer is an `optax.MultiSteps`, which is no transformation itself: give "
-            "its `.gradient_transformation()`."
+def _no_optimizer(given: object) -> str:
+    if isinstance(given, optax.MultiSteps):
+        return (
+            "Training's optimizer is an `optax.MultiSteps`: give its `.gradient_transformation()`."
         )
+    shown = "one of Optax's functions, not called" if _is_from_optax(given) else describe(given)
+    return (
+        "Training's optimizer must be an Optax transformation, `optax.sgd(0.1)`, or a function of "
+        f'hparams that returns one, `lambda h: optax.sgd(h["lr"])`; got {shown}.'
+    )
+
+
+def _is_from_optax(given: object) -> bool:
+    return str(getattr(given, "__module__", "")).split(".")[0] == "optax"
 
 
 def _check_loss(result: object, has_state: bool) -> None:
     if not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
-            "with `has_state=True` the loss must return the pair (value, model_state), it returned "
-            f"{describe(result)}."
+            f"the loss must return the pair (value, model_state), it returned {describe(result)}."
         )
     value = result[0]
     if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
-        hint = "" if has_state else " (a loss with a model state needs `has_state=True`)"
+        hint = "" if has_state else "; a loss with a model state needs `has_state=True`"
         raise TypeError(
-            f"the loss must return a floating-point scalar, it returned\n{describe_tree(value, 'loss')}"
-            f"\nReduce it, for instance with `jnp.mean`{hint}."
+            "the loss must return a floating-point scalar (`jnp.mean` reduces an array"
+            f"{hint}), it returned\n{describe_tree(value, 'loss')}"
         )
 
 

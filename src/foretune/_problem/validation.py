@@ -43,8 +43,8 @@ def check_shapes(
 ) -> tuple[str, ...]:
     """Raise where the parts of a problem do not fit each other, or the hyperparameters.
 
-    Where the response need not be `smooth`, it may depend on the hyperparameters without a derivative.
-    Where it must be, return the paths of those that set the probabilities of random choices.
+    Where the response must be `smooth`, return the paths of hyperparameters that set the
+    probabilities of random choices; else it may depend on them without a derivative.
     """
     problem, hparams = unflatten(structure, (jax.ShapeDtypeStruct(*shape) for shape in shapes))
     _check_names(problem, hparams)
@@ -60,13 +60,12 @@ def check_shapes(
         call, validation = f"{label}(state, hparams, validation)", problem.validation
         if validation is None:
             call += " (validation is None: the problem was given no `validation=`)"
+
+        def error(problem, s, hparams, name=name):
+            return problem.objectives[name](s, hparams, problem.validation)
+
         with noting(call, state=s_0, hparams=hparams, validation=validation):
-            value = eqx.filter_eval_shape(
-                lambda p, s, h, name=name: p.objectives[name](s, h, p.validation),
-                problem,
-                s_0,
-                hparams,
-            )
+            value = eqx.filter_eval_shape(error, problem, s_0, hparams)
         _check_scalar(value, label)
     return _check_dependence(problem, hparams, smooth)
 
@@ -74,15 +73,12 @@ def check_shapes(
 @functools.lru_cache(maxsize=256)
 def warn_of_choices(structure: Structure, paths: tuple[str, ...]) -> None:
     """Warn, once for each problem, of hyperparameters with a gradient that is not all of it."""
-    gradient = "its gradient" if len(paths) == 1 else "their gradients"
     warnings.warn(
         f"the probabilities of random choices depend on {', '.join(paths)} (a comparison with random "
-        "numbers, as in `jax.random.bernoulli`). A choice has no derivative: "
-        f"{gradient} would leave out the "
-        "effect on what is chosen, which units are dropped say, and be wrong. For a dropout rate, use "
-        "`foretune.dropout(x, rate, key=key)`, which has a derivative in the rate. Otherwise keep it "
-        "out of hparams, or use `foretune.Evolution`, which needs values only. Where the effect is "
-        "left out on purpose, say so by `jax.lax.stop_gradient` on the probabilities.",
+        "numbers, as in `jax.random.bernoulli`). A choice has no derivative: the gradient leaves out "
+        "the effect on what is chosen, and is wrong. For a dropout rate use `foretune.dropout(x, rate, "
+        "key=key)`, otherwise `foretune.Evolution`, which needs values only. Where it is left out on "
+        "purpose, say so by `jax.lax.stop_gradient` on the probabilities.",
         stacklevel=users_level(sys._getframe()),
     )
 
@@ -125,15 +121,9 @@ def _check_names(problem: Definition, hparams: PyTree) -> None:
     unknown = sorted(set(problem.objective) - set(hparams), key=str)
     missing = sorted(set(hparams) - set(problem.objective), key=str)
     if unknown or missing:
-        raise ValueError(
-            f"the objectives are given for {sorted(problem.objective, key=str)}, the "
-            f"hyperparameters are {sorted(hparams, key=str)}: "
-            + "; ".join(
-                [f"objective[{name!r}] names no hyperparameter" for name in unknown]
-                + [f"hparams[{name!r}] has no objective" for name in missing]
-            )
-            + ". Give exactly one objective for each top-level hyperparameter."
-        )
+        found = [f"objective[{name!r}] names no hyperparameter" for name in unknown]
+        found += [f"hparams[{name!r}] has no objective" for name in missing]
+        raise ValueError(f"{'; '.join(found)}. Give one for each top-level hyperparameter.")
 
 
 def _check_same_state(before: PyTree, after: PyTree) -> None:
@@ -145,16 +135,13 @@ def _check_same_state(before: PyTree, after: PyTree) -> None:
         if path not in old or path not in new:
             found, lacking = ("s_1", "s_0") if path in new else ("s_0", "s_1")
             raise ValueError(
-                f"a step changes the structure of the state: {path} ({describe(old.get(path, now))}"
-                f") is in {found} but not in {lacking}. `step` must return the structure that "
-                f"`init` returns; it returned\n{describe_tree(after, 'state')}"
+                f"a step changes the structure of the state: {path} ({describe(old.get(path, now))}) "
+                f"is in {found} but not in {lacking}. It returned\n{describe_tree(after, 'state')}"
             )
         if describe(was) != describe(now):
-            hint = (
-                "Return it from `init` as an array, `jnp.asarray(...)`."
-                if not is_abstract(was)
-                else "`step` must keep every shape and dtype; cast or reshape inside it."
-            )
+            hint = "`step` must keep every shape and dtype."
+            if not is_abstract(was):
+                hint = "Return it from `init` as an array, `jnp.asarray(...)`."
             raise ValueError(
                 f"a step changes {path} from {describe(was)} to {describe(now)}. {hint}"
             )
@@ -193,15 +180,13 @@ def _check_dependence(problem: Definition, hparams: PyTree, smooth: bool) -> tup
 
     # A dependence that has a derivative is one of the errors' tangents on the direction. A
     # custom_vjp function has no tangent: there, dependence of the errors themselves must do.
-    jaxpr = None
-    if smooth:
-        try:
-            jaxpr = jax.make_jaxpr(tangents)(arrays, hparams, hparams).jaxpr
-        except TypeError as error:
-            if "custom_vjp" not in str(error):
-                raise
-    if jaxpr is None:
-        jaxpr = jax.make_jaxpr(errors)(arrays, hparams).jaxpr
+    try:
+        traced = jax.make_jaxpr(tangents)(arrays, hparams, hparams) if smooth else None
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        traced = None
+    jaxpr = (traced or jax.make_jaxpr(errors)(arrays, hparams)).jaxpr
 
     rows = rows_of(problem)
     paths = list(named_leaves(hparams, "hparams"))
@@ -213,29 +198,27 @@ def _check_dependence(problem: Definition, hparams: PyTree, smooth: bool) -> tup
         if not used[i] and path not in problem.dynamics.carried:
             unused.append(path)
     if unused:
-        remedy = (
-            "Use it in the loss, the optimizer, the initial state or the objective (not only under "
-            "`stop_gradient`, an integer cast or a comparison), or take it out of hparams. A dropout "
-            "rate needs `foretune.dropout`."
-        )
-        if len(unused) == len(paths):
-            remedy = (
-                "Does the objective depend on the trained state, and smoothly? An accuracy, a sign "
-                "or an argmax has no derivative."
-            )
-        optimizer = problem.dynamics.optimizer if isinstance(problem.dynamics, Training) else None
-        if isinstance(optimizer, optax.GradientTransformation):
-            remedy += (
-                " The optimizer is no function of hparams: for one of its constants to be tuned, give "
-                '`optimizer=lambda h: optax.sgd(h["lr"])`.'
-            )
         raise ValueError(
             f"the response does not depend on {', '.join(unused)}: the hypergradient there would "
-            f"be 0 whatever its value. {remedy}"
+            f"be 0 whatever its value. {_remedy(problem, len(unused) == len(paths))}"
         )
     if not smooth:
         return ()
-    leaves = jax.tree.leaves(arrays)
-    positions = range(len(leaves), len(leaves) + len(paths))
-    cut = cut_hparams(jaxpr, positions)
-    return tuple(path for path, i in zip(paths, positions, strict=True) if i in cut)
+    first = len(jax.tree.leaves(arrays))
+    return tuple(paths[i - first] for i in cut_hparams(jaxpr, range(first, first + len(paths))))
+
+
+def _remedy(problem: Definition, all_unused: bool) -> str:
+    remedy = (
+        "Use it in the loss, the optimizer, the initial state or the objective (not only under "
+        "`stop_gradient`, an integer cast or a comparison), or take it out of hparams."
+    )
+    if all_unused:
+        remedy = (
+            "Does the objective depend on the trained state, and smoothly? An accuracy, a sign or an "
+            "argmax has no derivative."
+        )
+    optimizer = problem.dynamics.optimizer if isinstance(problem.dynamics, Training) else None
+    if isinstance(optimizer, optax.GradientTransformation):
+        remedy += ' To tune the optimizer, give `optimizer=lambda h: optax.sgd(h["lr"])`.'
+    return remedy

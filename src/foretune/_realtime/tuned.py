@@ -23,7 +23,6 @@ from .._problem.system import make_system
 from .._problem.training import Training, TrainState
 from .constants import check_loss_and_error, constraints_of, start_of
 from .dropped import Dropped, tell
-from .frozen import Beside, Trainable, check_trainable, divide, parted, unite
 from .outcome import finish
 from .pending import NONE, WARN, Call, Pending
 from .tuner import RealTime
@@ -43,15 +42,13 @@ class TunedState(NamedTuple):
     """The arrays of the tuner's state at the beginning of the window, without its Z."""
     window: WindowState
     """The window under way."""
-    frozen: PyTree
-    """The parameters that are not trained; None without `trainable`."""
     rest: Rest
     """What the tuner's state holds besides arrays."""
 
     @property
     def params(self) -> PyTree:
-        """The current parameters, those that are not trained included."""
-        return unite(self._train().params, self.frozen)
+        """The current parameters."""
+        return self._train().params
 
     @property
     def model_state(self) -> PyTree:
@@ -81,9 +78,7 @@ def tuned(
     loss_hparams: Mapping[str, object] | None = None,
     has_state: bool = False,
     key: Key[Array, ""] | UInt32[Array, "..."] | None = None,
-    trainable: Trainable | None = None,
     donate: bool = False,
-    options: Mapping[str, object] | None = None,
     **hparams: object,
 ) -> "Tuned":
     """Return an optimizer that tunes its own constants on validation data, as it trains.
@@ -104,11 +99,8 @@ def tuned(
             `init((params, model_state))`, `error(params, validation, model_state)` and
             `state.model_state`.
         key: a random key, for dropout say. The loss is then called with a `key=` of each step.
-        trainable: which parameters are trained, as a prefix of them with True and False, or a function
-            from the parameters to it. The others stay as they are, and have no Z.
         donate: reuse the memory of the state given to `update`, which is then deleted: it saves one
             training state, and its copying. For a big model, where no earlier state is needed.
-        options: further options of `RealTime`.
         **hparams: the constants to be tuned, with their initial values.
 
     `init(params)` returns the first state, `update(state, batch, validation)` the next one and the
@@ -129,52 +121,43 @@ def tuned(
     >>> round(float(state.params), 2), float(state.hparams["learning_rate"]) > 1e-3
     (1.0, True)
 
-    A constant of the loss beside one of the optimizer, and a parameter that stays as it is:
+    A constant of the loss beside one of the optimizer:
 
-    >>> def penalised(p, h, x):
-    ...     return loss(p["w"] + p["b"], x) + h["l2"] * p["w"] ** 2
     >>> optimizer = ft.tuned(
-    ...     optax.sgd, penalised, lambda p, x: loss(p["w"] + p["b"], x),
-    ...     learning_rate=0.1, loss_hparams={"l2": 0.1}, trainable={"w": True, "b": False})
-    >>> state = optimizer.init({"w": jnp.array(0.0), "b": jnp.array(2.0)})
+    ...     optax.sgd, lambda w, h, x: loss(w, x) + h["l2"] * w**2, loss,
+    ...     learning_rate=0.1, loss_hparams={"l2": 0.1})
+    >>> state = optimizer.init(jnp.array(0.0))
     >>> for step in range(50):
     ...     state, value = optimizer.update(state, jnp.ones(4), jnp.ones(4))
-    >>> float(state.params["b"]), sorted(state.hparams), float(state.hparams["l2"]) < 0.1
-    (2.0, ['l2', 'learning_rate'], True)
+    >>> sorted(state.hparams), float(state.hparams["l2"]) < 0.1
+    (['l2', 'learning_rate'], True)
     """
     check_count(every, f"tuned(every={every!r})")
     if key is not None:
         check_key(key, "tuned(key=...)")
-    if trainable is not None:
-        check_trainable(trainable)
-    dicts = {"constraints": constraints, "options": options, "loss_hparams": loss_hparams}
-    for name, given in dicts.items():
+    for name, given in {"constraints": constraints, "loss_hparams": loss_hparams}.items():
         if not (given is None or isinstance(given, Mapping)):
             raise TypeError(f"tuned({name}=...) must be a dict, got {describe(given)}.")
-    options, of_loss = dict(options or {}), dict(loss_hparams or {})
-    if "donate" in options:
-        raise TypeError("tuned(options={'donate': ...}): give `tuned(donate=...)`.")
+    of_loss = dict(loss_hparams or {})
     check_loss_and_error(loss, error, bool(of_loss), has_state, key is not None)
     judged = loss if error is None else error
     start = start_of(optimizer, hparams, of_loss)
 
-    def inner_loss(params, h, data, *model_state, **key):
-        batch, frozen = parted(data)
+    def inner_loss(params, h, batch, *model_state, **key):
         own = ({name: h[name] for name in of_loss},) if of_loss else ()
-        return loss(unite(params, frozen), *own, batch, *model_state, **key)
+        return loss(params, *own, batch, *model_state, **key)
 
-    def objective(state, h, data):
-        validation, frozen = parted(data)
+    def objective(state, h, validation):
         model_state = (state.model_state,) if has_state else ()
-        return judged(unite(state.params, frozen), validation, *model_state)
+        return judged(state.params, validation, *model_state)
 
     def inner_optimizer(h):
         return optimizer(**{name: h[name] for name in hparams})
 
     dynamics = Training(inner_loss, inner_optimizer, has_state=has_state, key=key)
     sets = constraints_of(start, constraints or {})
-    tuner = RealTime(dynamics, objective, **{"constraints": sets, **options})  # pyright: ignore
-    return Tuned(tuner, start, every, has_state, trainable, donate)
+    tuner = RealTime(dynamics, objective, constraints=sets)
+    return Tuned(tuner, start, every, has_state, donate)
 
 
 class Tuned:
@@ -186,11 +169,10 @@ class Tuned:
         start: dict[str, Array],
         every: int,
         has_state: bool,
-        trainable: Trainable | None,
         donate: bool,
     ):
         self._tuner, self._start, self._every = tuner, start, every
-        self._has_state, self._trainable, self._donate = has_state, trainable, donate
+        self._has_state, self._donate = has_state, donate
         self._pending = Pending(every)
         self._checked: set[tuple] = set()  # the structures and shapes that have passed the checks
         # Not the window: its old arrays are needed until a minibatch has proved no outlier, so that to
@@ -207,8 +189,7 @@ class Tuned:
                     f"{describe(params)}."
                 )
             params, model_state = params
-        weights, frozen = divide(params, self._trainable)
-        begun = (weights, model_state) if self._has_state else weights
+        begun = (params, model_state) if self._has_state else params
         state = self._tuner.init(begun, self._start)
         nan = jnp.full((), jnp.nan, jnp.result_type(float))
         log = {
@@ -222,7 +203,7 @@ class Tuned:
         }
         # No two leaves share memory, so that the state can be donated.
         rest = Rest(state._replace(Z=None))
-        return copied(TunedState(log, *self._begun(state), frozen, rest))
+        return copied(TunedState(log, *self._begun(state), rest))
 
     def update(
         self, state: TunedState, batch: PyTree, validation: PyTree
@@ -236,7 +217,6 @@ class Tuned:
             check_not_donated(state.anchor.window)
         batch, validation = self._readable(state, batch, validation)
         after, value, news, dropped = self._program(state[:2], state[2:], batch, validation)
-        after = after._replace(frozen=state.frozen)  # which has not been through the program
         train = after.begun().train
         if isinstance(news, Tracer):
             tell(train, dropped)
@@ -245,8 +225,7 @@ class Tuned:
         tokens = state.log["dropped"], after.log["dropped"]
         if (failed := self._pending.look(*tokens, train, call)) is not None:
             begun = after.begun()._replace(window=failed.news)
-            data = self._given(failed.batch, failed.validation, state.frozen)
-            error = self._tuner.fault(begun, *data)
+            error = self._tuner.fault(begun, _window_of(failed.batch), failed.validation)
             error.state = after
             raise error
         return after, value
@@ -273,25 +252,9 @@ class Tuned:
                 f"this state is of another optimizer: it has the constants {sorted(state.hparams)}, "
                 f"this one tunes {sorted(self._start)}. Begin with `init` of this one."
             )
-        if (state.frozen is None) != (self._trainable is None):
-            raise ValueError(
-                "this state is of another optimizer: one of the two has `trainable`, the other has "
-                "not. Begin with `init` of this one."
-            )
         anchor, settings = state.begun(), self._tuner.settings
-
-        def fit(frozen):
-            problem = settings.problem(anchor.train, *self._given(batch, validation, frozen))
-            validated(problem, state.hparams)
-
         check_state(settings, anchor)
-        jax.eval_shape(fit, state.frozen)  # which would be copied else
-
-    def _given(self, batch: PyTree, validation: PyTree, frozen: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the window of one minibatch, and the validation data, with what is not trained."""
-        if self._trainable is not None:
-            batch, validation = Beside(batch, frozen), Beside(validation, frozen)
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch), validation
+        validated(settings.problem(anchor.train, _window_of(batch), validation), state.hparams)
 
     def _begun(self, state: RealTimeState) -> tuple[RealTimeState, WindowState]:
         """Return the arrays of a state without its Z, and the window that begins there."""
@@ -304,7 +267,7 @@ class Tuned:
         """Return the state after a minibatch, its loss, and what `Call` has for the host."""
         state, settings = TunedState(*first, *others), self._tuner.settings
         anchor = state.begun()
-        problem = settings.problem(anchor.train, *self._given(batch, validation, state.frozen))
+        problem = settings.problem(anchor.train, _window_of(batch), validation)
         system = make_system(problem, anchor.hparams, whole=True)
         window = Window(settings, problem, system, anchor)
         now = window.step(state.window, 0)
@@ -327,7 +290,12 @@ class Tuned:
         over = (now.steps == self._every) | now.spiked
         log, new, following, fault, dropped = lax.cond(over, tune, wait)
         news = jnp.where(fault, anchor.window, jnp.where(dropped.first, WARN, NONE))
-        return TunedState(log, new, following, None, state.rest), now.loss, news, dropped
+        return TunedState(log, new, following, state.rest), now.loss, news, dropped
+
+
+def _window_of(batch: PyTree) -> PyTree:
+    """Return the window of one minibatch."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch)
 
 
 def _readable(leaf: object) -> Array | np.ndarray:

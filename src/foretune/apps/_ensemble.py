@@ -20,7 +20,7 @@ from . import _noise
 from ._checks import listed
 from ._columns import Native
 from ._features import Rows
-from ._label_model import Judgement, judge, twice
+from ._label_model import LabelJudgement, judge, twice
 
 MOST_TRAINED = 50_000
 """Each member trains on this many rows of a fold at most."""
@@ -167,15 +167,15 @@ class Classifiers(NamedTuple):
         return mean
 
 
-class Found(NamedTuple):
+class Judged(NamedTuple):
     """What `judged_by` returns."""
 
-    judgement: Judgement
+    judgement: LabelJudgement
     members: list[str]
     model: Classifiers
 
 
-def judged_by(own: BaseEstimator | None, inputs: Inputs, folds: Folds) -> Found:
+def judged_by(own: BaseEstimator | None, inputs: Inputs, folds: Folds) -> Judged:
     """Judge the observed labels by out-of-fold probabilities of one's own classifier, or the ensemble.
 
     The ensemble looks twice where it may: its classifiers are trained again without the suspects.
@@ -191,7 +191,7 @@ def judged_by(own: BaseEstimator | None, inputs: Inputs, folds: Folds) -> Found:
         rows, classes = inputs.rows, folds.classes
         return classifiers_of(rows, labels[of], classes, folds.seed, inputs.native)
 
-    def look(members: Members, use: np.ndarray | None = None) -> Judgement:
+    def look(members: Members, use: np.ndarray | None = None) -> LabelJudgement:
         by_fold = [folds.predictions(name, each, use) for name, each in members.items()]
         q = np.stack([*by_fold, *kernel.values()])
         return judge(
@@ -211,7 +211,7 @@ def judged_by(own: BaseEstimator | None, inputs: Inputs, folds: Folds) -> Found:
     rows, rng = inputs.trained_rows(judged.right), np.random.default_rng(folds.seed)
     most = None if own is not None else MOST_TRAINED
     final = [folds.trained(member, rows, rng, most) for member in members(rows).values()]
-    return Found(judged, [*first, *kernel], Classifiers(final, folds.classes))
+    return Judged(judged, [*first, *kernel], Classifiers(final, folds.classes))
 
 
 def classifiers_of(

@@ -24,10 +24,10 @@ LANDMARKS = 600
 """Rows that stand for the data in the kernel's approximation."""
 
 
-class Scale:
+class ColumnScale:
     """Brings columns to comparable scale and rows to mean squared length 1; keeps sparse sparse."""
 
-    def fit(self, X: Rows) -> "Scale":
+    def fit(self, X: Rows) -> "ColumnScale":
         """Measure the columns."""
         if sparse.issparse(X):  # centring would fill it; its columns keep their weights
             self.centre, self.divisor = 0.0, 1.0
@@ -45,7 +45,7 @@ class Scale:
         return self
 
     def transform(self, X: Rows) -> Rows:
-        """Scale rows."""
+        """ColumnScale rows."""
         if sparse.issparse(X):
             return X / self.length
         return (X - self.centre) / self.divisor / self.length
@@ -53,7 +53,7 @@ class Scale:
 
 def components(rows: Rows, others: Rows, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return rows, and other rows in the same way, scaled and in principal components."""
-    scale = Scale().fit(rows)
+    scale = ColumnScale().fit(rows)
     scaled = scale.transform(rows)
     rotation = _rotation(scaled, WIDEST, seed)
     first, second = rotation.transform(scaled), rotation.transform(scale.transform(others))
@@ -62,7 +62,7 @@ def components(rows: Rows, others: Rows, seed: int) -> tuple[np.ndarray, np.ndar
 
 def kernel_components(rows: Rows, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the components of rows and of a kernel, and for each column which of the two it is."""
-    scaled = Scale().fit(rows).transform(rows)
+    scaled = ColumnScale().fit(rows).transform(rows)
     # The mean squared length is 1, so this gamma is the usual bandwidth.
     landmarks = min(LANDMARKS, rows.shape[0])
     nystroem = Nystroem(gamma=1.0, n_components=landmarks, random_state=seed)

@@ -219,7 +219,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
 
-    def _conclude(self, inputs: _ensemble.Inputs, found: _ensemble.Found) -> None:
+    def _conclude(self, inputs: _ensemble.Inputs, found: _ensemble.Judged) -> None:
         """Set what was found."""
         judged, self._final = found.judgement, found.model
         verified = inputs.trusted[: len(inputs.verified)]

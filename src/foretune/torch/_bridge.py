@@ -181,7 +181,7 @@ class Bridge:
         return f"the module {path!r} ({type(module).__name__})" if path else type(module).__name__
 
 
-def _input(x: object) -> object:
+def _input(x: PyTree) -> PyTree:
     if isinstance(x, torch.Tensor):
         raise TypeError(
             f"the input is a PyTorch tensor, {x.dtype} of shape {tuple(x.shape)}; give a JAX or NumPy "

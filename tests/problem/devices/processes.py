@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import foretune as ft
-from foretune._outer.run import on_host
+from foretune._files.digests import on_host
 
 from . import tasks
 
