@@ -237,8 +237,8 @@ def test_steps_that_change_the_state(start, change, pattern):
         (lambda: np.zeros((0, 2)), "leading axis of the batches, T = 0: .*1 or more"),
         (lambda: ft.FullBatch(np.zeros(3), steps=0), "steps=0: .*1 or more"),
         (lambda: ft.Minibatches((np.zeros(3), np.zeros(4)), np.zeros((2, 1), int)), "differ"),
-        (lambda: ft.Minibatches(np.zeros(3), np.zeros((0, 2), int)), "indices, T = 0"),
-        (lambda: ft.Minibatches(np.zeros(3), np.zeros((2, 0), int)), "batches are empty"),
+        (lambda: ft.Minibatches(np.zeros(3), np.zeros((0, 2), int)), r"indices are int\d\d\[0,2\]"),
+        (lambda: ft.Minibatches(np.zeros(3), np.zeros((2, 0), int)), r"int\d\d\[2,0\].*not empty"),
         (lambda: ft.Minibatches(np.zeros(3), np.zeros((2, 1))), "must be an integer array"),
         (lambda: ft.Minibatches(np.zeros(3), np.array([[0, 3]])), "run from 0 to 3.*3 examples"),
         (lambda: ft.Minibatches(np.zeros(3), np.array([[-1, 2]])), "run from -1 to 2"),
@@ -259,7 +259,7 @@ def test_the_parts_of_a_problem():
     # Called directly: the tests' own type checker would catch these first.
     with pytest.raises(TypeError, match="must be a function"):
         check_objective(3.0)
-    with pytest.raises(TypeError, match=r"objective\['lr'\] must be a function"):
+    with pytest.raises(TypeError, match=r"objective\['lr'\].* must be a function"):
         check_objective({"lr": 1})
     with pytest.raises(ValueError, match=r"steps=2.5: .*whole number"):
         check_count(2.5, "steps=2.5")
