@@ -278,7 +278,7 @@ def test_training_says_what_it_cannot_train():
     )
     rejects(ValueError, r"starts from the pair \(params, model_state\)", problem, hparams)
     problem, hparams = regression(optimizer=lambda h: h["lr"])
-    rejects(TypeError, "must be an Optax transformation or a function", problem, hparams)
+    rejects(TypeError, "must be an Optax transformation", problem, hparams)
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ ROWS = [
     ("folds with other functions", lambda: folds(lambda k: {"objective": lambda s, h, b: squared_error(s, h, b) * (k + 1)}), ValueError, "closes over"),
     ("folds of other kinds of batches", lambda: folds(lambda k: {"batches": ft.FullBatch((X, Y), 3) if k else (np.stack([X] * 3), np.stack([Y] * 3))}), ValueError, "differ in kind"),
     ("folds that differ in trajectory", lambda: folds(lambda k: {"trajectory": bool(k)}), ValueError, "trajectory"),
-    ("folds that differ in objectives", lambda: folds(lambda k: {"objective": {"lr": squared_error, "decay": squared_error} if k else squared_error}), ValueError, "objectives"),
+    ("folds that differ in objectives", lambda: folds(lambda k: {"objective": {"lr": squared_error, "decay": squared_error} if k else squared_error}), ValueError, "only one of them has objective"),
     ("folds that differ in structure", lambda: folds(lambda k: {"validation": (X, Y) if k else {"x": X}}), ValueError, "differ in structure"),
     ("another objective for folds", lambda: folds().replace(objective=squared_error), TypeError, "change the problems"),
     ("NaN in one fold's data", lambda: ft.Reverse()(folds(lambda k: {"batches": ft.FullBatch((holed(X) if k else X, Y), 3)}), {"lr": 0.1, "decay": 0.1}), ft.NonFiniteError, "The data hold NaN or infinity: batches"),

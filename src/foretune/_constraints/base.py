@@ -126,17 +126,14 @@ def _name(key: Any) -> Hashable:
 
 
 def to_unconstrained(constraints: PyTree, x: PyTree) -> PyTree:
-    """Return the unconstrained variable u of the hyperparameters x."""
     return _map(lambda constraint, x: constraint.to_unconstrained(x), constraints, x)
 
 
 def from_unconstrained(constraints: PyTree, u: PyTree) -> PyTree:
-    """Return the hyperparameters from the unconstrained variable u."""
     return _map(lambda constraint, u: constraint.from_unconstrained(u), constraints, u)
 
 
 def project(constraints: PyTree, x: PyTree) -> PyTree:
-    """Return the nearest point to x that lies in the constraints."""
     return _map(lambda constraint, x: constraint.project(x), constraints, x)
 
 

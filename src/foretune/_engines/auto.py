@@ -51,7 +51,6 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The engine as a user writes it."""
         if isinstance(self.engine, Forward):
             return "Forward()" if self.engine.chunk is None else f"Forward({self.engine.chunk})"
         return "Reverse()" if self.engine.store == "states" else f"Reverse({self.engine.store!r})"

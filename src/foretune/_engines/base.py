@@ -118,7 +118,6 @@ class TracedEngine(AbstractEngine):
 
 
 def check_engine(engine: object) -> None:
-    """Raise unless it is an engine or None."""
     if engine is not None and not isinstance(engine, AbstractEngine):
         raise TypeError(f"engine must be an engine, `foretune.Reverse()` say; got {engine!r:.100}.")
 

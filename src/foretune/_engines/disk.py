@@ -221,7 +221,6 @@ def _at_end(structure, arrays, s_T):
 
 
 def _through(engine, structure, count, arrays, s, first, adjoint):
-    """Return the adjoint before a segment."""
     system, hparams = _system(structure, arrays)
     cut = lambda leaf: lax.dynamic_slice_in_dim(leaf, first, count)  # noqa: E731
     part = system._replace(xs=jax.tree.map(cut, system.xs), steps=count)

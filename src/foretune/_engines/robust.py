@@ -72,7 +72,7 @@ class RobustMean(TracedEngine):
         self.engine = Reverse() if engine is None else engine
 
     @property
-    def other_mode(self) -> str | None:
+    def other_mode(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.engine.other_mode
 
     def review(self, report: Any) -> None:

@@ -132,7 +132,6 @@ class Lengths(NamedTuple):
     block: int
 
     def states(self, gradient: float) -> float:
-        """Return what is held, in states, where a gradient has this share of one."""
         return max(self.segments - 2, 0) + self.blocks + self.length * gradient
 
 
@@ -227,7 +226,6 @@ class _Split(NamedTuple):
     def _pull(
         self, system: System, hparams: PyTree, record: _Record, adjoint: Adjoint, k: Index
     ) -> Adjoint:
-        """Return the adjoint before segment k."""
         lengths = self._lengths(system, take(record.starts, 0))
         first, steps = _span(system, lengths, k)
 

@@ -185,6 +185,7 @@ class Neighbourhood(TracedEngine):
             )
             if diverged == self.samples:
                 raise NonFiniteError(message)
+            message += " These pairs are left out."
             warnings.warn(message, RuntimeWarning, stacklevel=users_level(sys._getframe()))
 
 

@@ -119,6 +119,5 @@ class Truncated(TracedEngine):
 
 
 def _lengths(part: Array) -> Float[Array, " 2"]:
-    """Return the length of each half's part."""
     flat = part.reshape(*part.shape[:2], -1).astype(np.promote_types(part.dtype, np.float32))
     return jnp.sqrt(jnp.sum(flat**2, (0, 2)))

@@ -166,13 +166,11 @@ def check_some_number(tree: PyTree, name: str) -> None:
 
 
 def check_flag(flag: object, given: str) -> None:
-    """Raise unless `flag` is True or False."""
     if not isinstance(flag, bool):
         raise TypeError(f"{given} is {describe(flag)}: give True or False.")
 
 
 def check_key(key: object, given: str) -> None:
-    """Raise unless `key` is one random key."""
     try:
         jax.eval_shape(jax.random.fold_in, key, 0)
     except Exception as error:

@@ -211,7 +211,8 @@ def _check_dependence(problem: Definition, hparams: PyTree, smooth: bool) -> tup
 def _remedy(problem: Definition, all_unused: bool) -> str:
     remedy = (
         "Use it in the loss, the optimizer, the initial state or the objective (not only under "
-        "`stop_gradient`, an integer cast or a comparison), or take it out of hparams."
+        "`stop_gradient`, an integer cast or a comparison), or take it out of hparams. A dropout rate "
+        "needs `foretune.dropout`."
     )
     if all_unused:
         remedy = (
