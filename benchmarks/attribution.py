@@ -11,7 +11,6 @@ Options of other methods (damping, dimension) are those of a few that do best in
 import argparse
 import functools
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -216,16 +215,6 @@ def seconds_of(program: Callable[[], Any], first: bool) -> tuple[Any, float]:
     return found, time.perf_counter() - began
 
 
-def doubts(problem: Any, hparams: Any, queries: Any) -> str:
-    """Return what `trust` says against the scores; nothing, where it passes them."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        ft.attribute(problem, hparams, queries, trust=True)
-    found = " ".join(str(warning.message) for warning in seen if "mislead" in str(warning.message))
-    print(f"  trust: {found or 'passes'}", flush=True)
-    return found
-
-
 def validated(make: Any, seed: int, quick: bool, first: bool) -> dict[str, Any]:
     """Return the scores of all methods on one problem, and what they cost."""
     case = make(seed, quick)
@@ -240,7 +229,6 @@ def validated(make: Any, seed: int, quick: bool, first: bool) -> dict[str, Any]:
         "seconds of a training": training,
     }
     result |= {"seconds of a hypergradient": unit, "methods": {}}
-    result["doubts of trust"] = doubts(problem, hparams, queries)
     subsets = 10 if quick else 50
     key = jax.random.key(seed)
     exact = {

@@ -34,7 +34,7 @@ from foretune import (
     minimize,
 )
 from foretune.apps import LabelCleaner
-from foretune.apps._features import Scale
+from foretune.apps._features import ColumnScale
 from foretune.report import Lines, Phases, RunFolder, say
 
 from ..datasets import check_memory, load
@@ -213,7 +213,7 @@ def run(out: str | Path, settings: Settings) -> Path:
     dataset = load(settings.data, settings.label)
     if settings.data not in ("digits", "mnist"):
         length = np.sqrt(SQUARED_LENGTH)
-        scaled = Scale().fit(dataset.x).transform(dataset.x) * length
+        scaled = ColumnScale().fit(dataset.x).transform(dataset.x) * length
         dataset = dataset._replace(x=scaled.astype(np.float32))
     rows = min(len(dataset.y), LARGEST) * settings.seeds
     check_memory(f"splits of {settings.seeds:,} seeds", 2 * rows * dataset.x[:1].nbytes)

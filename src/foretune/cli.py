@@ -143,10 +143,7 @@ def clean(
     if pred_probs is not None and model is not Model.ensemble:
         raise typer.BadParameter("--pred-probs trains no model: leave --model out.")
     if values and pred_probs is not None:
-        raise typer.BadParameter(
-            "--values has no --pred-probs: leave it out, or call foretune.apps.clean_values on your "
-            "predictions."
-        )
+        raise typer.BadParameter("--values has no --pred-probs: call foretune.apps.clean_values.")
     out = out or Path("runs") / f"clean-{train.stem}"
     with plain_errors(debug, out):
         from .apps import _files
@@ -216,12 +213,6 @@ def attribute(
             min=1e-9, help="Rate of the descent.", show_default="0.3 for softmax, 0.03 for mlp"
         ),
     ] = None,
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust", help="First ask whether the scores can be trusted: some tens of trainings."
-        ),
-    ] = False,
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
@@ -245,7 +236,6 @@ def attribute(
             most=most,
             steps=steps,
             rate=rate,
-            trust=trust,
             seed=seed,
         )
         page = _explain.run(out, settings)

@@ -112,7 +112,7 @@ def test_a_second_look_counts_as_far_as_its_matrix_accounts_for_errors():
     p = np.full((2, 4, 3), 1 / 3) * np.array([1.0, 2.0])[:, None, None]
     rest = (np.eye(3), np.ones(2))
     first, second = (
-        posterior.Judgement(right[i], likely[i], p[i], *rest, share=0.1) for i in range(2)
+        posterior.LabelJudgement(right[i], likely[i], p[i], *rest, share=0.1) for i in range(2)
     )
     for share, part in ((0.4, 0.0), (0.5, 0.25), (0.7, 0.75), (0.9, 1.0)):
         found = posterior.twice(first, second._replace(share=share), given)
@@ -235,7 +235,7 @@ def test_labels_of_any_type_and_classes_without_labels():
         (lambda y, p: (y, np.log(p)), "logarithms"),
         (lambda y, p: (y, 5 * p - 1), "no probabilities.*softmax"),
         (lambda y, p: (y, np.where(np.arange(60)[:, None] == 3, np.nan, p)), "row 3"),
-        (lambda y, p: (y, "words"), "shape"),
+        (lambda y, p: (y, "words"), "must be numbers"),
         (lambda y, p: (y, {}), "empty"),
         (lambda y, p: (y, p, [0, 0], [1, 1]), "twice"),
         (lambda y, p: (y, p, [99], [1]), "99; there are 60"),
@@ -286,8 +286,8 @@ def test_the_hypergradient_of_the_regularisers_is_right():
     weight = np.linspace(0.5, 1.5, 28, dtype=np.float32)
     parts = (logs[:, 12:], given[12:], weight, logs[:, :12], true[:12], given[:12], train)
     start = posterior.start_hparams(28, 12) | {"belief": jnp.asarray(0.3)}
-    rows = posterior.Rows(*map(jnp.asarray, parts))
-    problem = problem_of(posterior.Labels(start), rows, posterior.DESCENT._replace(steps=5))
+    rows = posterior.LabelRows(*map(jnp.asarray, parts))
+    problem = problem_of(posterior.Labels(start), rows, posterior.FITTING._replace(steps=5))
     hparams = jax.tree.map(lambda v: v + 0.5, start)
     ft.check_hypergradient(problem, hparams, verbose=False)
 

@@ -15,7 +15,7 @@ import foretune as ft
 from experiments.cleaning.noise import corrupt
 from foretune.apps import LabelCleaner
 from foretune.apps import _noise as noise
-from foretune.apps._features import Features, Scale
+from foretune.apps._features import ColumnScale, Features
 from foretune.apps._models import prepared
 
 from ..conftest import setting
@@ -209,9 +209,9 @@ def test_the_posterior():
 
 def test_scales():
     pixels = np.random.default_rng(0).integers(0, 256, (50, 10)).astype(float)
-    assert np.isscalar(Scale().fit(pixels).divisor)
+    assert np.isscalar(ColumnScale().fit(pixels).divisor)
     mixed = pixels * np.logspace(0, 5, 10)
-    scaled = Scale().fit(mixed)
+    scaled = ColumnScale().fit(mixed)
     assert np.shape(scaled.divisor) == (10,)
     assert (scaled.transform(mixed) ** 2).sum(1).mean() == pytest.approx(1)
     constant = np.ones((5, 3))

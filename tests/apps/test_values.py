@@ -99,8 +99,8 @@ def test_its_hypergradient_is_right():
         train = (fold[None] != np.arange(2)[:, None]).astype(float)
         known = np.where(given[40:] == true[40:], 1.0, 0.0)
         parts = (f[None, :40], given[:40], g[:, :40], f[None, 40:], true[40:], g[:, 40:])
-        rows = model.Rows(*map(jnp.asarray, (*parts, given[40:], known, np.ones(40), train)))
-        problem = problem_of(model.Values(), rows, model.DESCENT._replace(steps=5))
+        rows = model.ValueRows(*map(jnp.asarray, (*parts, given[40:], known, np.ones(40), train)))
+        problem = problem_of(model.Values(), rows, model.FITTING._replace(steps=5))
         hparams = {k: jnp.asarray(v, float) for k, v in model.start_hparams(40, 20).items()}
         assert ft.check_hypergradient(problem, hparams)
 

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from foretune._files.files import FolderLock
+from foretune._files.files import locked
 from foretune.report import RunError, RunFolder, write_page, write_whole
 from foretune.report._page import ReportError
 
@@ -109,10 +108,11 @@ def test_the_folder_is_synced_as_well(tmp_path, monkeypatch):
 
 
 HOLD = """
-    lock = files.FolderLock(sys.argv[1]).acquire()
-    print("locked", flush=True)
-    sys.stdin.read()
+    with files.locked(sys.argv[1]):
+        print("locked", flush=True)
+        sys.stdin.read()
 """
+TAKE = "files.locked(sys.argv[1]).__enter__()"
 
 
 def test_a_lock_holds_on_a_full_disk(tmp_path):
@@ -125,8 +125,9 @@ def test_a_lock_holds_on_a_full_disk(tmp_path):
     """
     owner = child(textwrap.dedent(limit) + textwrap.dedent(HOLD), tmp_path)
     assert owner.stdout.readline() == "locked\n"
-    with pytest.raises(RunError, match=r"in use by another process \(pid unknown\)"):
-        FolderLock(tmp_path).acquire()
+    message = r"in use by another run \(process unknown\)"
+    with pytest.raises(RunError, match=message), locked(tmp_path):
+        pass
     owner.communicate("")
 
 
@@ -139,16 +140,16 @@ def test_a_folder_in_use_is_refused_until_its_owner_is_dead(tmp_path):
     RunFolder(tmp_path / "run", **settings()).close()
     owner = child(HOLD, tmp_path / "run")
     assert owner.stdout.readline() == "locked\n"
-    with pytest.raises(RunError, match=rf"run is in use by another process \(pid {owner.pid}\)"):
+    with pytest.raises(RunError, match=rf"run is in use by another run \(process {owner.pid}\)"):
         RunFolder(tmp_path / "run", **settings())
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
     folder = RunFolder(tmp_path / "run", **settings())
-    refused = child("files.FolderLock(sys.argv[1]).acquire()", folder.path)
-    assert f"(pid {os.getpid()})" in refused.communicate()[1]
+    refused = child(TAKE, folder.path)
+    assert f"(process {os.getpid()})" in refused.communicate()[1]
     assert refused.returncode == 1
     folder.close()
-    free = child("files.FolderLock(sys.argv[1]).acquire()", folder.path)
+    free = child(TAKE, folder.path)
     assert free.communicate()[1] == ""
 
 
@@ -158,20 +159,16 @@ def test_a_process_may_open_its_folder_again(tmp_path):
     second = RunFolder(tmp_path / "run", **settings())
     first.close()
     first.close()
-    assert child("files.FolderLock(sys.argv[1]).acquire()", second.path).communicate()[1] != ""
-    shutil.rmtree(second.path)  # and begin again in the same place
-    third = RunFolder(tmp_path / "run", **settings())
+    assert child(TAKE, second.path).communicate()[1] != ""
     second.close()
-    assert child("files.FolderLock(sys.argv[1]).acquire()", third.path).communicate()[1] != ""
-    third.close()
-    assert child("files.FolderLock(sys.argv[1]).acquire()", third.path).communicate()[1] == ""
+    assert child(TAKE, second.path).communicate()[1] == ""
 
 
 def test_a_refused_folder_is_not_kept(tmp_path):
     RunFolder(tmp_path / "run", **settings()).close()
     with pytest.raises(RunError, match="other settings"):
         RunFolder(tmp_path / "run", **settings(settings={"a": 2}))
-    assert child("files.FolderLock(sys.argv[1]).acquire()", tmp_path / "run").communicate()[1] == ""
+    assert child(TAKE, tmp_path / "run").communicate()[1] == ""
 
 
 def test_a_lock_is_not_made_through_a_link(tmp_path):
@@ -179,8 +176,8 @@ def test_a_lock_is_not_made_through_a_link(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "mine.txt")
-    with pytest.raises(OSError, match=r"\.lock"):
-        FolderLock(tmp_path / "run").acquire()
+    with pytest.raises(OSError, match=r"\.lock"), locked(tmp_path / "run"):
+        pass
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 

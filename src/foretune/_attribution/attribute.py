@@ -1,5 +1,6 @@
 """Exact data attribution: how each training example moved each error, through the whole training."""
 
+import warnings
 from collections.abc import Sequence
 from typing import cast
 
@@ -24,11 +25,13 @@ from .._problem.mean import Mean
 from .._problem.problem import Problem, ProblemLike, validated
 from .attribution import Attribution
 from .chunks import chunks_in
-from .doubts import warn_first, warn_of_size
 from .losses import Losses
 from .queries import Queries, as_queries
 from .sweep import Spread, sweep
 from .weighted import weighted_problem
+
+PART = 0.1  # of the examples, whose leaving out is judged by the size of the scores
+BEYOND = 100  # times the mean error
 
 
 def attribute(
@@ -41,7 +44,6 @@ def attribute(
     losses: Losses | None = None,
     groups: object = None,
     share: float = 1.0,
-    trust: bool = False,
     engine: AbstractEngine | None = None,
     chunk: int | None = None,
     memory: int | str | None = None,
@@ -55,7 +57,8 @@ def attribute(
     is 1. A score says what becomes of the error of a query as that weight grows: where it is negative,
     the example helps. To leave a few examples out changes the error by about minus their scores. The
     derivative goes through every step of the training as it was: its minibatches, optimizer and random
-    numbers. It costs one training, and for each query about as much as a hypergradient.
+    numbers. It costs one training, and for each query about as much as a hypergradient. Where scores
+    are far beyond the errors there is a warning: the training is chaotic, and they say nothing.
 
     Args:
         problem: the problem; its dynamics is `Training`, its batches `Minibatches` or `FullBatch`. Or a
@@ -76,9 +79,6 @@ def attribute(
         share: the weight of all examples at which the derivatives are taken. To see what leaving out a
             large part does, give the share that stays: 0.5 is halfway between with and without, and
             predicts trainings on half of the data better than 1 does. `errors` are those there.
-        trust: whether `foretune.trust` is asked first, about the mean error of the queries, and a
-            warning says where scores may mislead. Costs a hypergradient and some tens of trainings.
-            In any case there is a warning where scores are far beyond the errors.
         engine: `Reverse(...)`, whose `store` says what is stored of the training.
         chunk: the most queries that go back through the training together, 64 by default.
         memory: what a program may need at most: bytes, or a text like "4GiB". By default what is free.
@@ -114,8 +114,6 @@ def attribute(
         missing = chunks.read(found.scores, found.errors)
         run.begin_at(K - len(missing))
         with started(callbacks, run):
-            if trust and len(missing):
-                warn_first(wanted, point, asked, reverse)
             swept = sweep(reverse, program, asked, missing, chunk, memory, Spread(mesh))
             for rows, errors, scores in swept:
                 found.errors[rows], found.scores[rows] = errors, scores
@@ -127,7 +125,7 @@ def attribute(
                 for callback in callbacks:
                     callback.step(run)
     if when_checked() is not False:
-        warn_of_size(found.scores, found.errors)
+        _warn_of_size(found)
     return found
 
 
@@ -203,3 +201,17 @@ def _check_finite(
     grad = jax.tree.map(lambda leaf: jnp.asarray(found.scores[k], leaf.dtype), weights)
     result = Hypergradient(jnp.asarray(found.errors[k]), grad, None)
     raise NonFiniteError(f"query {k}: {explain(problem, weights, result)}")
+
+
+def _warn_of_size(found: Attribution) -> None:
+    """Warn where leaving out a random tenth is predicted to move errors far beyond their size."""
+    variance = PART * (1 - PART) * np.sum(found.scores.astype(np.float64) ** 2, 1)
+    moved, size = float(np.sqrt(variance.mean())), float(np.abs(found.errors).mean())
+    if moved > BEYOND * size > 0:
+        warnings.warn(
+            f"the scores predict that errors of {size:.2g} in the mean move by {moved:.2g} where a "
+            "random tenth of the examples is left out: the training is chaotic, and its derivatives "
+            "say nothing about larger changes. docs/trust.md has what makes a training smoother.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

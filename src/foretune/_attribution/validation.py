@@ -8,7 +8,7 @@ Reference: Park et al., TRAK: Attributing model behavior at scale, ICML 2023, se
 """
 
 import warnings
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,11 @@ from .._problem.problem import Problem
 from .._problem.system import make_system
 from .queries import Queries
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 RESAMPLES = 200  # for the standard error
 
 
 class Validation(NamedTuple):
-    """What `Attribution.validate` returns; prints as a line, `plot()` draws it.
+    """What `Attribution.validate` returns; prints as a line.
 
     `correlations` has the linear datamodelling score of each query, `mean` is theirs, `standard_error`
     how much that would vary with other subsets and queries; `predicted` and `actual` are the changes of
@@ -75,19 +72,6 @@ class Validation(NamedTuple):
         )
 
     __repr__ = __str__
-
-    def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Draw actual changes over predicted ones, a colour for each query; return the axes."""
-        import matplotlib.pyplot as plt
-
-        ax = plt.subplots(figsize=(4.2, 3.6), layout="constrained")[1] if ax is None else ax
-        for predicted, actual in zip(self.predicted, self.actual, strict=True):
-            ax.plot(predicted, actual, "o", markersize=3, alpha=0.6)
-        ends = np.array([self.predicted.min(), self.predicted.max()])
-        ax.plot(ends, ends, color="grey", linewidth=0.8)
-        ax.set(xlabel="predicted change of the error", ylabel="actual change")
-        ax.set_title(f"rank correlation {self.mean:.2f} ± {self.standard_error:.2f}")
-        return ax
 
 
 class Retraining(NamedTuple):

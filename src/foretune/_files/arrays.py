@@ -3,10 +3,12 @@
 Each part has a checksum, the header too: what a disk has changed is found when it is read.
 """
 
+import contextlib
+import errno
 import io
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,38 +38,41 @@ def save_arrays(
     sync: bool = True,
 ) -> None:
     """Write arrays by name, and a header of what JSON can say, whole or not at all."""
-    parts = dict(arrays)
-    if header is not None:
-        parts[HEADER] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    text = json.dumps({"header": dict(header or {}), "names": sorted(arrays)})
+    parts = {**arrays, HEADER: np.frombuffer(text.encode(), np.uint8)}
     write_whole(path, lambda file: np.savez(file, allow_pickle=False, **parts), sync=sync)
 
 
 def load_arrays(path: str | Path) -> Saved:
     """Return what `save_arrays` wrote; raise `Damaged` where it is not that, `OSError` for the disk."""
-    return _read(path, None)
+    with _finding_damage(path), zipfile.ZipFile(path) as file:
+        names = [name.removesuffix(".npy") for name in file.namelist()]
+        parts = {name: _array(file, name) for name in names}
+        text = json.loads(parts.pop(HEADER).tobytes())
+        if sorted(parts) != text["names"]:
+            raise ValueError("it lacks arrays")
+        return Saved(text["header"], parts)
 
 
 def load_header(path: str | Path) -> dict[str, object]:
-    """Return the header alone, `{}` where there is none; raise as `load_arrays` does."""
-    return _read(path, [HEADER]).header
+    """Return the header alone; raise as `load_arrays` does."""
+    with _finding_damage(path), zipfile.ZipFile(path) as file:
+        return json.loads(_array(file, HEADER).tobytes())["header"]
 
 
-def _read(path: str | Path, wanted: list[str] | None) -> Saved:
+@contextlib.contextmanager
+def _finding_damage(path: str | Path) -> Iterator[None]:
     try:
-        with zipfile.ZipFile(path) as file:
-            names = [name.removesuffix(".npy") for name in file.namelist()]
-            if wanted is not None:
-                names = [name for name in names if name in wanted]
-            parts = {name: _array(file.read(f"{name}.npy")) for name in names}  # and its checksum
-        header = dict(json.loads(parts.pop(HEADER, np.frombuffer(b"{}", np.uint8)).tobytes()))
+        yield
     except MemoryError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the disk's
+        damage = None, errno.EINVAL  # the latter of an offset before the file
+        if isinstance(error, OSError) and error.errno not in damage:  # the disk's
             raise
         raise Damaged(f"{path} is damaged ({type(error).__name__}: {error!s:.100}).") from error
-    return Saved(header, parts)
 
 
-def _array(content: bytes) -> np.ndarray:
+def _array(file: zipfile.ZipFile, name: str) -> np.ndarray:
+    content = file.read(f"{name}.npy")  # which looks at its checksum
     return np.load(io.BytesIO(content), allow_pickle=False)

@@ -62,8 +62,7 @@ def minimize(
         engine: how the hypergradient is computed; `Reverse()` by default.
         optimizer: an Optax optimizer for the hyperparameters. By default `optax.adam(0.1)` on
             hyperparameters in units of their own scale at the start (of log(x) under `Log`): steps of
-            about a tenth, shortened where they raise the error. docs/outer.md has the comparison
-            behind this choice.
+            about a tenth, shortened where they raise the error.
             Gradient clipping is Optax's: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
         constraints: sets (`Box`, `CappedSimplex`, ...) or changes of variable (`Log`, `Logit`) as a
             prefix of the hyperparameters, `{"lr": Log()}` say: a dict by name (of a key, or of a field

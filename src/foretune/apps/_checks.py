@@ -125,10 +125,11 @@ def probabilities(
     name: str, array: object, classes: np.ndarray, observed: np.ndarray
 ) -> np.ndarray:
     """Return out-of-fold probabilities (rows, classes) in the order of the classes, or raise."""
+    array = _in_order(name, array, classes)
     try:
-        p = np.asarray(_in_order(name, array, classes), np.float64)
-    except TypeError:
-        p = np.zeros(0)
+        p = np.asarray(array, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be numbers, an array of shape (rows, classes).") from None
     n, K = len(observed), len(classes)
     if p.shape != (n, K):
         raise ValueError(

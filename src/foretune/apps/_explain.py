@@ -41,11 +41,10 @@ class Settings(NamedTuple):
     most: int = 5
     steps: int | None = None
     rate: float | None = None
-    trust: bool = False
     seed: int = 0
 
 
-class Trained(NamedTuple):
+class Queried(NamedTuple):
     """A problem on the rows, its queries, and what the model predicts for them."""
 
     problem: Problem
@@ -86,7 +85,6 @@ def run(out: str | Path, settings: Settings) -> Path:
         trained.problem,
         trained.hparams,
         trained.queries,
-        trust=settings.trust,
         folder=folder.path / "parts",
         callbacks=[Progress("queries"), Lines("queries")],
     )
@@ -117,7 +115,7 @@ def _trained(
     asked: np.ndarray | None,
     classes: int,
     settings: Settings,
-) -> Trained:
+) -> Queried:
     """Return the training of a model, and its queries."""
     features, z, model = prepared(settings.model, rows, settings.seed)
     z_q = features.transform(query_rows)
@@ -146,14 +144,16 @@ def _trained(
         )
     predicted, fitted = (np.argmax(model.apply(state.params, jnp.asarray(x)), 1) for x in (z_q, z))
     queries = z_q, (predicted if asked is None else asked).astype(np.int32)
-    return Trained(problem, hparams, queries, predicted, float(np.mean(fitted == y)))
+    return Queried(problem, hparams, queries, predicted, float(np.mean(fitted == y)))
 
 
-Labels = tuple[np.ndarray, np.ndarray]
+QueryLabels = tuple[np.ndarray, np.ndarray]
 """Of the queries: what is explained, and what is predicted."""
 
 
-def write_most(path: Path, found: Attribution, table: Table, labels: Labels, most: int) -> None:
+def write_most(
+    path: Path, found: Attribution, table: Table, labels: QueryLabels, most: int
+) -> None:
     """Write the most helpful and the most harmful rows of each query, the first first."""
     lines = []
     for k, error in enumerate(found.errors):
@@ -177,7 +177,12 @@ def _sides(found: Attribution, k: int, most: int) -> dict[str, list[int]]:
 
 
 def described(
-    folder: RunFolder, found: Attribution, table: Table, queries: Table, labels: Labels, most: int
+    folder: RunFolder,
+    found: Attribution,
+    table: Table,
+    queries: Table,
+    labels: QueryLabels,
+    most: int,
 ) -> dict[str, object]:
     """Return the result: the headline, a table of queries, and each beside its rows."""
     K, n = found.scores.shape
@@ -212,7 +217,7 @@ def _compared(
     found: Attribution,
     table: Table,
     queries: Table,
-    labels: Labels,
+    labels: QueryLabels,
     k: int,
     most: int,
 ) -> dict[str, object]:

@@ -25,10 +25,10 @@ LANDMARKS = 600
 """Rows that stand for the data in the kernel's approximation."""
 
 
-class Scale:
+class ColumnScale:
     """Brings columns to comparable scale and rows to mean squared length 1; keeps sparse sparse."""
 
-    def fit(self, X: Rows) -> "Scale":
+    def fit(self, X: Rows) -> "ColumnScale":
         """Measure the columns."""
         if sparse.issparse(X):  # centring would fill it; its columns keep their weights
             self.centre, self.divisor = 0.0, 1.0
@@ -67,7 +67,7 @@ class Features:
             return self._fit(X)
 
     def _fit(self, X: Rows) -> "Features":
-        self.scale = Scale().fit(X)
+        self.scale = ColumnScale().fit(X)
         scaled = self.scale.transform(X)
         width = BESIDE_KERNEL if self.kernel else WIDEST
         self.rotation = _rotation(scaled, width, self.random_state).fit(scaled)

@@ -18,7 +18,7 @@ from . import _ensemble, _noise
 from ._checks import listed, plain_labels, positions
 from ._cleaner import MOST_WRONG, Cleaner, Inputs
 from ._features import Rows
-from ._label_model import Judgement, judge, twice
+from ._label_model import LabelJudgement, judge, twice
 from ._models import NAMES, Own, Trained, prepared
 
 STEPS = 30
@@ -204,7 +204,9 @@ class LabelCleaner(ClassifierMixin, Cleaner):
         p = tuned.probabilities[:n]
         posterior = _noise.true_label(p, tuned.noise, inputs.observed)
         right = posterior[np.arange(n), inputs.observed]
-        judged = Judgement(right, posterior.argmax(1), p, tuned.noise, np.ones(1), tuned.result)
+        judged = LabelJudgement(
+            right, posterior.argmax(1), p, tuned.noise, np.ones(1), tuned.result
+        )
         use = np.zeros(len(inputs.labels), np.float32)
         rows = self._conclude(inputs, judged, ["estimator"])
         use[rows] = 1.0 if inputs.weight is None else inputs.weight[rows]
@@ -232,7 +234,7 @@ class LabelCleaner(ClassifierMixin, Cleaner):
             rows = inputs.rows
             return _ensemble.classifiers_of(rows, labels[of], classes, seed, inputs.native)
 
-        def look(members: _ensemble.Members, use: np.ndarray | None = None) -> Judgement:
+        def look(members: _ensemble.Members, use: np.ndarray | None = None) -> LabelJudgement:
             by_fold = [folds.predictions(name, each, use) for name, each in members.items()]
             q = np.stack([*by_fold, *kernel.values()])
             return judge(
@@ -256,7 +258,7 @@ class LabelCleaner(ClassifierMixin, Cleaner):
         self._final = _ensemble.Classifiers(final, classes)
         return self
 
-    def _conclude(self, inputs: Inputs, judged: Judgement, names: list[str]) -> np.ndarray:
+    def _conclude(self, inputs: Inputs, judged: LabelJudgement, names: list[str]) -> np.ndarray:
         """Set what was found, and return the rows that the final model is trained on."""
         verified = inputs.trusted[: len(inputs.verified)]
         agrees = (inputs.known[: len(verified)] == verified).astype(float)

@@ -53,7 +53,7 @@ from ._noise import make_folds, start_matrix
 from ._regularised import (
     FEW_TRUSTED,
     FOLDS,
-    Descent,
+    Fitting,
     Hparams,
     Likelihood,
     fit,
@@ -64,7 +64,7 @@ from ._regularised import (
 
 FLOOR = 1e-3
 """No class has a lower probability: a classifier's 0 means only that it has seen none."""
-DESCENT = Descent(rate=0.1, steps=100, hyper_rate=0.4, hyper_steps=10)
+FITTING = Fitting(rate=0.1, steps=100, hyper_rate=0.4, hyper_steps=10)
 MOST_TUNED, MOST_FITTED = 500, 20_000
 """Rows with observed labels that the regularisers, and the final parameters, are fitted on."""
 START_BELIEF, SPREAD = 0.5, 1.5
@@ -79,7 +79,7 @@ SECOND = (0.4, 0.8)
 """The shares from which on a second look counts, and counts alone."""
 
 
-class Rows(NamedTuple):
+class LabelRows(NamedTuple):
     """Rows with an observed label, and trusted ones; the observed label of a trusted row, or -1."""
 
     q: Float[Array, "C n K"]
@@ -91,7 +91,7 @@ class Rows(NamedTuple):
     train: Float[Array, "folds c"]
 
 
-class Judgement(NamedTuple):
+class LabelJudgement(NamedTuple):
     """What is held of each observed label."""
 
     right: np.ndarray
@@ -113,12 +113,12 @@ class Judgement(NamedTuple):
     """Of the disagreements between labels and ensemble, what the matrix accounts for."""
 
 
-class Labels(Likelihood[Rows]):
+class Labels(Likelihood[LabelRows]):
     """p(observed label | x) by an ensemble and a matrix of how labels go wrong."""
 
     start_hparams: Hparams
 
-    def start(self, rows: Rows) -> PyTree:
+    def start(self, rows: LabelRows) -> PyTree:
         """Return equal weights, and a matrix in which four labels of five are right."""
         classifiers, _, classes = rows.q.shape
         return {
@@ -133,7 +133,7 @@ class Labels(Likelihood[Rows]):
         combined = jnp.tensordot(jnp.exp(params["a"]), q, 1) + jnp.mean(q, 0) @ params["W"].T
         return jax.nn.log_softmax(combined + params["b"])
 
-    def posterior(self, params: PyTree, hparams: Hparams, rows: Rows) -> Float[Array, "c K"]:
+    def posterior(self, params: PyTree, hparams: Hparams, rows: LabelRows) -> Float[Array, "c K"]:
         """Return the logarithm of p(true label | x, observed label) of the trusted rows."""
         log_s = self.log_p(params, rows.trusted_q)
         if "belief" not in hparams:
@@ -141,19 +141,23 @@ class Labels(Likelihood[Rows]):
         seen = hparams["belief"] * jax.nn.log_softmax(params["noise"]).T[rows.known]
         return jax.nn.log_softmax(log_s + jnp.where(rows.known[:, None] >= 0, seen, 0.0))
 
-    def observed_loss(self, params: PyTree, hparams: Hparams, rows: Rows) -> Float[Array, ""]:
+    def observed_loss(self, params: PyTree, hparams: Hparams, rows: LabelRows) -> Float[Array, ""]:
         """Return the mean of -log sum_k p(k | x) N_ky, times g."""
         seen = self.log_p(params, rows.q) + jax.nn.log_softmax(params["noise"]).T[rows.observed]
         mean = jnp.mean(rows.weight * jax.nn.logsumexp(seen, axis=1))
         return -jnp.exp(hparams["observed"]) * mean
 
-    def trusted_losses(self, params: PyTree, hparams: Hparams, rows: Rows) -> Float[Array, " c"]:
+    def trusted_losses(
+        self, params: PyTree, hparams: Hparams, rows: LabelRows
+    ) -> Float[Array, " c"]:
         """Return -log p(true | x), and -log N where the observed label is known."""
         log_noise = jax.nn.log_softmax(params["noise"])
         both = -log_noise[rows.trusted, rows.known] * (rows.known >= 0)
         return _negative_log(self.log_p(params, rows.trusted_q), rows) + both
 
-    def held_out_losses(self, params: PyTree, hparams: Hparams, rows: Rows) -> Float[Array, " c"]:
+    def held_out_losses(
+        self, params: PyTree, hparams: Hparams, rows: LabelRows
+    ) -> Float[Array, " c"]:
         """Return -log p(true | x, observed)."""
         return _negative_log(self.posterior(params, hparams, rows), rows)
 
@@ -164,7 +168,7 @@ class Labels(Likelihood[Rows]):
         return jnp.asarray(away / (2 * SPREAD**2))
 
 
-def _negative_log(log_p: Float[Array, "c K"], rows: Rows) -> Float[Array, " c"]:
+def _negative_log(log_p: Float[Array, "c K"], rows: LabelRows) -> Float[Array, " c"]:
     return -jnp.take_along_axis(log_p, rows.trusted[:, None], axis=1)[:, 0]
 
 
@@ -178,7 +182,7 @@ def judge(
     seed: int,
     callbacks: Sequence[Callback] = (),
     weight: np.ndarray | None = None,
-) -> Judgement:
+) -> LabelJudgement:
     """Judge the observed labels by C classifiers, given arrays of (C, rows, classes).
 
     `known` has the observed labels of trusted rows, -1 where there is none; `weight` is how much each
@@ -192,11 +196,11 @@ def judge(
         return weighed(np.exp(log_q[0]), np.eye(K), observed, 0.0)._replace(ensemble=np.ones(1))
     rng = np.random.default_rng(seed)
 
-    def rows(most: int, train: np.ndarray) -> Rows:
+    def rows(most: int, train: np.ndarray) -> LabelRows:
         i = some(n, most, rng)
         parts = (log_q[:, i], observed[i], counts[i].astype(np.float32))
         more = (log_trusted_q, trusted, known, train.astype(np.float32))
-        return Rows(*map(jnp.asarray, parts + more))
+        return LabelRows(*map(jnp.asarray, parts + more))
 
     hparams = start_hparams(int((counts > 0).sum()), c)
     result, train = None, np.ones((1, c), bool)
@@ -206,10 +210,10 @@ def judge(
     if c >= FEW_TRUSTED:
         train = np.concatenate([train, left_out(make_folds(trusted, FOLDS, rng))])
         within = {name: _interval(name, n / c) for name in hparams}
-        result = tune(model, rows(MOST_TUNED, train[1:]), hparams, DESCENT, within, callbacks)
+        result = tune(model, rows(MOST_TUNED, train[1:]), hparams, FITTING, within, callbacks)
         hparams = result.best.hparams
     fitted = rows(MOST_FITTED, train)  # by all trusted rows, and without each fold of them
-    folds = fit(model, fitted, hparams, DESCENT)
+    folds = fit(model, fitted, hparams, FITTING)
     params = jax.tree.map(lambda leaf: leaf[0], folds)
     p = np.exp(np.asarray(model.log_p(params, jnp.asarray(log_q)), np.float64))
     noise = np.asarray(jax.nn.softmax(params["noise"]), np.float64)
@@ -227,7 +231,7 @@ def judge(
     )
 
 
-def twice(first: Judgement, second: Judgement, observed: np.ndarray) -> Judgement:
+def twice(first: LabelJudgement, second: LabelJudgement, observed: np.ndarray) -> LabelJudgement:
     """Return the mean, in log-odds, of two looks at the observed labels.
 
     The second is by classifiers that were trained without the suspects of the first. Where labels go
@@ -245,7 +249,7 @@ def twice(first: Judgement, second: Judgement, observed: np.ndarray) -> Judgemen
     return more._replace(right=right, likely=likely, probabilities=first.probabilities)
 
 
-def _reliability(model: Labels, folds: PyTree, rows: Rows, hparams: Hparams) -> np.ndarray:
+def _reliability(model: Labels, folds: PyTree, rows: LabelRows, hparams: Hparams) -> np.ndarray:
     log_s = np.asarray(jax.vmap(lambda params: model.posterior(params, hparams, rows))(folds))
     held = log_s[np.argmin(rows.train, 0), np.arange(len(rows.known))]
     label = np.where(rows.known >= 0, rows.known, held.argmax(1))
@@ -286,7 +290,7 @@ def weighed(
     observed: np.ndarray,
     share: float,
     belief: float | None = None,
-) -> Judgement:
+) -> LabelJudgement:
     """Weigh each observed label against its alternatives, by a belief that was tuned or the share."""
     n, K = p.shape
     tiny = np.finfo(np.float32).tiny
@@ -295,7 +299,7 @@ def weighed(
         log_s = log_p + belief * log_noise.T[observed]
         s = np.exp(log_s - log_s.max(1, keepdims=True))
         right = s[np.arange(n), observed] / s.sum(1)
-        return Judgement(right, log_s.argmax(1), p, noise, np.zeros(0))
+        return LabelJudgement(right, log_s.argmax(1), p, noise, np.zeros(0))
     off = ~np.eye(K, dtype=bool)
     pattern = noise + PATTERN
     pattern = np.where(off, pattern / pattern[off].mean(), 1.0)
@@ -303,7 +307,7 @@ def weighed(
     log_s = log_p + (belief * log_noise + (1 - belief) * np.log(pattern)).T[observed]
     others = np.where(np.arange(K) == observed[:, None], -np.inf, log_s)
     right = expit(log_s[np.arange(n), observed] - others.max(1))
-    return Judgement(right, log_s.argmax(1), p, noise, np.zeros(0))
+    return LabelJudgement(right, log_s.argmax(1), p, noise, np.zeros(0))
 
 
 def _floored(q: np.ndarray) -> np.ndarray:

@@ -87,7 +87,7 @@ class _Error(eqx.Module):
         return held / rows.train.shape[1]
 
 
-class Descent(NamedTuple):
+class Fitting(NamedTuple):
     """How a likelihood is fitted: Adam's rate and steps, and those of the hyperparameters."""
 
     rate: float
@@ -96,15 +96,15 @@ class Descent(NamedTuple):
     hyper_steps: int
 
 
-def problem_of(model: Likelihood, rows: PyTree, descent: Descent) -> Problem:
+def problem_of(model: Likelihood, rows: PyTree, fitting: Fitting) -> Problem:
     """Return the bilevel problem, all folds side by side."""
     return Problem(
-        dynamics=Training(_Loss(model), optax.adam(descent.rate, eps_root=1e-8)),
+        dynamics=Training(_Loss(model), optax.adam(fitting.rate, eps_root=1e-8)),
         objective=_Error(model),
         init=jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf, (len(rows.train), *leaf.shape)), model.start(rows)
         ),
-        batches=FullBatch(rows, steps=descent.steps),
+        batches=FullBatch(rows, steps=fitting.steps),
         validation=rows,
     )
 
@@ -113,24 +113,24 @@ def tune(
     model: Likelihood,
     rows: PyTree,
     hparams: Hparams,
-    descent: Descent,
+    fitting: Fitting,
     within: dict[str, Box],
     callbacks: Sequence[Callback],
 ) -> Result:
     """Let the hyperparameters descend on the trusted rows held out."""
     return minimize(
-        problem_of(model, rows, descent),
+        problem_of(model, rows, fitting),
         hparams,
-        steps=descent.hyper_steps,
-        optimizer=optax.adam(descent.hyper_rate),
+        steps=fitting.hyper_steps,
+        optimizer=optax.adam(fitting.hyper_rate),
         constraints=within,
         callbacks=list(callbacks),
     )
 
 
-def fit(model: Likelihood, rows: PyTree, hparams: Hparams, descent: Descent) -> PyTree:
+def fit(model: Likelihood, rows: PyTree, hparams: Hparams, fitting: Fitting) -> PyTree:
     """Return the parameters of each fold."""
-    return problem_of(model, rows, descent).response(hparams)[1].params
+    return problem_of(model, rows, fitting).response(hparams)[1].params
 
 
 def left_out(fold: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from ._cleaner import MOST_WRONG, Cleaner, Inputs
 from ._columns import Native
 from ._features import Rows
 from ._predictions import ranked
-from ._value_model import FAR, Judgement, Observed, judge_values, local_spread, scale_of
+from ._value_model import FAR, Observed, ValueJudgement, judge_values, local_spread, scale_of
 
 ROUNDS, MOST_ROUNDS = 3, 20_000
 """The regressors are trained this often, each time without the suspects; twice beyond so many rows."""
@@ -117,7 +117,7 @@ class ValueCleaner(RegressorMixin, Cleaner):
         if not own:
             members = _ensemble.regressors_of(inputs.rows, seed, inputs.native)
 
-        def look(use: np.ndarray, last: bool) -> Judgement:
+        def look(use: np.ndarray, last: bool) -> ValueJudgement:
             f = np.stack([folds.predictions(name, each, use) for name, each in members.items()])
             f = scale(f) if own else np.clip(f, -FAR, FAR)
             more = []

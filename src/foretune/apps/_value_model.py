@@ -36,7 +36,7 @@ from .._outer.run import Result
 from ._regularised import (
     FEW_TRUSTED,
     FOLDS,
-    Descent,
+    Fitting,
     Hparams,
     Likelihood,
     fit,
@@ -45,7 +45,7 @@ from ._regularised import (
     tune,
 )
 
-DESCENT = Descent(rate=0.05, steps=300, hyper_rate=0.15, hyper_steps=15)
+FITTING = Fitting(rate=0.05, steps=300, hyper_rate=0.15, hyper_steps=15)
 MOST_TUNED, MOST_FITTED = 1_000, 20_000
 """Rows with observed values that the regularisers, and the final parameters, are fitted on."""
 FAR = 30.0
@@ -62,7 +62,7 @@ NEIGHBOURS = 30
 Odds = tuple[Float[Array, " n"], Float[Array, " n"]]
 
 
-class Rows(NamedTuple):
+class ValueRows(NamedTuple):
     """Scaled predictions, values and log spreads; `known` is 1 right, 0 wrong, -1 not known."""
 
     f: Float[Array, "C n"]
@@ -77,7 +77,7 @@ class Rows(NamedTuple):
     train: Float[Array, "folds c"]
 
 
-class Judgement(NamedTuple):
+class ValueJudgement(NamedTuple):
     """What is held of each observed value."""
 
     right: np.ndarray
@@ -99,10 +99,10 @@ def log_t(z: Array, nu: Array | float) -> Array:
     return constant - half * jnp.log1p(z * z / nu)
 
 
-class Values(Likelihood[Rows]):
+class Values(Likelihood[ValueRows]):
     """p(observed value | x): around the prediction of an ensemble, or anywhere."""
 
-    def start(self, rows: Rows) -> PyTree:
+    def start(self, rows: ValueRows) -> PyTree:
         """Return the plain mean, and scales that are the mean of the local spreads."""
         regressors, spreads = rows.f.shape[0], rows.g.shape[0]
         return {
@@ -133,11 +133,13 @@ class Values(Likelihood[Rows]):
         right, wrong = right + jnp.log1p(-pi), wrong + jnp.log(pi)
         return right - wrong, jnp.logaddexp(right, wrong)
 
-    def observed_loss(self, params: PyTree, hparams: Hparams, rows: Rows) -> Float[Array, ""]:
+    def observed_loss(self, params: PyTree, hparams: Hparams, rows: ValueRows) -> Float[Array, ""]:
         """Return the mean of -log p(y | x)."""
         return -jnp.mean(rows.weight * self.log_odds(params, rows.f, rows.y, rows.g)[1])
 
-    def trusted_losses(self, params: PyTree, hparams: Hparams, rows: Rows) -> Float[Array, " c"]:
+    def trusted_losses(
+        self, params: PyTree, hparams: Hparams, rows: ValueRows
+    ) -> Float[Array, " c"]:
         """Return -log p(y | right, x), and that of being right or wrong where it is known."""
         value, _ = self.densities(params, rows.trusted_f, rows.trusted_y, rows.trusted_g)
         odds, _ = self.log_odds(params, rows.trusted_f, rows.trusted_observed, rows.trusted_g)
@@ -229,7 +231,7 @@ def judge_values(
     seed: int,
     callbacks: Sequence[Callback] = (),
     tuned: bool = True,
-) -> Judgement:
+) -> ValueJudgement:
     """Judge observed values by C regressors.
 
     `known` has the scaled observed values of trusted rows, and whether they are right. Rows count by
@@ -240,21 +242,21 @@ def judge_values(
     known = (trusted.y, np.full(c, -1)) if known is None else known
     share = np.ones(n) if weight is None else weight * n / weight.sum()
 
-    def rows(most: int, train: np.ndarray) -> Rows:
+    def rows(most: int, train: np.ndarray) -> ValueRows:
         i = some(n, most, rng)
         parts = (f[:, i], y[i], g[:, i], *trusted, *known, share[i], train)
-        return Rows(*(jnp.asarray(np.asarray(part, np.float32)) for part in parts))
+        return ValueRows(*(jnp.asarray(np.asarray(part, np.float32)) for part in parts))
 
     model, result, hparams = Values(), None, start_hparams(n, c)
     if tuned and c >= FEW_TRUSTED:
         train = left_out(rng.permutation(c) % FOLDS)
         within = {name: Box(np.log(1e-7), np.log(1e4)) for name in hparams}
-        result = tune(model, rows(MOST_TUNED, train), hparams, DESCENT, within, callbacks)
+        result = tune(model, rows(MOST_TUNED, train), hparams, FITTING, within, callbacks)
         hparams = result.best.hparams
-    folds = fit(model, rows(MOST_FITTED, np.ones((1, c))), hparams, DESCENT)
+    folds = fit(model, rows(MOST_FITTED, np.ones((1, c))), hparams, FITTING)
     params = jax.tree.map(lambda leaf: leaf[0], folds)
     everything = (jnp.asarray(np.asarray(part, np.float32)) for part in (f, y, g))
     odds = np.asarray(model.log_odds(params, *everything)[0], np.float64)
     ensemble = np.asarray(jax.nn.softmax(params["a"]), np.float64)
     log_s = np.logaddexp(float(params["b0"]) + np.asarray(params["b"]) @ g, np.log(CLOSE))
-    return Judgement(expit(odds), ensemble @ f, np.exp(log_s), ensemble, result)
+    return ValueJudgement(expit(odds), ensemble @ f, np.exp(log_s), ensemble, result)

@@ -182,7 +182,7 @@ class Bridge:
         return f"the module {path!r} ({type(module).__name__})" if path else type(module).__name__
 
 
-def _input(x: object) -> object:
+def _input(x: PyTree) -> PyTree:
     if isinstance(x, torch.Tensor):
         raise TypeError(
             f"the input is a PyTorch tensor, {x.dtype} of shape {tuple(x.shape)}; give a JAX or NumPy "
@@ -196,10 +196,8 @@ def _output(x: torch.Tensor) -> Array:
 
 
 def _check_module(module: object) -> None:
-    if isinstance(module, type) and issubclass(module, torch.nn.Module):
-        raise TypeError(f"the module is a class; give an instance, `{module.__name__}(...)`.")
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"the module must be a torch.nn.Module, got {describe(module)}.")
+        raise TypeError(f"give an instance of torch.nn.Module, not {describe(module)}.")
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         raise TypeError(
             f"the module is compiled ({type(module).__name__}), which JAX cannot look into. Give the "

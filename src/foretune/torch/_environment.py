@@ -128,7 +128,8 @@ def to_torch(x: Array) -> torch.Tensor:
 
 def name_of(func: Callable) -> str:
     """Return `add_` for aten::add_.Tensor and for torch.Tensor.add_."""
-    name = func.name() if hasattr(func, "name") else getattr(func, "__name__", str(func))
+    own = getattr(func, "name", None)
+    name = own() if own else getattr(func, "__name__", str(func))
     return name.split("::")[-1].split(".")[0]
 
 
