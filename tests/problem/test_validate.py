@@ -50,7 +50,7 @@ def rejects(error, pattern, problem, hparams):
         (jnp.array([True]), r"hparams\['lr'\] is bool\[1\]"),
         (
             1,
-            r"hparams\['lr'\] is the int 1; hyperparameters are floats and float arrays. Write `1.0`",
+            r"hparams\['lr'\] is the int 1; only floating-point .* Write `1.0`",
         ),
         ("0.1", r"hparams\['lr'\] is the str '0.1'"),
         (jnp.array(1j), r"hparams\['lr'\] is complex64\[\]"),

@@ -60,16 +60,12 @@ class Choice(NamedTuple):
     """What `Auto` chose, and from what; prints as a table."""
 
     engine: TracedEngine
-    bytes: int
-    """What its program needs: data, results and temporary arrays."""
+    bytes: int  # what its program needs: data, results and temporary arrays
     limit: float
-    given: int
-    """Bytes of the data, the parameters and the hyperparameters."""
+    given: int  # bytes of the data, the parameters and the hyperparameters
     candidates: list[Candidate]
-    compiled: dict[str, int]
-    """The memory of each program that was compiled, by the candidate's name."""
-    timed: dict[str, float]
-    """The seconds of a step, of the engines that were timed."""
+    compiled: dict[str, int]  # the memory of each program that was compiled, by candidate's name
+    timed: dict[str, float]  # the seconds of a step, of the engines that were timed
 
     def __str__(self) -> str:
         lines = [f"{'engine':<24} {'its states':>11} {'memory, compiled':>17} {'a step':>9}"]

@@ -38,10 +38,10 @@ from .schedules import (
 )
 from .split import Split, split_step
 
-BLOCK = 8
-"""A state is found again by at most this many updates less one, half of that on the mean."""
-WORTH = 4000
-"""Operations of a gradient for each number of the state, above which updates cost little beside it."""
+BLOCK = 8  # a state is found again by at most this many updates less one
+WORTH = (
+    4000  # operations of a gradient for each number of the state, beside which updates are cheap
+)
 
 
 class Segments(Schedule):

@@ -20,11 +20,10 @@ from .._problem.jaxprs import equations, subjaxprs
 from .._problem.system import System
 from .._problem.training import GRADIENT
 
-COSTLY = (
+COSTLY = (  # an update that is computed several times has none of these
     "dot_general", "conv_general_dilated", "ragged_dot", "scan", "while", "sort", "fft", "eigh", "svd",
     "qr", "cholesky", "lu", "triangular_solve", "custom_call", "pure_callback", "io_callback",
 )  # fmt: skip
-"""Operations of which an update that is computed several times has none."""
 
 
 class Split(NamedTuple):

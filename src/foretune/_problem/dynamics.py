@@ -76,8 +76,8 @@ class Wrapper(Dynamics):
 class Continued(Wrapper):
     """A dynamics that starts from a state it is given."""
 
+    # the paths of hyperparameters that the state may depend on already
     carried: tuple[str, ...] = eqx.field(static=True, default=())
-    """The paths of hyperparameters that the state may depend on already."""
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
         return params

@@ -142,8 +142,7 @@ class MeanDynamics(Wrapper):
     """The inner dynamics side by side: the state is the stack of their states."""
 
     count: int = eqx.field(static=True)
-    shared: bool = True
-    """Whether all have the same hyperparameters, or each its own: a stack of them."""
+    shared: bool = True  # whether all have the same hyperparameters, or each its own
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
         h = hparams if self.shared else _per_fold(hparams)
