@@ -41,7 +41,6 @@ from ._outer.run import Run as Run
 from ._outer.stopping import NoImprovement as NoImprovement
 from ._outer.stopping import SmallGradient as SmallGradient
 from ._outer.stopping import TimeLimit as TimeLimit
-from ._problem.attention import attention as attention
 from ._problem.batches import FullBatch as FullBatch
 from ._problem.batches import Minibatches as Minibatches
 from ._problem.dropout import dropout as dropout
