@@ -2,7 +2,6 @@
 
 from ._attribution.attribute import attribute as attribute
 from ._attribution.attribution import Attribution as Attribution
-from ._attribution.validation import Validation as Validation
 from ._constraints.base import AbstractConstraint as AbstractConstraint
 from ._constraints.sets import Box as Box
 from ._constraints.sets import CappedSimplex as CappedSimplex
