@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from foretune._engines.auto import show_bytes
+from foretune._engines.memory import show_bytes
 from foretune.report import RunError, say
 
 from ..datasets import check_memory
