@@ -55,7 +55,7 @@ class Numbered(Batches):
         return self.batches.xs
 
     @property
-    def steps(self) -> int:
+    def steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """T, the number of steps."""
         return self.batches.steps
 
