@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from .._constraints.base import (
     from_unconstrained,
@@ -20,6 +20,15 @@ from .._constraints.base import (
     scales_with,
     to_unconstrained,
 )
+
+
+def select(condition: Bool[Array, ""], yes: PyTree, no: PyTree) -> PyTree:
+    """Return one of two trees, arrays by the condition; all else they have in common."""
+
+    def leaf(a, b):
+        return jnp.where(condition, a, b) if eqx.is_array(b) else b
+
+    return jax.tree.map(leaf, yes, no)
 
 
 class Outer(eqx.Module):
@@ -53,9 +62,8 @@ class Outer(eqx.Module):
     ) -> tuple[PyTree, PyTree]:
         """Return the optimizer's update of the unconstrained variable, and its state."""
         u = self.unconstrained(hparams)
-        inverse = functools.partial(from_unconstrained, self.constraints)
-        _, pull = jax.vjp(inverse, u)  # du = grad f(lambda) dlambda/du
-        (direction,) = pull(grad)
+        _, pull = jax.vjp(functools.partial(from_unconstrained, self.constraints), u)
+        (direction,) = pull(grad)  # grad f(lambda) dlambda/du
         optimizer = optax.with_extra_args_support(self.optimizer)
         c = None
         if self.in_units:

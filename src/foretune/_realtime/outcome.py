@@ -6,7 +6,6 @@ and elsewhere what `Outcome` says. Pure functions, to be traced.
 """
 
 import enum
-import functools
 import operator
 from typing import NamedTuple
 
@@ -20,12 +19,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from .._constraints.base import check_constraints
 from .._engines.nonfinite import is_finite
 from .._engines.products import error_gradients, inner_products, stack_columns
-from .._outer.update import Outer
+from .._outer.update import Outer, select
 from .nonfinite import start_of
-from .window import RealTimeState, Window, WindowState, column_norms, directions_of, select
+from .window import RealTimeState, Window, WindowState, column_norms, directions_of
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that is rolled back
-FEW = 0.1  # where the error depends on less than this share of the weights that it did, they have died
+FEW = 0.1  # weights have died if the error depends on less than this share of those it did
 FEWER = 0.6  # the same while the error has not fallen to half of the first
 SMALL = 0.02  # an error below this share of the first is not worth a rollback
 
@@ -54,7 +53,7 @@ class Evidence(NamedTuple):
     grad: PyTree  # the hypergradient
     norms: Float[Array, " m"]  # of the columns of Z
     alive: Int[Array, ""]  # how many numbers of the state the error depends on at its end
-    sound: Bool[Array, ""]  # whether data and start are finite: else they are at fault
+    sound: Bool[Array, ""]  # whether data and start are finite
     before: Float[Array, ""]  # the sum of the errors before it, where windows are rolled back
     first: Float[Array, ""]  # that before the first window
     first_alive: Int[Array, ""]  # `alive` before the first window
@@ -63,10 +62,7 @@ class Evidence(NamedTuple):
 def finish(
     window: Window, end: WindowState, last: int | Int[Array, ""]
 ) -> tuple[RealTimeState, dict[str, PyTree], Bool[Array, ""]]:
-    """Return the state after a window, its log, and whether it ended in a fault.
-
-    `last` is the place of its last minibatch in the problem.
-    """
+    """Return the state after a window with this last minibatch, its log, and if it is a fault."""
     state, system = window.state, window.system
     end = end._replace(Z=stack_columns(end.Z))
     seen = gather(window, end, last)
@@ -118,7 +114,7 @@ def gather(window: Window, end: WindowState, last: int | Int[Array, ""]) -> Evid
         sound &= jnp.isfinite(end.highest)
     was, first, first_alive = state.first, state.first, state.alive
     if window.tuner.rollback is not None:
-        was = _total(system.errors(before, hparams))
+        was = jax.tree.reduce(operator.add, system.errors(before, hparams))
         first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
         start = lambda: _count_alive(error_gradients(system, before, hparams)[1])  # noqa: E731
         first_alive = lax.cond(state.window == 0, start, lambda: state.alive)
@@ -134,7 +130,7 @@ def judge(rollback: float | None, end: WindowState, seen: Evidence) -> Int[Array
     otherwise = jnp.where(trained, well, Outcome.FAULT)
     if rollback is None:
         return otherwise
-    now = _total(seen.errors)
+    now = jax.tree.reduce(operator.add, seen.errors)
     first = seen.first.astype(now.dtype)
     rise = (rollback - 1) * jnp.maximum(jnp.abs(seen.before), SMALL * first)
     worse = trained & (now > seen.before + rise)
@@ -166,16 +162,13 @@ def _moved(
 ) -> tuple[PyTree, PyTree]:
     """Return the hyperparameters and the outer optimizer's state after the window."""
     tuner, before = window.tuner, (window.state.hparams, window.state.opt_state)
-    outer = Outer(tuner.optimizer, check_constraints(tuner.constraints, window.state.hparams))
+    outer = Outer(tuner.optimizer, check_constraints(tuner.constraints, before[0]))
     hparams, opt_state = select(stepped, outer.update(*before, value, direction), before)
     return select(rolled_back, _back_off(outer, before[0], direction), hparams), opt_state
 
 
 def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
-    """Return the hyperparameters after a relative step of BACK_OFF against the direction's signs.
-
-    Steps that would end below the smallest normal number, at 0 before long, are not taken.
-    """
+    """Return the hyperparameters after a relative step of BACK_OFF against the direction's signs."""
 
     def update(direction, state, u, *, scale, **_):
         scales = scale(u, jax.tree.map(jnp.zeros_like, u))
@@ -184,12 +177,11 @@ def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
     retreat = optax.GradientTransformationExtraArgs(lambda _: (), update)  # pyright: ignore
     finite = jax.tree.map(lambda d: jnp.where(jnp.isfinite(d), d, 0), direction)
     moved = Outer(retreat, outer.constraints).update(hparams, (), 0.0, finite)[0]
-    lost = lambda new, old: (jnp.abs(new) < jnp.finfo(new.dtype).tiny) & (old != 0)  # noqa: E731
-    return jax.tree.map(lambda new, old: jnp.where(lost(new, old), old, new), moved, hparams)
 
+    def kept(new, old):  # a step to below the smallest normal number is not taken
+        return jnp.where((jnp.abs(new) < jnp.finfo(new.dtype).tiny) & (old != 0), old, new)
 
-def _total(errors: tuple[Float[Array, ""], ...]) -> Float[Array, ""]:
-    return functools.reduce(operator.add, errors)
+    return jax.tree.map(kept, moved, hparams)
 
 
 def _count_alive(alpha: PyTree) -> Int[Array, ""]:
