@@ -12,11 +12,7 @@ from jaxtyping import Array, PyTree
 
 
 def digest(content: str | bytes | PyTree) -> str:
-    """Return a digest of text, of bytes, or of the arrays in a pytree: numbers, types and shapes.
-
-    >>> digest("text")[:8], digest({"a": np.zeros(3)}) == digest([np.zeros(3)])
-    ('982d9e3e', True)
-    """
+    """Return a digest of text, of bytes, or of the arrays in a pytree: numbers, types and shapes."""
     if isinstance(content, str | bytes):
         content = content.encode() if isinstance(content, str) else content
         return hashlib.sha256(content).hexdigest()

@@ -120,11 +120,6 @@ def locked(folder: str | Path, *, reentrant: bool = False) -> Iterator[None]:
 
     The lock is the kernel's, on the file `.lock`: it is gone when its owner is. With `reentrant` this
     process may lock it several times.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, locked(folder):
-    ...     [path.name for path in Path(folder).iterdir()]
-    ['.lock']
     """
     from filelock import FileLock, Timeout
 

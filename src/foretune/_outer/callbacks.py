@@ -66,8 +66,9 @@ class Progress(Callback):
         )
         shown = sys.stdout.isatty() or get_console().is_jupyter
         self._bar = progress.Progress(*columns, disable=not shown)
-        steps = {"total": run.steps, "completed": run.step}
-        self._task = self._bar.add_task(self.description, **steps, numbers="")
+        self._task = self._bar.add_task(
+            self.description, total=run.steps, completed=run.step, numbers=""
+        )
         self._bar.start()
 
     def step(self, run: Run) -> None:

@@ -15,7 +15,7 @@ import jax
 import optax
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
-from .._constraints.base import check_constraints, feasible
+from .._constraints.base import check_constraints, feasible, to_unconstrained
 from .._engines.base import AbstractEngine, Hypergradient, check_engine
 from .._engines.nonfinite import NonFiniteError, check_finite, explain, is_finite
 from .._engines.reverse import Reverse
@@ -140,10 +140,11 @@ class Descent(Stepper[Run]):
         hparams = run.carry.hparams
         hyper = self._evaluated(step, hparams)
         noisy = isinstance(self.source, Drawn)
-        carry, found = _next(self.outer, run.carry, hyper.value, hyper.grad, noisy)
-        if not found.finite:
+        found = _next(self.outer, run.carry, hyper.value, hyper.grad, noisy)
+        carry, finite, accepts, norm = found
+        if not finite:
             self._report(run, step, hyper)
-        record = {"value": hyper.value, "gradient_norm": found.norm, "rejected": ~found.accepts}
+        record = {"value": hyper.value, "gradient_norm": norm, "rejected": ~accepts}
         return Evaluation(carry, hparams, *hyper, record, (hyper.state, hparams))
 
     def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
@@ -205,23 +206,15 @@ class Descent(Stepper[Run]):
 
 @filtered
 def _first(outer: Outer, hparams: PyTree) -> Carry:
-    u = outer.unconstrained(hparams)
+    u = to_unconstrained(outer.constraints, hparams)
     return Carry(hparams, outer.init(hparams), none_accepted(hparams, u))
-
-
-class _Found(NamedTuple):
-    """What is seen of an evaluation on the way to the next."""
-
-    norm: Float[Array, ""]
-    accepts: Bool[Array, ""]
-    finite: Bool[Array, ""]
 
 
 @filtered
 def _next(
     outer: Outer, carry: Carry, value: PyTree, grad: PyTree, noisy: bool
-) -> tuple[Carry, _Found]:
-    """Return the carry for the next evaluation, lambda_k -> u_k -> u_{k+1} -> lambda_{k+1}."""
+) -> tuple[Carry, Bool[Array, ""], Bool[Array, ""], Float[Array, ""]]:
+    """Return the carry for lambda_{k+1}; whether lambda_k is finite, is accepted; its gradient norm."""
     hparams, opt_state, accepted = carry
     accepts = is_accepted(accepted, value, grad, noisy)
     direction, after = outer.direction(hparams, opt_state, value, grad)
@@ -234,4 +227,4 @@ def _next(
     shorter = jax.tree.map(lambda d: d * accepted.share.astype(d.dtype), direction)
     hparams = outer.moved(accepted.hparams, shorter)
     carry = Carry(hparams, opt_state, accepted._replace(direction=direction))
-    return carry, _Found(optax.tree.norm(grad), accepts, is_finite((value, grad)))
+    return carry, is_finite((value, grad)), accepts, optax.tree.norm(grad)

@@ -54,21 +54,14 @@ def check_loss_and_error(
     form = "loss(params{}, batch{}{})".format(
         ", hparams" if of_loss else "", carried, ", key=..." if has_key else ""
     )
-    _check_callable(loss, form, ("key",) if has_key else ())
+    check_signature(loss, form, ("key",) if has_key else ())
     if error is not None:
-        _check_callable(error, f"error(params, validation{carried})")
+        check_signature(error, f"error(params, validation{carried})")
     elif form != "loss(params, batch)":
         raise TypeError(
             f"tuned needs an `error(params, validation{carried})` beside a loss with `loss_hparams`, "
             "`has_state` or `key`: write it as for a test, without dropout or smoothing."
         )
-
-
-def _check_callable(function: object, form: str, keywords: tuple[str, ...] = ()) -> None:
-    if not callable(function):
-        raise TypeError(f"tuned needs a function `{form}`, got {describe(function)}.")
-    if not form.startswith("optimizer"):
-        check_signature(function, form, keywords)
 
 
 def start_of(
@@ -81,7 +74,10 @@ def start_of(
         raise ValueError("tuned has nothing to tune: give constants, `learning_rate=0.1` say.")
     if isinstance(optimizer, optax.GradientTransformation):
         raise TypeError("tuned makes the optimizer itself: give `optax.sgd`, not `optax.sgd(0.1)`.")
-    _check_callable(optimizer, "optimizer(learning_rate=...)")
+    if not callable(optimizer):
+        raise TypeError(
+            f"tuned needs an `optimizer(learning_rate=...)`, got {describe(optimizer)}."
+        )
     called = getattr(optimizer, "__name__", "optimizer")
     instead = f"Keep it in the optimizer: `functools.partial({called}, ...)`."
     start = {name: _constant(name, value, instead) for name, value in hparams.items()}

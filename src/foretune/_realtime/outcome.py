@@ -30,20 +30,14 @@ SMALL = 0.02  # an error below this share of the first is not worth a rollback
 
 
 class Outcome(enum.IntEnum):
-    """How a window ended. The codes are numbers, so that a program can compute them."""
+    """How a window ended, as numbers that a program can compute."""
 
-    STEPPED = 0
-    """The hyperparameters move down the hypergradient."""
-    DROPPED = 1
-    """The hypergradient is not finite, the training is: hyperparameters stay, Z begins at 0."""
-    WORSE = 2
-    """The validation error rose too far: rolled back, and away from there by the hypergradient."""
-    DIVERGED = 3
-    """The training diverged: rolled back, and away from there by the slope of the loss."""
-    DEAD = 4
-    """The error depends on few of the weights any more: rolled back, and towards 0."""
-    FAULT = 5
-    """Something is not finite that no hyperparameter is to blame for, the data say: an error."""
+    STEPPED = 0  # the hyperparameters move down the hypergradient
+    DROPPED = 1  # only the hypergradient is not finite: hyperparameters stay, Z begins at 0
+    WORSE = 2  # the validation error rose too far: rolled back, away by the hypergradient
+    DIVERGED = 3  # the training diverged: rolled back, away by the slope of the loss
+    DEAD = 4  # the error depends on few of the weights any more: rolled back, towards 0
+    FAULT = 5  # something else is not finite, the data say: an error
 
 
 class Evidence(NamedTuple):

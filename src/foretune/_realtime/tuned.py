@@ -115,9 +115,6 @@ def tuned(
     check_count(every, f"tuned(every={every!r})")
     if key is not None:
         check_key(key, "tuned(key=...)")
-    for name, given in {"constraints": constraints, "loss_hparams": loss_hparams}.items():
-        if not (given is None or isinstance(given, Mapping)):
-            raise TypeError(f"tuned({name}=...) must be a dict, got {describe(given)}.")
     of_loss = dict(loss_hparams or {})
     check_loss_and_error(loss, error, bool(of_loss), has_state, key is not None)
     judged = loss if error is None else error
@@ -207,15 +204,12 @@ class Tuned:
         arrays = {name: jax.tree.map(_readable, tree) for name, tree in data.items()}
         leaves, structure = flatten(arrays)
         key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in leaves)
-        if key not in self._checked:
-            for name, tree in data.items():
-                check_data(tree, name)
-                check_numbers(arrays[name], name)
-            self._check(state, **arrays)
-            self._checked.add(key)
-        return arrays["batch"], arrays["validation"]
-
-    def _check(self, state: TunedState, batch: PyTree, validation: PyTree) -> None:
+        batch, validation = arrays["batch"], arrays["validation"]
+        if key in self._checked:
+            return batch, validation
+        for name, tree in data.items():
+            check_data(tree, name)
+            check_numbers(arrays[name], name)
         if set(state.hparams) != set(self._start):
             raise ValueError(
                 f"this state is of another optimizer: it has {sorted(state.hparams)}, this one tunes "
@@ -224,6 +218,8 @@ class Tuned:
         anchor, settings = state.begun(), self._tuner.settings
         check_state(settings, anchor)
         validated(settings.problem(anchor.train, _window_of(batch), validation), state.hparams)
+        self._checked.add(key)
+        return batch, validation
 
     def _begun(self, state: RealTimeState) -> tuple[RealTimeState, WindowState]:
         """Return the arrays of a state without its Z, and the window that begins there."""

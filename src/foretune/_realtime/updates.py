@@ -5,7 +5,6 @@ in the same program.
 """
 
 import functools
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -40,14 +39,6 @@ from .._problem.validation import noting
 from .nonfinite import check_start, explain_fault
 from .outcome import finish
 from .window import RealTimeState, TunerSettings, Window, begin, column_norms, directions_of
-
-
-class Updated(NamedTuple):
-    """An update that may still run: the state after it, its log, and whether it ended in a fault."""
-
-    state: RealTimeState
-    log: dict[str, PyTree]
-    fault: Bool[Array, ""]
 
 
 class Updates:
@@ -93,8 +84,8 @@ class Updates:
 
     def dispatch(
         self, state: RealTimeState, window: PyTree, validation: PyTree, *, donate: bool = True
-    ) -> Updated:
-        """Begin an update without waiting for it; the state's memory is reused, with `donate`."""
+    ) -> tuple[RealTimeState, dict[str, PyTree], Bool[Array, ""]]:
+        """Begin an update; return, without waiting, the next state, the log, and if it is a fault."""
         if not isinstance(state, RealTimeState):
             raise TypeError(
                 f"`update` takes the state that `init` or `update` returned, got {describe(state)}."
@@ -108,7 +99,7 @@ class Updates:
             return _run_window(self.settings, state, problem, jnp.array(problem.steps))
         arguments = self._flat(state, window, validation)
         new, log, fault = (_donating if donate else _keeping)(*arguments)
-        return Updated(unflatten(arguments[2], new), log, fault)
+        return unflatten(arguments[2], new), log, fault
 
     def lower(self, state: RealTimeState, window: PyTree, validation: PyTree) -> jax.stages.Lowered:
         """Return the program of an update, for its memory and cost analysis."""
@@ -182,10 +173,10 @@ def _pad(length: int, x: Array | np.ndarray) -> Array | np.ndarray:
 
 def _run_window(
     tuner: TunerSettings, state: RealTimeState, problem: Problem, count: Int[Array, ""]
-) -> Updated:
+) -> tuple[RealTimeState, dict[str, PyTree], Bool[Array, ""]]:
     window = Window(tuner, problem, make_system(problem, state.hparams, whole=True), state)
     end = window.run(begin(tuner, state), count)
-    return Updated(*finish(window, end, end.steps - 1))
+    return finish(window, end, end.steps - 1)
 
 
 def _program(
