@@ -95,7 +95,7 @@ def finish(
 
 
 def gather(window: Window, end: WindowState, last: int | Int[Array, ""]) -> Evidence:
-    """Return what there is to judge a window by: grad f = grad E(s) Z + dE/dlambda above all."""
+    """Return what a window is judged by, grad f = grad E(s) Z + dE/dlambda above all."""
     system, state = window.system, window.state
     hparams, before = state.hparams, system.initial(state.hparams)
     directions, unravel = directions_of(hparams)

@@ -123,7 +123,7 @@ def _record(log: dict[str, PyTree]) -> dict[str, PyTree]:
 
 
 def _warn_where_all_is_rolled_back(run: RealTimeRun) -> None:
-    """Warn once, when many windows in a row have been rolled back: backing off may not help."""
+    """Warn once, when many windows in a row have been rolled back."""
     recent = [record["rolled_back"] for record in run.history[-IN_A_ROW - 1 :]]
     # One more, and it has been said.
     if recent[-IN_A_ROW:] != [True] * IN_A_ROW or recent == [True] * (IN_A_ROW + 1):

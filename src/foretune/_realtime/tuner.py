@@ -97,7 +97,6 @@ class RealTime(Updates):
         mesh: Mesh | None = None,
     ):
         check_optimizer(optimizer)
-        # The same checks and wrapping as for a problem that is never run.
         problem = Problem(dynamics, objective, None, FullBatch(None, steps=1))
         if not 0 < discount <= 1:
             raise ValueError(f"RealTime(discount={discount}): it must lie in (0, 1].")
@@ -187,7 +186,7 @@ class RealTime(Updates):
                 again and again; with a generator the run ends. `itertools.repeat(batch)` for one batch.
             params: the initial parameters, as for `init`.
             hparams: the initial hyperparameters.
-            steps: the number of updates, hence of windows; until the stream ends by default.
+            steps: the number of windows; until the stream ends by default.
             window: the number of minibatches in a window.
             callbacks: as in `minimize`; a run that resumes reads the streams again up to there.
             stop: stopping rules, as in `minimize`, and `foretune.Vanished("lr")`.
@@ -195,10 +194,9 @@ class RealTime(Updates):
             score: what `best` is lowest in, as a function of a record; by default its `value`.
 
         Returns:
-            A `Result`; its `state` is the tuner's state, with the trained weights in `state.train`.
-            `history` has a record for each window: `step` (from 1), `value`, `gradient_norm`,
-            `loss`, `hparams` (those it ran with), `z_norm`, `rolled_back`, `skipped`, `dropped`, and
-            what `evaluate` adds.
+            A `Result`; its `state` is the tuner's, with the trained weights in `state.train`. `history`
+            has a record for each window: `step` (from 1), `gradient_norm`, what `evaluate` adds, and
+            of the log of `update` all but `hypergradient` and `nonfinite`.
 
         Ctrl-C, or SIGTERM, ends the run after the current window. `NonFiniteError` has the `run` until
         then and the `state` before the window.

@@ -45,7 +45,7 @@ class RealTimeState(NamedTuple):
         first: the error before the first window.
         highest: the highest loss at the beginning of a window so far.
         skipped_last: whether the last minibatch was skipped.
-        dropped: the number of windows in which a derivative was not finite, and was dropped.
+        dropped: the number of windows in which a derivative was dropped.
         alive: how many numbers of the training state the error depended on before the first window.
     """
 
@@ -119,7 +119,7 @@ def begin(tuner: TunerSettings, state: RealTimeState) -> WindowState:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The steps of a window that began at `state`; the system is the problem's, with all arrays."""
+    """The steps of a window that began at `state`; the system is the problem's."""
 
     tuner: TunerSettings
     problem: Problem
