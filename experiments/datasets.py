@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foretune._engines.auto import show_bytes
+from foretune._engines.memory import show_bytes
 from foretune.apps._optional import needs
 from foretune.apps._tables import DataError, read_table
 from foretune.report import RunError

@@ -13,7 +13,6 @@ import pytest
 import foretune as ft
 from foretune._attribution.queries import as_queries
 from foretune._attribution.sweep import Spread, _pull, _train, fitting
-from foretune._attribution.validation import spearman
 from foretune._attribution.weighted import weighted_problem
 from foretune._engines.schedules import Adjoint
 from foretune._files.files import RunError
@@ -310,41 +309,6 @@ def test_leaving_one_out_of_a_convex_problem():
     left_out = [errors(trained(np.arange(n) != i)) - before for i in range(n)]
     predicted = [found.change([i]) for i in range(n)]
     assert np.corrcoef(np.ravel(predicted), np.ravel(left_out))[0, 1] > 0.99
-
-
-@pytest.mark.second_tier
-def test_validation_of_a_convex_problem():
-    problem, queries, losses, *_ = ridge()
-    found = ft.attribute(problem, {}, queries, losses=losses)
-    validation = found.validate(problem, {}, queries, losses=losses, subsets=20, drop=0.1, chunk=8)
-    assert validation.actual.shape == validation.predicted.shape == (4, 20)
-    assert validation.mean > 0.9
-    assert 0 < validation.standard_error < 0.1
-    assert "4 queries, 20 subsets" in str(validation)
-    again = found.validate(problem, {}, queries, losses=losses, subsets=20, drop=0.1, chunk=1)
-    np.testing.assert_allclose(again.actual, validation.actual, rtol=1e-3, atol=1e-5)
-    other = validation.of(found.scores)
-    np.testing.assert_array_equal(other.correlations, validation.correlations)
-    assert validation.of(-found.scores).mean == pytest.approx(-validation.mean)
-    with pytest.raises(ValueError, match="but 4 queries and 40 weights were validated"):
-        validation.of(found.scores[:2])
-    with pytest.raises(ValueError, match="here are 4 queries and 2 weights"):
-        found.validate(problem, {}, queries, losses=losses, groups=np.arange(40) % 2)
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        found.validate(problem, {}, queries, losses=losses, drop=2.0)
-    with pytest.warns(UserWarning, match="hparams and queries that attribute had"):
-        found._replace(errors=2 * found.errors).validate(
-            problem, {}, queries, losses=losses, subsets=20, drop=0.1, chunk=8
-        )
-
-
-def test_rank_correlations():
-    from scipy import stats
-
-    a, b = RNG.normal(size=(2, 3, 12)).round(1)
-    expected = [stats.spearmanr(x, y)[0] for x, y in zip(a, b, strict=True)]
-    np.testing.assert_allclose(spearman(a, b), expected)
-    assert spearman(np.ones((1, 4)), b[:1, :4]) == 0
 
 
 def test_helpful_and_harmful_examples(found):

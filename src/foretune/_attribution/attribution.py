@@ -5,16 +5,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int, PyTree
+from jaxtyping import ArrayLike, Float, Int
 
 from .._files.arrays import Damaged, load_arrays, save_arrays
 from .._files.files import as_path
-from .._problem.checks import check_count, check_outside_programs
-from .._problem.problem import Problem
-from .losses import Losses
-from .queries import as_queries
-from .validation import Retraining, Validation, validate
-from .weighted import weighted_problem
+from .._problem.checks import check_count
 
 
 class Attribution(NamedTuple):
@@ -88,44 +83,6 @@ class Attribution(NamedTuple):
                 f"{path} is no attribution: a file that `Attribution.save` wrote is expected "
                 f"({type(error).__name__}: {error!s:.100})."
             ) from error
-
-    def validate(
-        self,
-        problem: Problem,
-        hparams: PyTree,
-        queries: PyTree,
-        *,
-        weights: str = "weight",
-        losses: Losses | None = None,
-        groups: object = None,
-        subsets: int = 50,
-        drop: float = 0.5,
-        key: Array | None = None,
-        chunk: int | None = None,
-    ) -> Validation:
-        """Train again without random subsets of the examples: do the scores predict the errors?
-
-        Args:
-            problem: as given to `attribute`, and so are `hparams`, `queries`, `weights`, `losses` and
-                `groups`.
-            subsets: how many trainings, each without a part of the examples (or groups) drawn anew.
-            drop: that part.
-            key: the random key of the draws.
-            chunk: how many trainings run side by side; by default as many as memory allows.
-        """
-        check_outside_programs("Attribution.validate", problem, hparams)
-        asked = as_queries(problem, queries)
-        wanted, point, asked = weighted_problem(problem, hparams, asked, weights, losses, groups)
-        K, n = asked.count, len(point[weights])
-        if self.scores.shape != (K, n):
-            raise ValueError(
-                f"the scores are {self.scores.shape[0]} x {self.scores.shape[1]}, but here are {K} "
-                f"queries and {n} weights: give validate the problem, queries and groups that "
-                "attribute had."
-            )
-        errors = self.errors if self.share == 1 else None
-        retrain = Retraining(wanted, weights, np.asarray(point[weights]), asked, chunk)
-        return validate(self.scores, errors, retrain, subsets, drop, key)
 
     def __repr__(self) -> str:
         K, n = self.scores.shape
