@@ -66,6 +66,6 @@ def check_evaluate(
     )
     if not named or set(metrics) & set(names):
         raise ValueError(
-            f"evaluate must return a dict of scalars with names other than {sorted(names)}, got "
-            f"{metrics!r:.200}."
+            f"evaluate must return a dict of scalars with names (strings) other than "
+            f"{sorted(names)}, got {metrics!r:.200}."
         )

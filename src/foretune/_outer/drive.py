@@ -158,8 +158,10 @@ def _scored(score: Score, record: Record) -> np.ndarray:
     try:
         given = score(record)
     except Exception as error:
-        names = list(record)
-        error.add_note(f"foretune: in score(record) at step {record['step']}, with names {names}.")
+        error.add_note(
+            f"foretune: this happened in score(record) at step {record['step']}; the record has the "
+            f"names {list(record)}."
+        )
         raise
     number = np.asarray(on_host(given))
     real = any(jnp.issubdtype(number.dtype, kind) for kind in (np.floating, np.integer, np.bool_))
