@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 import foretune as ft
-from foretune._attribution.sweep import Spread, backward, ends, forward
+from foretune._attribution.sweep import backward, ends, forward, placed
 from foretune._attribution.weighted import weighted_problem
 from foretune._problem.problem import validated
 
@@ -64,8 +64,8 @@ def way_back(problem, hparams, mesh):
     wanted, point = weighted_problem(problem, hparams, "weight", None, None)
     arrays, structure = validated(wanted, point)
     s_T, stored = forward(ft.Reverse(), structure, arrays)
-    _, adjoint = ends(wanted, point, s_T, Spread(mesh).place(VALIDATION))
-    adjoint = Spread(mesh).place(adjoint)
+    _, adjoint = ends(wanted, point, s_T, placed(VALIDATION, mesh))
+    adjoint = placed(adjoint, mesh)
     return backward.lower(ft.Reverse(), structure, arrays, stored, adjoint).compile().as_text()
 
 
