@@ -48,8 +48,6 @@ class Attribution(NamedTuple):
                 raise ValueError(f"change({left_out!r:.60}): {wanted}.")
             if len(np.unique(chosen)) < len(chosen):
                 raise ValueError(f"change({left_out!r:.60}): an example is left out once, or not.")
-        elif chosen.shape != (n,):
-            raise ValueError(f"change(...): the mask has the shape {chosen.shape}, not ({n},).")
         return -self.scores[:, chosen].sum(1)
 
     def save(self, path: str | Path) -> None:

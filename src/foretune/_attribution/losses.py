@@ -51,13 +51,11 @@ class WeightedLoss(eqx.Module):
     more: bool = eqx.field(static=True)
     weights: Float[Array, " b"]
 
-    def __call__(
-        self, params: PyTree, hparams: PyTree, batch: PyTree, *state: PyTree, **key: Array
-    ) -> PyTree:
-        l, model_state = self.each(params, hparams, batch, *state, **key)
+    def __call__(self, *given: PyTree, **key: Array) -> PyTree:
+        l, model_state = self.each(*given, **key)
         w = self.weights.astype(l.dtype)
         if self.more:
-            loss = self.loss(params, hparams, batch, *state, **key)
+            loss = self.loss(*given, **key)
             loss, model_state = loss if self.has_state else (loss, None)
             value = loss + jnp.sum((w - 1) * l) / w.size
         else:

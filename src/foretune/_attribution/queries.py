@@ -45,10 +45,6 @@ class Queries(eqx.Module):
         rows = [f(objective, self.validation) for objective in self.objectives]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
-    def of(self, convert: Callable[[Objective], Objective]) -> "Queries":
-        """Return the same with other objectives."""
-        return Queries(tuple(map(convert, self.objectives)), self.validation, self.stacked)
-
     def chosen(self, rows: np.ndarray) -> "Queries":
         """Return some of them."""
         if not self.stacked:

@@ -158,7 +158,8 @@ def weighted_problem(
         count = n if numbers is None else int(numbers.max()) + 1
         weights = jnp.full(count, share, np.promote_types(dtype, np.float32))
         batches = Numbered(batches, numbers)  # pyright: ignore[reportCallIssue]
-    asked = queries.of(lambda objective: FixedObjective(objective, fixed))
+    objectives = tuple(FixedObjective(objective, fixed) for objective in queries.objectives)
+    asked = Queries(objectives, queries.validation, queries.stacked)
     wanted = problem.replace(
         dynamics=dynamics,
         objective=asked.chosen(np.array([0])).mean,

@@ -11,7 +11,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
@@ -74,7 +73,7 @@ def _log_norms(problem: Problem, hparams: PyTree, key: Array) -> Float[Array, " 
     ]
 
     def length(leaves):
-        return optax.global_norm([x.astype(jnp.float32) for x in leaves])
+        return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in leaves))
 
     def weights(leaves):
         return [x for x, is_weight in zip(leaves, chosen, strict=True) if is_weight]
