@@ -191,7 +191,7 @@ class TestImplicit:
         hparams = {"a": jnp.array(0.8)}
         found = ft.Implicit("neumann", tolerance=1e-12)(problem, hparams).grad
         assert_trees_close(found, ft.Forward()(problem, hparams).grad, 1e-9)
-        with pytest.raises(TypeError, match="needs the loss that the dynamics minimises"):
+        with pytest.raises(TypeError, match="needs a dynamics with a method `gradient"):
             ft.Implicit()(problem, hparams)
 
     def test_weights_that_are_not_trained_are_no_part_of_the_minimum(self):

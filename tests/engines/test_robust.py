@@ -169,7 +169,7 @@ def test_is_not_finite_where_a_fold_is_not():
 
 
 def test_what_it_takes():
-    with pytest.raises(TypeError, match=r"foretune.Mean.*got .*Problem.*of_draws"):
+    with pytest.raises(TypeError, match=r"foretune.Mean.*of_draws.*got .*Problem"):
         ft.RobustMean()(problem_of_fold(0), hyper())
     with pytest.raises(TypeError, match=r"give `Reverse\(\)`, `Forward\(\)` or `Truncated\(k\)`"):
         ft.RobustMean(ft.Auto())

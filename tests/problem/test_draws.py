@@ -349,7 +349,7 @@ TRACED = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionErr
 @pytest.mark.parametrize(
     ("given", "key", "error", "pattern"),
     [
-        (draw, None, TypeError, r"the problem is a function.*give the key too"),
+        (draw, None, TypeError, r"the problem is a draw.*give the key too"),
         (draw(KEY), KEY, TypeError, r"key=... is for a draw.*this is a problem already"),
         (lambda key: 3.0, KEY, TypeError, r"draw\(key\) returned the float 3.0"),
         (lambda key: (draw(key), 1), KEY, TypeError, r"draw\(key\) returned a tuple"),

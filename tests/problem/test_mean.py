@@ -252,7 +252,7 @@ def constant_differs(data, k):
             lambda data, k: data.problem(
                 k, objective={"lr": error, "decay": error} if k else error
             ),
-            "objectives",
+            "only one of them has objective",
         ),
     ],
 )

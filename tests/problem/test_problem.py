@@ -207,7 +207,7 @@ class TestGather:
             )
 
     def test_bad_ones(self, made):
-        with pytest.raises(TypeError, match="gather must be a function"):
+        with pytest.raises(TypeError, match=r"`gather\(data, indices\)` must be a function"):
             ft.Minibatches(made.data, made.indices, gather=3)
         with pytest.raises(TypeError, match="integer array"):
             ft.Minibatches(made.data, made.indices / 2, gather=self.context)

@@ -161,9 +161,9 @@ def test_bad_input_is_refused():
     explicit = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Explicit,))
     with pytest.raises(ValueError, match="engines need `Auto`"):
         ft.shard(tasks.problem(), explicit)
-    with pytest.raises(ValueError, match="none of the name 'tangents'"):
+    with pytest.raises(ValueError, match="no 'tangents'"):
         ft.Forward(mesh=one)
-    with pytest.raises(TypeError, match="`params` is for a problem"):
+    with pytest.raises(TypeError, match="is for a problem"):
         ft.shard(jnp.ones(3), one, params=jax.sharding.PartitionSpec())
     with pytest.raises(TypeError, match=r"PartitionSpec.*\n.*data"):
         ft.shard(tasks.problem(), one, params="data")

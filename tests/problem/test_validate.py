@@ -50,7 +50,7 @@ def rejects(error, pattern, problem, hparams):
         (jnp.array([True]), r"hparams\['lr'\] is bool\[1\]"),
         (
             1,
-            r"hparams\['lr'\] is the int 1; hyperparameters are floats and float arrays. Write `1.0`",
+            r"hparams\['lr'\] is the int 1; only floating-point .* Write `1.0`",
         ),
         ("0.1", r"hparams\['lr'\] is the str '0.1'"),
         (jnp.array(1j), r"hparams\['lr'\] is complex64\[\]"),
@@ -237,8 +237,8 @@ def test_steps_that_change_the_state(start, change, pattern):
         (lambda: np.zeros((0, 2)), "leading axis of the batches, T = 0: .*1 or more"),
         (lambda: ft.FullBatch(np.zeros(3), steps=0), "steps=0: .*1 or more"),
         (lambda: ft.Minibatches((np.zeros(3), np.zeros(4)), np.zeros((2, 1), int)), "differ"),
-        (lambda: ft.Minibatches(np.zeros(3), np.zeros((0, 2), int)), "indices, T = 0"),
-        (lambda: ft.Minibatches(np.zeros(3), np.zeros((2, 0), int)), "batches are empty"),
+        (lambda: ft.Minibatches(np.zeros(3), np.zeros((0, 2), int)), r"indices are int\d\d\[0,2\]"),
+        (lambda: ft.Minibatches(np.zeros(3), np.zeros((2, 0), int)), r"int\d\d\[2,0\].*not empty"),
         (lambda: ft.Minibatches(np.zeros(3), np.zeros((2, 1))), "must be an integer array"),
         (lambda: ft.Minibatches(np.zeros(3), np.array([[0, 3]])), "run from 0 to 3.*3 examples"),
         (lambda: ft.Minibatches(np.zeros(3), np.array([[-1, 2]])), "run from -1 to 2"),
@@ -259,7 +259,7 @@ def test_the_parts_of_a_problem():
     # Called directly: the tests' own type checker would catch these first.
     with pytest.raises(TypeError, match="must be a function"):
         check_objective(3.0)
-    with pytest.raises(TypeError, match=r"objective\['lr'\] must be a function"):
+    with pytest.raises(TypeError, match=r"objective\['lr'\].* must be a function"):
         check_objective({"lr": 1})
     with pytest.raises(ValueError, match=r"steps=2.5: .*whole number"):
         check_count(2.5, "steps=2.5")
@@ -278,7 +278,7 @@ def test_training_says_what_it_cannot_train():
     )
     rejects(ValueError, r"starts from the pair \(params, model_state\)", problem, hparams)
     problem, hparams = regression(optimizer=lambda h: h["lr"])
-    rejects(TypeError, "must be an Optax transformation or a function", problem, hparams)
+    rejects(TypeError, "must be an Optax transformation", problem, hparams)
 
 
 @pytest.mark.parametrize(

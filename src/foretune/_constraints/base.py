@@ -1,12 +1,9 @@
 """Constraints: where hyperparameters may be, and the unconstrained variable that is moved instead.
 
 They are given as a prefix of the hyperparameters: `{"weight": CappedSimplex(1000.0), "lr":
-NonNegative()}`. Where these are a NamedTuple, an `equinox.Module` or another container with fields, the
-prefix is a dict by field name, or the same container with constraints in its fields; for a list or
-tuple it is one as long. A constraint that stands over a whole subtree holds for all its numbers
-together, as one vector; `None`, or a name left out, means none.
-
-`sets.py` has the sets, with their projections; `variables.py` has `Log` and `Logit`.
+NonNegative()}`. For a container with fields, the prefix is a dict by field name, or the same container
+with constraints in its fields; for a list or tuple it is one as long. A constraint over a whole subtree
+holds for all its numbers together, as one vector; `None`, or a name left out, means none.
 """
 
 import abc
@@ -72,9 +69,8 @@ def check_constraints(constraints: object, hparams: PyTree, path: str = "hparams
             shapes = jax.eval_shape(constraints.project, hparams)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{constraints} does not fit {path}: {error}") from error
-        for (name, leaf), after in zip(
-            named_leaves(hparams, path).items(), jax.tree.leaves(shapes), strict=True
-        ):
+        leaves = named_leaves(hparams, path).items()
+        for (name, leaf), after in zip(leaves, jax.tree.leaves(shapes), strict=True):
             if after.shape != leaf.shape:
                 raise ValueError(
                     f"the bounds of {constraints} do not fit {name}, which is {describe(leaf)}."
@@ -112,8 +108,7 @@ def _misfit(constraints: object, hparams: PyTree, path: str) -> str:
         )
     return (
         f"the constraint of {path} is {describe(constraints)}, which does not fit: give a set "
-        "(`foretune.NonNegative()` and the like), None, the same container as in hparams, or a dict "
-        "by the names of its keys or fields."
+        "(`NonNegative()` and the like), None, the same container, or a dict of its names."
     )
 
 
@@ -131,17 +126,14 @@ def _name(key: Any) -> Hashable:
 
 
 def to_unconstrained(constraints: PyTree, x: PyTree) -> PyTree:
-    """Return the unconstrained variable u of the hyperparameters x."""
     return _map(lambda constraint, x: constraint.to_unconstrained(x), constraints, x)
 
 
 def from_unconstrained(constraints: PyTree, u: PyTree) -> PyTree:
-    """Return the hyperparameters from the unconstrained variable u."""
     return _map(lambda constraint, u: constraint.from_unconstrained(u), constraints, u)
 
 
 def project(constraints: PyTree, x: PyTree) -> PyTree:
-    """Return the nearest point to x that lies in the constraints."""
     return _map(lambda constraint, x: constraint.project(x), constraints, x)
 
 
@@ -154,29 +146,29 @@ def scales(constraints: PyTree, u: PyTree) -> PyTree:
     """Return the natural scale of each entry of an unconstrained variable.
 
     That is its own magnitude; 1 under `Log` and `Logit`; the way to the upper bound of a `Box` where
-    that is shorter, but a tenth of the rest at least, since at the bound there is no way left. An entry
-    that is 0 counts as the mean of its leaf, and as 1 where the whole leaf is 0.
+    that is shorter, but a tenth of the rest at least. An entry that is 0 counts as the mean of its
+    leaf, and as 1 where the whole leaf is 0.
     """
 
     def unit(leaf):
         typical = jnp.mean(jnp.abs(leaf))
         return jnp.where(leaf == 0, jnp.where(typical == 0, 1.0, typical), 0.0).astype(leaf.dtype)
 
+    def at_least(scale, u, unit):
+        return jnp.maximum(scale, 0.1 * jnp.minimum(jnp.abs(u) + unit, 1.0))
+
     units = jax.tree.map(unit, u)
-    return jax.tree.map(
-        lambda u, unit, scale: jnp.maximum(scale, 0.1 * jnp.minimum(jnp.abs(u) + unit, 1.0)),
-        u,
-        units,
-        scales_with(constraints, u, units),
-    )
+    return jax.tree.map(at_least, scales_with(constraints, u, units), u, units)
 
 
 def moved(constraints: PyTree, hparams: PyTree, change: PyTree) -> PyTree:
     """Return the hyperparameters after a change in units of their scales, inside constraints."""
+
+    def step(u, scale, change):
+        return u + (scale * change).astype(u.dtype)
+
     u = to_unconstrained(constraints, hparams)
-    there = jax.tree.map(
-        lambda u, c, d: u + (c * d).astype(u.dtype), u, scales(constraints, u), change
-    )
+    there = jax.tree.map(step, u, scales(constraints, u), change)
     return project(constraints, from_unconstrained(constraints, there))
 
 
@@ -184,9 +176,8 @@ def feasible(constraints: PyTree, hparams: PyTree) -> PyTree:
     """Return the projection of a start onto its constraints, with a warning where it moves."""
     check_starts(constraints, hparams)
     inside = _project(constraints, hparams)
-    for (path, given), after in zip(
-        named_leaves(hparams, "hparams").items(), jax.tree.leaves(inside), strict=True
-    ):
+    leaves = named_leaves(hparams, "hparams").items()
+    for (path, given), after in zip(leaves, jax.tree.leaves(inside), strict=True):
         distance = float(jnp.linalg.norm(jnp.ravel(given - after)))
         if distance > 1e-5 * max(1.0, float(jnp.linalg.norm(jnp.ravel(given)))):
             warnings.warn(

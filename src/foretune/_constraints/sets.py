@@ -1,7 +1,6 @@
 """Sets with exact Euclidean projections: `project(x)` is the nearest point of the set.
 
-Projections can be jitted and mapped, and have a derivative wherever the projection itself has one.
-Those that shift all entries by a common amount find it by Newton's method, in a few passes over
+Projections that shift all entries by a common amount find it by Newton's method, in a few passes over
 the vector, where Optax's sort it and have no value at radius 0.
 """
 
@@ -42,8 +41,7 @@ class Box(AbstractConstraint):
             np.broadcast_shapes(lower.shape, upper.shape)
         except ValueError:
             raise ValueError(
-                f"{given}: the bounds have the shapes {lower.shape} and {upper.shape}, which do not "
-                "fit each other."
+                f"{given}: the bounds have the shapes {lower.shape} and {upper.shape}."
             ) from None
         if not np.all((lower <= upper) & (lower < np.inf) & (upper > -np.inf)):
             raise ValueError(f"an empty set: {given} has no number between its bounds.")
@@ -151,10 +149,8 @@ def _shift(
 
     The sum is piecewise linear and decreasing in tau. Newton's method on it, kept inside a
     bracket, ends in finitely many steps; the last step, on the final pieces, carries the derivative.
-
-    Where the entries are large, or many for a small total, tau rounded to one number would leave an
-    error of n eps |tau| in the sum. So it is found in parts, tau = tau_1 + tau_2 + ..., each the
-    root for the entries less the parts before it: v - tau_1 is exact for the entries near tau_1.
+    Tau rounded to one number would leave an error of n eps |tau| in the sum. So it is found in parts,
+    each the root for the entries less those before: v - tau_1 is exact for the entries near tau_1.
     """
     given, n = v.dtype, v.size
     v = v.astype(np.promote_types(given, np.float32))  # sums overflow in half precision

@@ -3,6 +3,8 @@
 A learning rate then changes by factors rather than by differences, and never leaves its range.
 """
 
+import abc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,44 @@ from .base import AbstractConstraint, Number, all_true, as_type, numbers_in
 HAIR = 1e-7  # of an interval; nearer a bound, Adam's epsilon of 1e-8 would outweigh the slope
 
 
-class Log(AbstractConstraint):
+class _Change(AbstractConstraint):
+    """What `Log` and `Logit` share: x strictly between bounds, moved as another variable."""
+
+    @abc.abstractmethod
+    def _bounds(self, dtype: DTypeLike) -> tuple[Array, ...]:
+        """Return the bounds, which x does not reach."""
+
+    @abc.abstractmethod
+    def _ends(self, dtype: DTypeLike) -> tuple[Array, ...]:
+        """Return the ends of what a hyperparameter may be, from where it can still come back."""
+
+    def project(self, x: PyTree) -> PyTree:
+        """Return x, moved inside the bounds by a hair where it is not."""
+        return jax.tree.map(lambda leaf: jnp.clip(leaf, *self._ends(leaf.dtype)), x)
+
+    def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
+        """Return whether all of x lies strictly between the bounds."""
+
+        def inside(leaf):
+            lower, upper = self._bounds(leaf.dtype)
+            return (leaf > lower) & (leaf < upper)
+
+        return all_true(jax.tree.map(inside, x))
+
+    def check_start(self, x: PyTree) -> None:
+        if not self.contains(x):
+            starts = ", ".join(str(np.asarray(leaf)) for leaf in jax.tree.leaves(x))
+            raise ValueError(
+                f"a hyperparameter under {self} starts at {starts:.100}, outside it or on its "
+                "border, from where it cannot move. Start inside."
+            )
+
+    def scale(self, u: PyTree, unit: PyTree) -> PyTree:
+        """Return 1: a change of the variable is relative already."""
+        return jax.tree.map(jnp.ones_like, u)
+
+
+class Log(_Change):
     """x > 0, moved as log(x): steps are factors. For learning rates and other scales.
 
     It cannot start at 0, which no factor changes.
@@ -23,21 +62,12 @@ class Log(AbstractConstraint):
     0.5
     """
 
-    def project(self, x: PyTree) -> PyTree:
-        """Return x, with what is not positive (or infinite) moved to the ends of what exp can reach."""
+    def _bounds(self, dtype: DTypeLike) -> tuple[Array, ...]:
+        return as_type(dtype, 0.0, jnp.inf)
 
-        def inside(leaf):
-            # A factor of 4 from the ends: log(x) is rounded, and exp of it must stay a normal number.
-            least, most = 4 * jnp.finfo(leaf.dtype).tiny, jnp.finfo(leaf.dtype).max / 4
-            return jnp.clip(leaf, *as_type(leaf.dtype, least, most))
-
-        return jax.tree.map(inside, x)
-
-    def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
-        return all_true(jax.tree.map(lambda leaf: (leaf > 0) & jnp.isfinite(leaf), x))
-
-    def check_start(self, x: PyTree) -> None:
-        _check_inside(self, x)
+    def _ends(self, dtype: DTypeLike) -> tuple[Array, ...]:
+        # A factor of 4 from the ends: log(x) is rounded, and exp of it must stay a normal number.
+        return as_type(dtype, 4 * jnp.finfo(dtype).tiny, jnp.finfo(dtype).max / 4)
 
     def to_unconstrained(self, x: PyTree) -> PyTree:
         return jax.tree.map(jnp.log, x)
@@ -45,12 +75,8 @@ class Log(AbstractConstraint):
     def from_unconstrained(self, u: PyTree) -> PyTree:
         return jax.tree.map(jnp.exp, u)
 
-    def scale(self, u: PyTree, unit: PyTree) -> PyTree:
-        """Return 1: a change of log(x) is relative already."""
-        return jax.tree.map(jnp.ones_like, u)
 
-
-class Logit(AbstractConstraint):
+class Logit(_Change):
     """lower < x < upper, moved as log((x - lower) / (upper - x)). For momenta and shares.
 
     >>> import foretune as ft, jax.numpy as jnp
@@ -71,18 +97,14 @@ class Logit(AbstractConstraint):
         if not lower < upper:
             raise ValueError(f"an empty set: {given} has no number between its bounds.")
 
-    def project(self, x: PyTree) -> PyTree:
-        """Return x, moved inside the open interval by a hair where it is not."""
-        return jax.tree.map(lambda leaf: jnp.clip(leaf, *self._ends(leaf.dtype)), x)
+    def _bounds(self, dtype: DTypeLike) -> tuple[Array, ...]:
+        return as_type(dtype, self.lower, self.upper)
 
-    def _ends(self, dtype: DTypeLike) -> tuple[Array, Array]:
-        """Return the ends of what a hyperparameter may be, from where it can still come back.
-
-        The logit's slope there is that of the hair's share of the interval, which an optimizer must
-        be able to see; and around a bound b numbers lie eps |b| apart, of which the hair must hold
-        several, or x + dx would be rounded to x.
-        """
-        lower, upper = as_type(dtype, self.lower, self.upper)
+    def _ends(self, dtype: DTypeLike) -> tuple[Array, ...]:
+        # The logit's slope there is that of the hair's share of the interval, which an optimizer must
+        # be able to see; and around a bound b numbers lie eps |b| apart, of which the hair must hold
+        # several, or x + dx would be rounded to x.
+        lower, upper = self._bounds(dtype)
         span, eps = upper - lower, float(jnp.finfo(dtype).eps)
 
         def hair(bound):
@@ -92,49 +114,29 @@ class Logit(AbstractConstraint):
         low = jnp.maximum(lower + hair(lower), jnp.nextafter(lower, upper))
         return low, jnp.minimum(upper - hair(upper), jnp.nextafter(upper, lower))
 
-    def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
-        def inside(leaf):
-            lower, upper = as_type(leaf.dtype, self.lower, self.upper)
-            return (leaf > lower) & (leaf < upper)
-
-        return all_true(jax.tree.map(inside, x))
-
     def check_start(self, x: PyTree) -> None:
         for leaf in jax.tree.leaves(x):
-            lower, upper = as_type(leaf.dtype, self.lower, self.upper)
-            low, high = self._ends(leaf.dtype)
+            (lower, upper), (low, high) = self._bounds(leaf.dtype), self._ends(leaf.dtype)
             if not (lower < low <= high < upper and jnp.isfinite(upper - lower)):
                 raise ValueError(
                     f"{leaf.dtype} has no numbers between the bounds of {self}, which it rounds to "
                     f"{lower} and {upper}. Take others, or hyperparameters of a wider type."
                 )
-        _check_inside(self, x)
+        super().check_start(x)
 
     def to_unconstrained(self, x: PyTree) -> PyTree:
         def logit(leaf):
-            lower, upper = as_type(leaf.dtype, self.lower, self.upper)
+            lower, upper = self._bounds(leaf.dtype)
             return jnp.log(leaf - lower) - jnp.log(upper - leaf)
 
         return jax.tree.map(logit, x)
 
     def from_unconstrained(self, u: PyTree) -> PyTree:
         def between(u):
-            lower, upper = as_type(u.dtype, self.lower, self.upper)
+            lower, upper = self._bounds(u.dtype)
             span = upper - lower
             # From the nearer bound, where it is not rounded to the bound's own precision.
             from_lower, from_upper = span * jax.nn.sigmoid(u), span * jax.nn.sigmoid(-u)
             return jnp.where(u < 0, lower + from_lower, upper - from_upper)
 
         return jax.tree.map(between, u)
-
-    def scale(self, u: PyTree, unit: PyTree) -> PyTree:
-        return jax.tree.map(jnp.ones_like, u)
-
-
-def _check_inside(constraint: AbstractConstraint, x: PyTree) -> None:
-    if not constraint.contains(x):
-        starts = ", ".join(str(np.asarray(leaf)) for leaf in jax.tree.leaves(x))
-        raise ValueError(
-            f"a hyperparameter under {constraint} starts at {starts:.100}, outside it or "
-            "on its border, from where it cannot move. Start inside."
-        )

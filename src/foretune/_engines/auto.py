@@ -12,7 +12,7 @@ reverse mode with what it stores of T steps; in plain training runs and states, 
 
 Of each family, from the fastest on, the first is taken whose whole program, compiled, needs no more
 memory than allowed. Where m is so small that either may be the faster one, both are timed over the
-first steps of the training itself. "gradients" are stored where a gradient is nearly all of a step.
+first steps of the training itself.
 """
 
 import math
@@ -51,7 +51,6 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The engine as a user writes it."""
         if isinstance(self.engine, Forward):
             return "Forward()" if self.engine.chunk is None else f"Forward({self.engine.chunk})"
         return "Reverse()" if self.engine.store == "states" else f"Reverse({self.engine.store!r})"
@@ -61,16 +60,12 @@ class Choice(NamedTuple):
     """What `Auto` chose, and from what; prints as a table."""
 
     engine: TracedEngine
-    bytes: int
-    """What its program needs: data, results and temporary arrays."""
+    bytes: int  # what its program needs: data, results and temporary arrays
     limit: float
-    given: int
-    """Bytes of the data, the parameters and the hyperparameters."""
+    given: int  # bytes of the data, the parameters and the hyperparameters
     candidates: list[Candidate]
-    compiled: dict[str, int]
-    """The memory of each program that was compiled, by the candidate's name."""
-    timed: dict[str, float]
-    """The seconds of a step, of the engines that were timed."""
+    compiled: dict[str, int]  # the memory of each program that was compiled, by candidate's name
+    timed: dict[str, float]  # the seconds of a step, of the engines that were timed
 
     def __str__(self) -> str:
         lines = [f"{'engine':<24} {'its states':>11} {'memory, compiled':>17} {'a step':>9}"]
@@ -92,14 +87,12 @@ class Auto(AbstractEngine):
 
     Args:
         memory: what the program may need at most, with its data and results: bytes, or a text like
-            "4GiB" or "500MB". None (default): what is free on the device, which is also the most that
-            any budget allows.
+            "4GiB" or "500MB". By default, and at most, what is free on the device.
 
     The choice is made from the memory that the compiler plans and, where hyperparameters are few, from
     the time that a few steps take in forward and in reverse mode; `explain(problem, hparams)` returns
-    it as a table. It is remembered for given shapes, and made anew where the program no longer fits
-    into what is free. Several processes make the same choice. Where no exact engine fits, an error
-    says what the smallest needs.
+    it as a table. It is remembered for given shapes, and made anew where the program no longer fits.
+    Several processes make the same choice.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -154,18 +147,21 @@ def choose(structure: Structure, arrays: list[Array], limit: float, given: int) 
     sizes: dict[str, int] = {}
     errors: list[Exception] = []
 
+    def measure(c: Candidate) -> None:
+        lowered = compute.lower(c.engine, structure, True, arrays)
+        sizes[c.name] = program_bytes(lowered.compile())
+
     def first_fitting(family: list[Candidate]) -> list[Candidate]:
         for c in family:
             if c.bytes + given > limit:
                 continue
             try:
-                lowered = compute.lower(c.engine, structure, True, arrays)
+                measure(c)
             except (ValueError, TypeError) as error:
                 if not has_no_mode(error):
                     raise
                 errors.append(error)  # a step that this mode cannot differentiate
                 break
-            sizes[c.name] = program_bytes(lowered.compile())
             if sizes[c.name] <= limit:
                 return [c]
         return []
@@ -177,7 +173,15 @@ def choose(structure: Structure, arrays: list[Array], limit: float, given: int) 
         raise errors[0]
     found = [*reverses, *forwards]
     if not fitting:
-        raise MemoryError(_too_little(structure, arrays, limit, given, found, sizes))
+        for c in sorted(found, key=lambda c: c.bytes)[:2]:  # beside its states a program holds more
+            if c.name not in sizes:
+                measure(c)
+        least = min(sizes, key=lambda name: sizes[name])
+        raise MemoryError(
+            f"no exact engine fits into {show_bytes(limit)}: of those compiled the smallest, {least}, "
+            f"needs {show_bytes(sizes[least])}, with the data and parameters ({show_bytes(given)}). "
+            "Allow more, give a smaller batch, or take `ReverseOnDisk` or `Truncated`."
+        )
     timed = {}
     if len(fitting) > 1:
         timed = {c.name: _step_seconds(c.engine, structure, arrays) for c in fitting}
@@ -249,26 +253,6 @@ def _shortened(system: System, hparams: PyTree) -> System:
     rows = jnp.minimum(jnp.arange(STEPS), system.steps - 1)
     xs = jax.tree.map(lambda leaf: leaf[rows], system.xs)
     return system._replace(xs=xs, steps=STEPS, errors=errors)
-
-
-def _too_little(
-    structure: Structure,
-    arrays: list[Array],
-    limit: float,
-    given: int,
-    found: list[Candidate],
-    sizes: dict[str, int],
-) -> str:
-    for c in sorted(found, key=lambda c: c.bytes)[:2]:  # beside its states a program holds more
-        if c.name not in sizes:
-            lowered = compute.lower(c.engine, structure, True, arrays)
-            sizes[c.name] = program_bytes(lowered.compile())
-    smallest = min(sizes, key=lambda name: sizes[name])
-    return (
-        f"no exact engine fits into {show_bytes(limit)}: of those compiled the smallest, {smallest}, "
-        f"needs {show_bytes(sizes[smallest])}, with the data and parameters ({show_bytes(given)}). "
-        "Allow more, `Auto(memory=...)`, give a smaller batch, or take `ReverseOnDisk`, or `Truncated`."
-    )
 
 
 def _concrete(array: Array) -> Array:

@@ -1,14 +1,13 @@
 """What all engines share: how one is called and what it returns.
 
-An engine is a callable `engine(problem, hparams) -> Hypergradient(value, grad, state)`. Most are
-`TracedEngine`s: one program, made of one method `solve`, compiled once for given structures and shapes;
-new values, new data, new draws and new problems with the same functions reuse it. Those that run a loop
-on the host have `__call__` alone.
+Most engines are `TracedEngine`s: one program, made of one method `solve`, compiled once for given
+structures and shapes; new values, new data, new draws and new problems with the same functions reuse
+it. Those that run a loop on the host have `__call__` alone.
 """
 
 import abc
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,7 +15,6 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._problem.arguments import Compiled, Output, Structure
-from .._problem.checks import describe
 from .._problem.draws import Drawn, as_problem
 from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
@@ -49,6 +47,9 @@ class AbstractEngine(eqx.Module):
     A value or gradient that is not finite raises `NonFiniteError`; `foretune.check_finite` says when.
     """
 
+    other_mode: ClassVar[str | None] = None  # the engine that may be finite where this one is not
+    differentiates: ClassVar[bool] = True  # whether it needs a response that has a derivative
+
     @abc.abstractmethod
     def __call__(
         self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
@@ -65,16 +66,6 @@ class AbstractEngine(eqx.Module):
     def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         """Return the program that a call runs, for its memory and cost analysis."""
 
-    @property
-    def other_mode(self) -> str | None:
-        """The engine of the other mode, which may be finite where this one is not."""
-        return None
-
-    @property
-    def differentiates(self) -> bool:
-        """Whether it needs a response that has a derivative."""
-        return True
-
     def within(self, constraints: PyTree) -> "AbstractEngine":
         """Return the engine for hyperparameters under constraints, where these concern it."""
         return self
@@ -85,10 +76,7 @@ class TracedEngine(AbstractEngine):
 
     @abc.abstractmethod
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
-        """Return the errors, their gradients and s_T: a pure function, to be traced.
-
-        Most need the system alone, the problem as pure functions of an array-only state.
-        """
+        """Return the errors, their gradients and s_T: a pure function, to be traced."""
 
     def review(self, report: Any) -> None:
         """Warn or raise, outside of a trace, where the engine's report asks for it."""
@@ -130,7 +118,6 @@ class TracedEngine(AbstractEngine):
 
 
 def check_engine(engine: object) -> None:
-    """Raise unless it is an engine or None."""
     if engine is not None and not isinstance(engine, AbstractEngine):
         raise TypeError(f"engine must be an engine, `foretune.Reverse()` say; got {engine!r:.100}.")
 
@@ -138,10 +125,8 @@ def check_engine(engine: object) -> None:
 def check_not_problem(engine: str, option: object) -> None:
     """Raise where a problem was given to the class instead of to an engine."""
     if isinstance(option, Problem):
-        raise TypeError(
-            f"{engine}({describe(option)}): the problem goes to the engine, not to its class: "
-            f"`{engine}()(problem, hparams)`."
-        )
+        call = f"`{engine}()(problem, hparams)`"
+        raise TypeError(f"the problem goes to the engine, not to its class: {call}.")
 
 
 def _advise(error: Exception) -> None:

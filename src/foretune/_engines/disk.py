@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -76,6 +76,7 @@ class ReverseOnDisk(AbstractEngine):
     (0.000244140625, -0.01171875)
     """
 
+    other_mode: ClassVar[str | None] = FORWARD
     folder: str
     segment: int | None
     memory: int | None
@@ -106,10 +107,6 @@ class ReverseOnDisk(AbstractEngine):
     @property
     def _within(self) -> Reverse:
         return Reverse(self.store, transpose=self.transpose)
-
-    @property
-    def other_mode(self) -> str:
-        return FORWARD
 
     def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         """Return the largest of the programs: the way back through one segment."""
@@ -224,7 +221,6 @@ def _at_end(structure, arrays, s_T):
 
 
 def _through(engine, structure, count, arrays, s, first, adjoint):
-    """Return the adjoint before a segment."""
     system, hparams = _system(structure, arrays)
     cut = lambda leaf: lax.dynamic_slice_in_dim(leaf, first, count)  # noqa: E731
     part = system._replace(xs=jax.tree.map(cut, system.xs), steps=count)

@@ -5,15 +5,14 @@ With A_t = dPhi_t/ds_{t-1}, B_t = dPhi_t/dlambda and Z_t = ds_t/dlambda,
     Z_0 = ds_0/dlambda,    Z_t = A_t Z_{t-1} + B_t,
     grad f = grad E(s_T) Z_T + dE/dlambda.
 
-The columns of Z are tangents of one and the same step: the step itself is computed once,
-however many there are. A_t and B_t are never formed.
+The columns of Z are tangents of one step, which is computed once. A_t and B_t are never formed.
 
 Time: about that of 1 + 2m training runs for m hyperparameters. Memory: m + 1 states, whatever T
 is; with `chunk=c`, c + 1 states and ceil(m / c) passes over the training.
 Reference: Franceschi et al., ICML 2017, Algorithm 2.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -27,7 +26,7 @@ from .._problem.checks import check_count, check_mesh
 from .._problem.problem import Problem
 from .._problem.system import System
 from .base import Solution, TracedEngine, check_not_problem
-from .memory import free_bytes, show_bytes
+from .memory import free_bytes, show_bytes, tree_bytes
 from .nonfinite import REVERSE
 from .products import directional, unstack
 
@@ -36,10 +35,9 @@ class Forward(TracedEngine):
     """The exact hypergradient by forward mode: for few hyperparameters and long trainings.
 
     Costs about 1 + 2m training runs for m hyperparameters, and memory that does not grow with the
-    number of steps. `chunk` bounds the columns of Z that are held at once (default: all m);
-    each chunk is one pass over the training. With `mesh`, as of `foretune.mesh(tangents=8)`, each
-    device on that axis carries its share of the columns, and nothing is exchanged until the end;
-    `chunk` then counts the columns of all devices together.
+    number of steps. `chunk` bounds the columns of Z that are held at once (default: all m), on all
+    devices together; each chunk is one pass over the training. With `mesh`, as of
+    `foretune.mesh(tangents=8)`, each device on that axis carries its share of the columns.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -51,6 +49,7 @@ class Forward(TracedEngine):
     (0.25, -2.0, 0.5)
     """
 
+    other_mode: ClassVar[str | None] = REVERSE
     chunk: Any = None  # a number
     mesh: Any = eqx.field(default=None, kw_only=True)  # a mesh
 
@@ -60,10 +59,6 @@ class Forward(TracedEngine):
             check_count(self.chunk, f"Forward(chunk={self.chunk})")
         if self.mesh is not None:
             check_mesh(self.mesh, "Forward(mesh=...)", "tangents")
-
-    @property
-    def other_mode(self) -> str:
-        return REVERSE
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         flat, unravel = ravel_pytree(hparams)
@@ -84,12 +79,9 @@ class Forward(TracedEngine):
 
         (errors, s_T), rows = columns(0)
         if c < m:  # the same errors and s_T again, more columns
-            _, more = lax.scan(
-                lambda _, start: (None, columns(start)[1]), None, jnp.arange(c, m, c)
-            )
-            rows = jnp.concatenate(
-                [rows, jnp.moveaxis(more, 0, 1).reshape(len(errors), -1)], axis=1
-            )
+            more = lax.map(lambda start: columns(start)[1], jnp.arange(c, m, c))
+            more = jnp.moveaxis(more, 0, 1).reshape(len(errors), -1)
+            rows = jnp.concatenate([rows, more], axis=1)
         rows = jax.vmap(unravel)(rows[:, :m].astype(flat.dtype))
         return Solution(errors, rows, s_T)
 
@@ -102,21 +94,17 @@ class Forward(TracedEngine):
 
 def _check_room(system: System, hparams: PyTree, c: int) -> None:
     """Raise where c columns of Z, with the directions they belong to, exceed all the memory."""
-
-    def bytes_of(tree):
-        floats = eqx.filter(tree, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(floats))
-
-    state, direction = bytes_of(jax.eval_shape(system.initial, hparams)), bytes_of(hparams)
+    column = jax.eval_shape(system.initial, hparams), hparams
+    floats = eqx.filter(column, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
+    needed = c * tree_bytes(floats)
     on_host = jax.default_backend() == "cpu"  # there devices may share one memory
     free = free_bytes() * (jax.process_count() if on_host else jax.device_count())
-    if c * (state + direction) <= free:
+    if needed <= free:
         return
-    most = int(free // (2 * (state + direction)))  # leaves room for what else there is
+    most = int(free * c // (2 * needed))  # leaves room for what else there is
     chunk = f"`Forward(chunk={most})`, which takes several passes, or " if most else ""
     raise MemoryError(
-        f"Forward holds {c} columns of Z at once, each as large as the state ({show_bytes(state)}) "
-        f"with its direction ({show_bytes(direction)}): {show_bytes(c * (state + direction))}, where "
-        f"{show_bytes(free)} are free. Use {chunk}`Reverse()`, whose memory does not grow with the "
-        "number of hyperparameters."
+        f"Forward holds {c} columns of Z at once, each as large as the state with its direction: "
+        f"{show_bytes(needed)}, where {show_bytes(free)} are free. Use {chunk}`Reverse()`, whose "
+        "memory does not grow with the number of hyperparameters."
     )

@@ -53,14 +53,10 @@ INDEFINITE = (
 class Report(NamedTuple):
     """How far the result can be trusted."""
 
-    stationarity: Float[Array, ""]
-    """The inner gradient (or step) at the end, as a share of that at the beginning; 0 at a minimum."""
-    residual: Float[Array, ""]
-    """Of the linear system, relative to its right-hand side."""
-    curvature: Float[Array, ""]
-    """v H v / |v|^2 of its solution v: negative where H is not positive. For "neumann": 0."""
-    sound: Bool[Array, ""] | bool = True
-    """Whether the error's gradient, with which all begins, is finite."""
+    stationarity: Float[Array, ""]  # the last inner gradient (or step) as a share of the first
+    residual: Float[Array, ""]  # of the linear system, relative to its right-hand side
+    curvature: Float[Array, ""]  # v H v / |v|^2 of its solution v; 0 for "neumann"
+    sound: Bool[Array, ""] | bool = True  # whether the error's gradient is finite
 
 
 class Implicit(TracedEngine):

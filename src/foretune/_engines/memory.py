@@ -26,9 +26,7 @@ def parse_bytes(memory: object, where: str = "Auto") -> int:
         if match and match[2] in _UNITS and match[1].replace(".", "", 1).isdigit():
             found = int(float(match[1]) * _UNITS[match[2]])
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-        raise ValueError(
-            f'{where}(memory={memory!r}): give bytes, or a text like "4GiB" or "500MB".'
-        )
+        raise ValueError(f'{where}(memory={memory!r}): give bytes, or a text like "4GiB".')
     return int(found)
 
 
@@ -55,13 +53,8 @@ def program_bytes(program: jax.stages.Compiled) -> int:
     memory = program.memory_analysis()
     if memory is None:  # a backend that does not say
         return 0
-    total = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
-    return int(agreed(total))
+    given = memory.argument_size_in_bytes - memory.alias_size_in_bytes
+    return int(agreed(given + memory.output_size_in_bytes + memory.temp_size_in_bytes))
 
 
 def free_bytes() -> float:
@@ -85,9 +78,8 @@ def host_bytes(root: Path = Path("/")) -> float:
     group = root / "sys/fs/cgroup"
     try:
         limit, used = (float((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cached = re.search(
-            r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE
-        )
+        stat = (group / "memory.stat").read_text()
+        cached = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)
         return max(0.0, min(free, limit - used + (float(cached[1]) if cached else 0.0)))
     except (OSError, ValueError):  # no container, or "max": no limit
         return free

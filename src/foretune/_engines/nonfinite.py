@@ -93,7 +93,6 @@ def check_finite(when: object) -> Iterator[None]:
 
 
 def when_checked() -> bool | None:
-    """Return what `check_finite` was given."""
     return _WHEN.get()
 
 
@@ -302,7 +301,6 @@ def _march(problem: Problem, hparams: PyTree, direction: PyTree | None) -> March
 
 
 def _peak(tree: PyTree) -> Array:
-    """Return the largest magnitude among the floating-point leaves."""
     floats = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
     peaks = [jnp.max(jnp.abs(leaf), initial=0.0).astype(float) for leaf in floats]
     return jnp.max(jnp.array(peaks), initial=0.0)

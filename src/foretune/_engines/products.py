@@ -34,9 +34,8 @@ def pushforward(
 ) -> tuple:
     """Return f(*primals), computed once, and its derivative along each of the tangents.
 
-    Only floating-point leaves have tangents; `tangents` has None for the others. There is one for
-    each of the primals: stacked on a leading axis, or `Unstacked`, and so is what is returned. With
-    `chunk`, that number of stacked ones are in work at a time.
+    Tangents have None for leaves that are not floating-point; they are stacked on a leading axis, or
+    `Unstacked`, as is what is returned. With `chunk`, that many stacked ones are in work at a time.
     """
     moving, fixed = eqx.partition(primals, eqx.is_inexact_array)
 
@@ -58,10 +57,9 @@ def pushforward(
 
 
 def unstack(columns: PyTree[Float[Array, "c ..."]]) -> PyTree:
-    """Return a few stacked columns as single ones; many stay as they are.
+    """Return a few stacked columns as single ones, by which to multiply is faster than by a stack.
 
-    To multiply a matrix by a few single columns is faster than by a stack of them, but the program
-    grows with each.
+    Many stay as they are, since the program grows with each.
     """
     leaves = jax.tree.leaves(columns)
     if not leaves or (c := leaves[0].shape[0]) > _FEW.get(jax.default_backend(), 2):
@@ -89,10 +87,8 @@ def error_gradients(
 ) -> tuple[tuple[Float[Array, ""], ...], PyTree, PyTree]:
     """Return E(s_T, lambda), dE/ds and dE/dlambda, the last two with a leading axis of K errors."""
     errors, pull = eqx.filter_vjp(system.errors, s_T, hparams)
-    K = len(errors)
-    ones = tuple(jnp.eye(K, dtype=E.dtype)[k] for k, E in enumerate(errors))
-    alpha, explicit = pull_rows(pull, ones)
-    return errors, alpha, explicit
+    ones = tuple(jnp.eye(len(errors), dtype=E.dtype)[k] for k, E in enumerate(errors))
+    return errors, *pull_rows(pull, ones)
 
 
 def inner_products(rows: PyTree, columns: PyTree) -> Float[Array, "K c"]:
@@ -108,10 +104,7 @@ def inner_products(rows: PyTree, columns: PyTree) -> Float[Array, "K c"]:
 def directional(
     system: System, hparams: PyTree, directions: PyTree
 ) -> tuple[tuple[Float[Array, ""], ...], Float[Array, "K c"], PyTree]:
-    """Return the errors, their derivatives along each of c directions in lambda, and s_T.
-
-    The directions, and so the columns of Z, are stacked on a leading axis or `Unstacked`.
-    """
+    """Return the errors, their derivatives along each of c directions in lambda, and s_T."""
     s, Z = pushforward(system.initial, (hparams,), (directions,))
 
     def step(carry, x):

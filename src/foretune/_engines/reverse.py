@@ -15,7 +15,7 @@ dependence of s_0 on lambda and the direct dependence of E on lambda, which it l
 """
 
 import operator
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -73,6 +73,7 @@ class Reverse(TracedEngine):
     Array(0.25, dtype=float32)
     """
 
+    other_mode: ClassVar[str | None] = FORWARD
     store: Any = "states"  # a name or a number
     transpose: str = eqx.field(default="forward", kw_only=True)
     unroll: int = eqx.field(default=1, kw_only=True)
@@ -93,10 +94,6 @@ class Reverse(TracedEngine):
         if not isinstance(self.store, str):
             return Binomial(self.unroll, self.store)
         return STORES[self.store](self.unroll)
-
-    @property
-    def other_mode(self) -> str:
-        return FORWARD
 
     def transposing(self, system: System) -> System:
         """Return the system with its steps as `transpose` asks for them."""

@@ -5,15 +5,14 @@ Where each fold i = 1 .. k has a copy lambda_i of the hyperparameters, one adjoi
     d/dlambda_i  1/k sum_j E_j(s_T^j(lambda_j), lambda_j) = g_i / k.
 
 Their mean is the gradient of the mean error. But a training that amplifies small changes has a gradient
-that is exact, a thousand times as long as others, and tells nothing of a step of tuning; the mean is
-then that one gradient. Taken as one slope with errors of their own size, the best mean weighs each by
-the inverse of its second moment. Of a gradient that is longer than others its square estimates that:
+that is exact, a thousand times as long as others, and useless; the mean is then that one gradient. The
+best mean of slopes weighs each by the inverse of its second moment, which the square of a long gradient
+estimates:
 
     g = sum_i w_i g_i / sum_i w_i,    w_i = 1 / max(1, |g_i|^2 / q^2),
 
 with q the length of the second shortest, or with more than eleven folds of that at the lower quarter.
-Lengths are of leaves in units of the middle one's, so that units do not count. Where all are about as
-long it is their mean.
+Lengths are of leaves in units of the middle one's, so that units do not count.
 
 Time and memory: those of the engine for the mean, with `Forward` k times the tangents.
 """
@@ -41,10 +40,9 @@ class RobustMean(TracedEngine):
     """The hypergradient of a `Mean` as a mean in which long ones count less.
 
     Use it where the folds are trainings with starts and batches of their own, and some of them amplify
-    small changes: their gradients are exact, exploding, and of no use. A fold whose gradient
-    is r times as long as the second shortest counts 1 / r^2, in all hyperparameters. Where all are
-    about as long it is their mean. It is approximate: not the gradient of the value, which is the mean
-    error, as ever. Give three folds or more.
+    small changes. A fold whose gradient is r times as long as the second shortest counts 1 / r^2, in
+    all hyperparameters; where all are about as long it is their mean. It is approximate: not the
+    gradient of the value, which is the mean error. Give three folds or more.
 
     Args:
         engine: of each fold's gradient: `Reverse()` (default), `Forward()` or `Truncated(k)`.
@@ -74,7 +72,7 @@ class RobustMean(TracedEngine):
         self.engine = Reverse() if engine is None else engine
 
     @property
-    def other_mode(self) -> str | None:
+    def other_mode(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.engine.other_mode
 
     def review(self, report: Any) -> None:
@@ -83,8 +81,8 @@ class RobustMean(TracedEngine):
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         if not isinstance(problem, Mean):
             raise TypeError(
-                f"RobustMean takes a `foretune.Mean` of problems, got {describe(problem)}. Give "
-                "another engine, or the mean over several draws: `Mean.of_draws(draw, 8)`."
+                f"RobustMean takes a `foretune.Mean`, `Mean.of_draws(draw, 8)` say; got "
+                f"{describe(problem)}."
             )
         k, unshared = problem.count, problem.unshared()
         copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (k, *leaf.shape)), hparams)

@@ -209,7 +209,6 @@ def _split(steps: int, states: int) -> int:
 def advance(
     system: System, hparams: PyTree, s: PyTree, first: Index, count: int, unroll: int
 ) -> PyTree:
-    """Return the state after `count` steps."""
     if count == 0:
         return s
 
@@ -290,7 +289,6 @@ def take(kept: PyTree, slot: Index) -> PyTree:
 
 
 def put(kept: PyTree, slot: Index, s: PyTree) -> PyTree:
-    """Return a stack with another entry in this place."""
     return jax.tree.map(
         lambda old, new: lax.dynamic_update_index_in_dim(old, new, slot, 0), kept, s
     )

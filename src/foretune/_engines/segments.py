@@ -38,10 +38,10 @@ from .schedules import (
 )
 from .split import Split, split_step
 
-BLOCK = 8
-"""A state is found again by at most this many updates less one, half of that on the mean."""
-WORTH = 4000
-"""Operations of a gradient for each number of the state, above which updates cost little beside it."""
+BLOCK = 8  # a state is found again by at most this many updates less one
+WORTH = (
+    4000  # operations of a gradient for each number of the state, beside which updates are cheap
+)
 
 
 class Segments(Schedule):
@@ -132,7 +132,6 @@ class Lengths(NamedTuple):
     block: int
 
     def states(self, gradient: float) -> float:
-        """Return what is held, in states, where a gradient has this share of one."""
         return max(self.segments - 2, 0) + self.blocks + self.length * gradient
 
 
@@ -227,7 +226,6 @@ class _Split(NamedTuple):
     def _pull(
         self, system: System, hparams: PyTree, record: _Record, adjoint: Adjoint, k: Index
     ) -> Adjoint:
-        """Return the adjoint before segment k."""
         lengths = self._lengths(system, take(record.starts, 0))
         first, steps = _span(system, lengths, k)
 

@@ -22,7 +22,7 @@ ICML 2019; Salimans et al., Evolution Strategies, 2017.
 import math
 import sys
 import warnings
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -99,10 +99,28 @@ class Sampling(NamedTuple):
 class Neighbourhood(TracedEngine):
     """What `Smoothed` and `Evolution` share: points in pairs around the hyperparameters."""
 
-    radius: eqx.AbstractVar[float]
-    samples: eqx.AbstractVar[int]
-    seed: eqx.AbstractVar[tuple[int, ...]]
-    space: eqx.AbstractVar[Space]
+    radius: float
+    samples: int
+    seed: tuple[int, ...]
+    space: Space
+
+    def __init__(self, radius: object, samples: object, key: object, constraints: PyTree):
+        name = type(self).__name__
+        number = isinstance(radius, int | float | np.floating | np.integer)
+        if not number or isinstance(radius, bool) or not 0 < radius < math.inf:
+            raise ValueError(
+                f"{name}(radius={radius!r:.60}): give a positive number, 0.1 for a tenth."
+            )
+        self.radius, self.space = float(radius), Space(constraints)
+        self.samples = check_count(samples, f"{name}(samples={samples!r:.60})")
+        with jax.ensure_compile_time_eval():  # inside `jit` too
+            if isinstance(key, int | np.integer) and not isinstance(key, bool):
+                key = jax.random.key(int(key))
+            check_key(key, f"{name}(key=...)")
+            data = np.asarray(jax.random.key_data(key))  # pyright: ignore[reportArgumentType]
+            if data.size != 2:  # of another generator
+                data = np.asarray(jax.random.bits(key, (2,)))  # pyright: ignore[reportArgumentType]
+        self.seed = tuple(map(int, data))
 
     def within(self, constraints: PyTree) -> "Neighbourhood":
         """Return the engine with its points inside constraints, unless it has some already."""
@@ -167,6 +185,7 @@ class Neighbourhood(TracedEngine):
             )
             if diverged == self.samples:
                 raise NonFiniteError(message)
+            message += " These pairs are left out."
             warnings.warn(message, RuntimeWarning, stacklevel=users_level(sys._getframe()))
 
 
@@ -197,11 +216,8 @@ class Evolution(Neighbourhood):
     -2.000
     """
 
-    radius: float
-    samples: int
-    seed: tuple[int, ...]
-    space: Space
     chunk: int | None
+    differentiates: ClassVar[bool] = False  # an accuracy will do
 
     def __init__(
         self,
@@ -212,14 +228,10 @@ class Evolution(Neighbourhood):
         constraints: PyTree = None,
         chunk: int | None = None,
     ):
-        self.radius, self.samples, self.seed = _checked("Evolution", radius, samples, key)
-        self.space, self.chunk = Space(constraints), chunk
+        super().__init__(radius, samples, key, constraints)
+        self.chunk = chunk
         if chunk is not None:
             check_count(chunk, f"Evolution(chunk={chunk})")
-
-    @property
-    def differentiates(self) -> bool:
-        return False
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         both, d, _ = self.points(hparams, uniform=False)
@@ -261,10 +273,6 @@ class Smoothed(Neighbourhood):
     """
 
     engine: TracedEngine
-    radius: float
-    samples: int
-    seed: tuple[int, ...]
-    space: Space
 
     def __init__(
         self,
@@ -281,8 +289,8 @@ class Smoothed(Neighbourhood):
                 f"Smoothed's engine is {describe(engine)}; give one that is a single program, as in "
                 "`Smoothed(Reverse(), radius=0.1)`."
             )
-        self.engine, self.space = engine, Space(constraints)
-        self.radius, self.samples, self.seed = _checked("Smoothed", radius, samples, key)
+        self.engine = engine
+        super().__init__(radius, samples, key, constraints)
         if self.samples < 2:
             raise ValueError("Smoothed(samples=1): variances need two samples or more.")
 
@@ -363,21 +371,3 @@ def _combined(
     square = jnp.where(share > 0, share * error_a, 0) ** 2
     square += jnp.where(share < 1, (1 - share) * error_b, 0) ** 2
     return mean, jnp.sqrt(square)
-
-
-def _checked(
-    name: str, radius: object, samples: object, key: object
-) -> tuple[float, int, tuple[int, ...]]:
-    """Return radius, samples and the key's numbers, or raise."""
-    number = isinstance(radius, int | float | np.floating | np.integer)
-    if not number or isinstance(radius, bool) or not 0 < radius < math.inf:
-        raise ValueError(f"{name}(radius={radius!r:.60}): give a positive number, 0.1 for a tenth.")
-    count = check_count(samples, f"{name}(samples={samples!r:.60})")
-    with jax.ensure_compile_time_eval():  # inside `jit` too
-        if isinstance(key, int | np.integer) and not isinstance(key, bool):
-            key = jax.random.key(int(key))
-        check_key(key, f"{name}(key=...)")
-        data = np.asarray(jax.random.key_data(key))  # pyright: ignore[reportArgumentType]
-        if data.size != 2:  # of another generator
-            data = np.asarray(jax.random.bits(key, (2,)))  # pyright: ignore[reportArgumentType]
-    return float(radius), count, tuple(map(int, data))

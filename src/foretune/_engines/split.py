@@ -3,8 +3,7 @@
     g_t = gradient(s_{t-1}, lambda, x_t),      s_t = update(s_{t-1}, lambda, x_t, g_t)
 
 Where the gradients are stored, a state is found again by updates alone. The parts are read off the
-step's own program, in which `Training` has marked the gradient, so that whatever is around it (folds
-side by side, frozen weights) needs nothing of its own.
+step's own program, in which `Training` has marked the gradient.
 """
 
 import math
@@ -21,11 +20,10 @@ from .._problem.jaxprs import equations, subjaxprs
 from .._problem.system import System
 from .._problem.training import GRADIENT
 
-COSTLY = (
+COSTLY = (  # an update that is computed several times has none of these
     "dot_general", "conv_general_dilated", "ragged_dot", "scan", "while", "sort", "fft", "eigh", "svd",
     "qr", "cholesky", "lu", "triangular_solve", "custom_call", "pure_callback", "io_callback",
 )  # fmt: skip
-"""Operations of which an update that is computed several times has none."""
 
 
 class Split(NamedTuple):
@@ -38,11 +36,8 @@ class Split(NamedTuple):
 
     def known(self, s: PyTree, hparams: PyTree, x: PyTree, g: list[Array]) -> PyTree:
         """Return the next state for the price of an update; its derivative is that of the step."""
-        found = self.gradient(s, hparams, x)
-        g = [
-            _standing_for(a, b) if eqx.is_inexact_array(b) else b
-            for a, b in zip(found, g, strict=True)
-        ]
+        pairs = zip(self.gradient(s, hparams, x), g, strict=True)
+        g = [_standing_for(a, b) if eqx.is_inexact_array(b) else b for a, b in pairs]
         return self.update(s, hparams, x, g)
 
 

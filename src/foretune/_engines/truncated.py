@@ -9,11 +9,9 @@ which leaves out the influence of the hyperparameters on s_{T-k}. Exactly that i
     grad f - g_k = alpha_{T-k} ds_{T-k}/dlambda.
 
 It is small where the training forgets: near a minimum, with steps that contract by a factor rho in
-every direction, |alpha_{T-k}| <= rho^k |alpha_T|. On a stretch where the training does not
-contract (few steps, a small learning rate, momentum near 1) it need not be small, and may have the
+every direction, |alpha_{T-k}| <= rho^k |alpha_T|. Where the training does not contract it may have the
 wrong sign. So a call warns where the older half of the k steps has more than a fifth of the sum of both
-halves' lengths: what is older still would not be less. Each half has a copy of the hyperparameters, so
-that one adjoint gives both.
+halves' lengths. Each half has a copy of the hyperparameters, so that one adjoint gives both.
 
 Time: a training run, and k steps more than once. Memory: k states, whatever T is.
 Reference: Shaban et al., Truncated Back-propagation for Bilevel Optimization, AISTATS 2019.
@@ -21,7 +19,7 @@ Reference: Shaban et al., Truncated Back-propagation for Bilevel Optimization, A
 
 import sys
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +42,10 @@ TOLERATED = 0.2  # the older half's share
 class Truncated(TracedEngine):
     """An approximate hypergradient: reverse mode over the last `steps` steps alone.
 
-    Use it where reverse mode's memory or time over all T steps is too much, the hyperparameters are
-    too many for `Forward`, and the training has settled: its error is the influence that the
-    hyperparameters had through the state before the last `steps` steps. Exact memory savings,
-    without that error, are `Reverse(store=...)`. With `steps` of T or more it is `Reverse`. A call
-    outside of `jax.jit` warns where the older half of the steps still has a large part of the gradient.
+    Use it where reverse mode over all T steps takes too long, the hyperparameters are too many for
+    `Forward`, and the training has settled: its error is the influence that the hyperparameters had
+    through the state before the last `steps` steps. `Reverse(store=...)` saves memory without that
+    error. A call outside of `jax.jit` warns where the older half still has much of the gradient.
 
     Args:
         steps: k, the steps to go back over.
@@ -66,6 +63,7 @@ class Truncated(TracedEngine):
     0.96875
     """
 
+    other_mode: ClassVar[str | None] = FORWARD
     steps: Any  # a number
     reverse: Reverse
 
@@ -73,10 +71,6 @@ class Truncated(TracedEngine):
         check_not_problem("Truncated", steps)
         check_count(steps, f"Truncated(steps={steps})")
         self.steps, self.reverse = steps, Reverse(store)
-
-    @property
-    def other_mode(self) -> str:
-        return FORWARD
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         """Return the errors, g_k and s_T, and the lengths of both halves' parts."""
@@ -92,13 +86,11 @@ class Truncated(TracedEngine):
 
             return by_copy
 
+        halves = jnp.arange(self.steps) * 2 // self.steps
         last = system._replace(
             step=of_half(system.step),
             transposable=of_half(system.transposable),
-            xs=(
-                jnp.arange(self.steps) * 2 // self.steps,
-                jax.tree.map(lambda leaf: leaf[before:], system.xs),
-            ),
+            xs=(halves, jax.tree.map(lambda leaf: leaf[before:], system.xs)),
             steps=self.steps,
         )
         copies = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), hparams)
@@ -119,14 +111,13 @@ class Truncated(TracedEngine):
             more = f" and of {len(parts) - 3} more" if len(parts) > 3 else ""
             warnings.warn(
                 f"Truncated({self.steps}): the older half of these steps still has "
-                f"{', '.join(parts[:3])}{more}; the steps that are left out would have about as much. "
-                "Take more steps, or `Reverse(store=...)`, which is exact in as little memory.",
+                f"{', '.join(parts[:3])}{more}; those left out would have about as much. Take more "
+                "steps, or `Reverse(store=...)`, which is exact in as little memory.",
                 RuntimeWarning,
                 stacklevel=users_level(sys._getframe()),
             )
 
 
 def _lengths(part: Array) -> Float[Array, " 2"]:
-    """Return the length of each half's part."""
     flat = part.reshape(*part.shape[:2], -1).astype(np.promote_types(part.dtype, np.float32))
     return jnp.sqrt(jnp.sum(flat**2, (0, 2)))

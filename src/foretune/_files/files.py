@@ -57,10 +57,9 @@ def write_whole(
         sync: whether to wait until it is on the disk, and would outlive a power cut.
 
     >>> import tempfile
-    >>> from foretune import report
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "result.json")
-    ...     report.write_whole(path, "{}")
+    ...     write_whole(path, "{}")
     ...     path.read_text(), len(list(Path(folder).iterdir()))
     ('{}', 1)
     """

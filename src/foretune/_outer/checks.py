@@ -1,14 +1,13 @@
 """What the drivers check of their arguments before anything is compiled."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import equinox as eqx
 import optax
 from jaxtyping import PyTree
 
 from .._problem.checks import check_signature, describe
-from .._problem.validation import UNTRACEABLE, noting
+from .._problem.validation import noting
 from .callbacks import Callback
 
 
@@ -60,7 +59,7 @@ def check_evaluate(
     evaluate: Callable[..., object], state: PyTree, hparams: PyTree, names: Iterable[str]
 ) -> None:
     """Raise where `evaluate` cannot be traced on the shapes of a state, or returns no metrics."""
-    with noting("evaluate(state, hparams)", state=state, hparams=hparams), explaining_traces():
+    with noting("evaluate(state, hparams)", state=state, hparams=hparams):
         metrics = eqx.filter_eval_shape(evaluate, state, hparams)
     named = isinstance(metrics, dict) and all(
         isinstance(name, str) and _is_scalar(metric) for name, metric in metrics.items()
@@ -74,18 +73,3 @@ def check_evaluate(
 
 def _is_scalar(metric: object) -> bool:
     return isinstance(metric, int | float) or getattr(metric, "shape", None) == ()
-
-
-@contextlib.contextmanager
-def explaining_traces() -> Iterator[None]:
-    """Explain errors of a user's `evaluate` that cannot be compiled."""
-    try:
-        yield
-    except UNTRACEABLE as error:
-        raise TypeError(
-            "evaluate(state, hparams) is compiled: it cannot use NumPy, `float(...)`, `.item()` or "
-            "an `if` on what it computes. Write it with jax.numpy and return its arrays, "
-            '`{"accuracy": jnp.mean(...)}`. What cannot be compiled goes into `step(run)` of a '
-            "callback, where `run.state` and `run.hparams` hold numbers. JAX says: "
-            + str(error).splitlines()[0]
-        ) from error

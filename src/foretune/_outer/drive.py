@@ -23,7 +23,6 @@ from .._files.records import Record
 from .._problem.arguments import filtered
 from .._problem.checks import describe, named_leaves
 from .callbacks import Callback
-from .checks import explaining_traces
 from .interrupt import Interrupt
 from .run import Best, Result, Run
 
@@ -130,8 +129,7 @@ def _note(
     """Let the run stand after a step, in every respect."""
     record = {"step": step, **found.record}
     if evaluate is not None:
-        with explaining_traces():
-            record |= _metrics(evaluate, *found.arguments)
+        record |= _metrics(evaluate, *found.arguments)
     record = plain(record)
     best = run.best
     if found.counts:

@@ -92,7 +92,6 @@ class Compiled:
         return self._program(*arguments[: self._static])(*arguments[self._static :])
 
     def lower(self, *arguments: PyTree) -> jax.stages.Lowered:
-        """Return the program, not yet compiled."""
         return self._program(*arguments[: self._static]).lower(*arguments[self._static :])
 
 

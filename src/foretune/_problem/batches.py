@@ -82,8 +82,8 @@ class Minibatches(Batches):
         self.data, self.gather = as_data(data, "Minibatches' data"), gather
         n = check_leading_axis(self.data, "Minibatches' data") if gather is None else None
         self.indices = as_arrays(indices, "Minibatches' indices")
-        shown, dtype = describe(self.indices), getattr(self.indices, "dtype", None)
-        if not (eqx.is_array(self.indices) and jnp.issubdtype(dtype, jnp.integer)):
+        shown = describe(self.indices)
+        if not (eqx.is_array(self.indices) and jnp.issubdtype(self.indices.dtype, jnp.integer)):
             raise TypeError(f"Minibatches' indices must be an integer array, got {shown}.")
         if self.indices.ndim == 0 or self.indices.size == 0:
             raise ValueError(f"Minibatches' indices are {shown}: give (T, batch size), not empty.")
@@ -91,7 +91,7 @@ class Minibatches(Batches):
             return
         with jax.ensure_compile_time_eval():  # as given: they may wrap on their way to the device
             low, high = int(indices.min()), int(indices.max())
-        run = f"Minibatches' indices run from {low} to {high}"
+        run, dtype = f"Minibatches' indices run from {low} to {high}", self.indices.dtype
         if low < jnp.iinfo(dtype).min or high > jnp.iinfo(dtype).max:
             raise ValueError(f"{run}: they would wrap as {dtype}. Switch JAX to 64 bits.")
         if n is not None and (low < 0 or high >= n):
@@ -149,7 +149,7 @@ class Minibatches(Batches):
         return self.at(_shuffled(n, batch_size, steps, key).astype(self.indices.dtype))
 
     @property
-    def steps(self) -> int:
+    def steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.indices.shape[0]
 
     @property
@@ -208,7 +208,7 @@ class Stacked(Batches):
         check_count(steps, f"the leading axis of the batches, T = {steps}")
 
     @property
-    def steps(self) -> int:
+    def steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return jax.tree.leaves(self.xs)[0].shape[0]
 
     def batch(self, x: PyTree[Array]) -> PyTree[Array]:

@@ -166,13 +166,11 @@ def check_some_number(tree: PyTree, name: str) -> None:
 
 
 def check_flag(flag: object, given: str) -> None:
-    """Raise unless `flag` is True or False."""
     if not isinstance(flag, bool):
         raise TypeError(f"{given} is {describe(flag)}: give True or False.")
 
 
 def check_key(key: object, given: str) -> None:
-    """Raise unless `key` is one random key."""
     try:
         jax.eval_shape(jax.random.fold_in, key, 0)
     except Exception as error:
@@ -221,16 +219,14 @@ def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
     if all(map(_is_hyperparameter, leaves)):
         return hparams
     for path, leaf in named_leaves(hparams, "hparams").items():
-        if not isinstance(leaf, jax.Array):
+        if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.floating):
             number = isinstance(leaf, int | float)
-            remedy = f"Write `{float(leaf)!r}`" if number else "Keep it out of hparams"
-            raise TypeError(
-                f"{path} is {describe(leaf)}; hyperparameters are floats and float arrays. {remedy}."
+            remedy = (
+                f"Write `{float(leaf)!r}`" if number else "Convert it, or keep it out of hparams"
             )
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"{path} is {describe(leaf)}; only floating-point hyperparameters have a gradient. "
-                "Convert it to float, or keep it out of hparams."
+                f"{remedy}."
             )
         if leaf.size == 0:
             raise ValueError(f"{path} is {describe(leaf)}: it holds no number.")

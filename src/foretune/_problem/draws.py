@@ -36,7 +36,6 @@ class Drawn(eqx.Module):
     structure: Structure = eqx.field(static=True)
 
     def at(self, key: Array) -> "Drawn":
-        """Return the same draw with another key."""
         return eqx.tree_at(lambda drawn: drawn.key, self, key)
 
     def problem(self) -> Definition:

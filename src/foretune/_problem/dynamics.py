@@ -51,11 +51,6 @@ class Dynamics(eqx.Module):
         """Return the same dynamics with a step that is cheap to transpose, without forward mode."""
         return self
 
-    @property
-    def carried(self) -> tuple[str, ...]:
-        """The paths of hyperparameters that the initial state may depend on already."""
-        return ()
-
 
 class Wrapper(Dynamics):
     """A dynamics that does as another one, but for what a subclass overrides."""
@@ -81,14 +76,11 @@ class Wrapper(Dynamics):
 class Continued(Wrapper):
     """A dynamics that starts from a state it is given."""
 
-    carries: tuple[str, ...] = eqx.field(static=True, default=())
+    # the paths of hyperparameters that the state may depend on already
+    carried: tuple[str, ...] = eqx.field(static=True, default=())
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
         return params
-
-    @property
-    def carried(self) -> tuple[str, ...]:
-        return self.carries
 
 
 def check_dynamics(dynamics: object) -> Dynamics:

@@ -61,19 +61,14 @@ class Mean(Problem):
     def __init__(self, problems: object):
         problems = _checked(problems)
         self.count = len(problems)
-        objectives = [problem.objectives for problem in problems]
-        for k, others in enumerate(objectives):
-            if list(others) != list(objectives[0]):
-                raise ValueError(
-                    f"fold {k} has objectives for {list(others)}, fold 0 for {list(objectives[0])}."
-                )
-        mean = {
-            name: MeanObjective(_combine([o[name] for o in objectives], "objective"), self.count)
-            for name in objectives[0]
-        }
+        objective = _combine([p.objective for p in problems], "objective")
+        if isinstance(objective, dict):
+            mean = {name: MeanObjective(f, self.count) for name, f in objective.items()}
+        else:
+            mean = MeanObjective(objective, self.count)
         super().__init__(
             MeanDynamics(_combine([p.dynamics for p in problems], "dynamics"), self.count),
-            mean.get(None, mean),
+            mean,
             _combine([p.init for p in problems], "init"),
             MeanBatches([p.batches for p in problems]),
             _combine([p.validation for p in problems], "validation"),
@@ -147,8 +142,7 @@ class MeanDynamics(Wrapper):
     """The inner dynamics side by side: the state is the stack of their states."""
 
     count: int = eqx.field(static=True)
-    shared: bool = True
-    """Whether all have the same hyperparameters, or each its own: a stack of them."""
+    shared: bool = True  # whether all have the same hyperparameters, or each its own
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
         h = hparams if self.shared else _per_fold(hparams)

@@ -9,13 +9,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .arguments import Compiled, Output, Structure, flatten, unflatten
 from .batches import Batches, Stacked, warn_of_rows
-from .checks import (
-    as_arrays,
-    check_data,
-    check_hparams,
-    check_objective,
-    check_signature,
-)
+from .checks import as_arrays, check_data, check_hparams, check_objective, check_signature
 from .definition import Definition
 from .draws import Draw, Drawn
 from .dynamics import check_dynamics

@@ -47,7 +47,6 @@ class System(NamedTuple):
 
     @property
     def sees_all(self) -> bool:
-        """Whether a step sees all of lambda."""
         return self.seen is _all_of_it
 
     def run(self, hparams: PyTree) -> PyTree:

@@ -33,8 +33,7 @@ BRANCHES = (
     "schedules do. Write the schedule as a formula in the step, `optax.adam(lambda t: h['lr'] * "
     "jnp.minimum(1, (t + 1) / 9))`, or scale one of plain numbers, `lambda t: h['lr'] * schedule(t)`."
 )
-GRADIENT = "foretune.gradient"
-"""What the value, the model state and the gradient of a loss are called where a step is transposed."""
+GRADIENT = "foretune.gradient"  # marks what a loss and its gradient return, for `split.py`
 FLAX = "flax.nnx.module.Module"  # told by name: Flax is not a dependency
 
 Objective = Callable[[PyTree], tuple[Float[Array, ""], PyTree]]  # weights -> loss, model state

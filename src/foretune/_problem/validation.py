@@ -195,7 +195,7 @@ def _check_dependence(problem: Definition, hparams: PyTree, smooth: bool) -> tup
         wanted = [k == rows[owner] for k in range(len(jaxpr.outvars))]
         _, used = partial_eval.dce_jaxpr(jaxpr, wanted)
         # The direction (or the hyperparameters) are the last inputs.
-        if not used[i] and path not in problem.dynamics.carried:
+        if not used[i] and path not in getattr(problem.dynamics, "carried", ()):
             unused.append(path)
     if unused:
         raise ValueError(
@@ -211,7 +211,8 @@ def _check_dependence(problem: Definition, hparams: PyTree, smooth: bool) -> tup
 def _remedy(problem: Definition, all_unused: bool) -> str:
     remedy = (
         "Use it in the loss, the optimizer, the initial state or the objective (not only under "
-        "`stop_gradient`, an integer cast or a comparison), or take it out of hparams."
+        "`stop_gradient`, an integer cast or a comparison), or take it out of hparams. A dropout rate "
+        "needs `foretune.dropout`."
     )
     if all_unused:
         remedy = (
