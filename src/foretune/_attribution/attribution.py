@@ -15,9 +15,8 @@ from .._problem.checks import check_count
 class Attribution(NamedTuple):
     """The scores of n training examples (or groups of them) for K queries.
 
-    `scores[k, i]` is the derivative of the error of query k in the weight of example i, at the weights
-    of the training: negative where the example helps, positive where it harms, 0 where it was not
-    trained on. `errors[k]` is the error itself, `share` the weight that all examples had.
+    `scores[k, i]` is the derivative of the error of query k in the weight of example i: negative where
+    the example helps. `errors[k]` is the error itself, `share` the weight that all examples had.
 
     >>> import foretune as ft, numpy as np
     >>> found = ft.Attribution(np.array([[0.1, -0.3, 0.0, 0.2]]), np.array([1.0]))
@@ -40,25 +39,15 @@ class Attribution(NamedTuple):
         return _first(-self.scores, k, "bottom")
 
     def change(self, left_out: ArrayLike | Sequence[int]) -> Float[np.ndarray, " K"]:
-        """Return the predicted change of each error where some examples are left out.
-
-        Args:
-            left_out: their numbers, each once, or a mask.
-
-        It is minus the sum of their scores: to first order, and for weights of 1.
-        """
+        """Return the predicted change of each error without some examples: their numbers, or a mask."""
         chosen, n = np.asarray(left_out), self.scores.shape[1]
         if chosen.dtype != bool:
             numbers = chosen.ndim == 1 and np.issubdtype(chosen.dtype, np.integer) and chosen.size
             if not numbers or chosen.min() < 0 or chosen.max() >= n:
-                raise ValueError(
-                    f"change({left_out!r:.60}): give numbers of examples, from 0 to {n - 1}, or a mask "
-                    f"of {n}."
-                )
+                wanted = f"give numbers of examples, from 0 to {n - 1}, or a mask"
+                raise ValueError(f"change({left_out!r:.60}): {wanted}.")
             if len(np.unique(chosen)) < len(chosen):
                 raise ValueError(f"change({left_out!r:.60}): an example is left out once, or not.")
-        elif chosen.shape != (n,):
-            raise ValueError(f"change(...): the mask has the shape {chosen.shape}, not ({n},).")
         return -self.scores[:, chosen].sum(1)
 
     def save(self, path: str | Path) -> None:
@@ -79,10 +68,8 @@ class Attribution(NamedTuple):
                 )
             return cls(scores, errors, share)
         except (Damaged, KeyError, ValueError) as error:
-            raise ValueError(
-                f"{path} is no attribution: a file that `Attribution.save` wrote is expected "
-                f"({type(error).__name__}: {error!s:.100})."
-            ) from error
+            why = f"{type(error).__name__}: {error!s:.100}"
+            raise ValueError(f"{path} is no attribution ({why}).") from error
 
     def __repr__(self) -> str:
         K, n = self.scores.shape
