@@ -23,6 +23,7 @@ import foretune as ft
 from benchmarks import attribution_methods as methods
 from benchmarks import transformer
 from benchmarks.harness import Table, command_line, record, time_in_turns
+from benchmarks.retraining import validate
 from experiments.complexity.programs import Point, losses, make_data, make_problem
 from experiments.datasets import load
 from experiments.language import model as language_model
@@ -232,7 +233,7 @@ def validated(make: Any, seed: int, quick: bool, first: bool) -> dict[str, Any]:
     subsets = 10 if quick else 50
     key = jax.random.key(seed)
     exact = {
-        drop: found.validate(problem, hparams, queries, subsets=subsets, drop=drop, key=key)
+        drop: validate(found, problem, hparams, queries, subsets=subsets, drop=drop, key=key)
         for drop in DROPS
     }
 

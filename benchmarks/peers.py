@@ -67,7 +67,8 @@ def measure(problem: str, arguments: argparse.Namespace) -> tuple[int, dict[str,
             print(f"[{time.strftime('%H:%M:%S')}]", problem, library, file=sys.stderr, flush=True)
             try:
                 limit = 10 * arguments.limit
-                row = json.loads(started("worker", {**request, "library": library}, limit))
+                answer = started("worker", {**request, "library": library}, limit)
+                row: dict[str, Any] = json.loads(answer)
             except subprocess.CalledProcessError as error:
                 row = {"failed": f"ended with code {error.returncode}"}
             except subprocess.TimeoutExpired as error:

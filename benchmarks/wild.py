@@ -319,7 +319,8 @@ def cross_validate(
         where = np.concatenate([fold, np.arange(m) % FOLDS])
         for f in range(FOLDS):
             use, rows = np.flatnonzero(where != f), np.flatnonzero(fold == f)
-            fitted: Any = clone(model).fit(take(everything, use), labels[use])
+            again: Any = clone(model)
+            fitted = again.fit(take(everything, use), labels[use])
             found[np.ix_(rows, fitted.classes_)] = fitted.predict_proba(take(x, rows))
     return found
 

@@ -33,7 +33,7 @@ class Leapfrog(ft.Dynamics):
         """Return where the planet is, how fast, and no error yet."""
         return {"x": params["x"], "v": hparams["velocity"], "error": jnp.zeros(())}
 
-    def step(self, state, hparams, observed):
+    def step(self, state, hparams, batch):
         """Return the same a moment later, with the squared distance to what was observed."""
 
         def acceleration(x):
@@ -43,7 +43,7 @@ class Leapfrog(ft.Dynamics):
         v = state["v"] + 0.5 * DT * acceleration(state["x"])
         x = state["x"] + DT * v
         v = v + 0.5 * DT * acceleration(x)
-        return {"x": x, "v": v, "error": jnp.sum((x - observed) ** 2)}
+        return {"x": x, "v": v, "error": jnp.sum((x - batch) ** 2)}
 
 
 def _cubed(offset):

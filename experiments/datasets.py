@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foretune._engines.auto import show_bytes
+from foretune._engines.memory import show_bytes
 from foretune.apps._optional import needs
 from foretune.apps._tables import DataError, read_table
 from foretune.report import RunError
@@ -116,7 +116,7 @@ def _cifar(name: str) -> Dataset:
         found = names.read_text(encoding="utf-8", errors="replace").splitlines()
         if len(found) != (count := len(np.unique(table.y))):
             raise DataError(f"{names} has {len(found)} lines, and {file} has {count} classes.")
-    return Dataset(table.x.astype(np.float32), table.y.astype(np.int32), None, name, found)
+    return Dataset(np.asarray(table.x, np.float32), table.y.astype(np.int32), None, name, found)
 
 
 def cache_folder() -> Path:

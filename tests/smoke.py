@@ -126,7 +126,7 @@ def use_command_line(folder: Path) -> None:
     np.savez(folder / "checked.npz", x=x[40:], y=right[40:])
     files = str(folder / "train.npz"), "--clean", str(folder / "checked.npz")
     out = folder / "run"
-    command("clean", *files, "--model", "softmax", "--iterations", "5", "--out", str(out))
+    command("clean", *files, "--out", str(out))
     assert (out / "suspects.csv").is_file()
     (out / "report.html").unlink()
     command("report", str(out))
@@ -137,7 +137,7 @@ def use_apps(folder: Path) -> None:
     from foretune.apps import LabelCleaner
 
     x, right, given = labelled_rows()
-    cleaner = LabelCleaner("softmax", random_state=0)
+    cleaner = LabelCleaner(random_state=0)
     cleaner.fit(x[:40], given[:40], X_clean=x[40:], y_clean=right[40:])
     assert cleaner.score(x, right) > 0.8
 
@@ -148,9 +148,7 @@ def use_tables(folder: Path) -> None:
         lines = [f"{a},{b},{c},{label}" for (a, b, c), label in zip(rows, labels, strict=True)]
         (folder / f"{name}.csv").write_text("\n".join(["a,b,c,label", *lines]))
     files = str(folder / "train.csv"), "--clean", str(folder / "checked.csv")
-    command(
-        "clean", *files, "--model", "softmax", "--iterations", "5", "--out", str(folder / "run")
-    )
+    command("clean", *files, "--out", str(folder / "run"))
     assert (folder / "run" / "suspects.csv").is_file()
 
 

@@ -35,9 +35,10 @@ from foretune import (
 )
 from foretune.apps import LabelCleaner
 from foretune.apps._features import ColumnScale
-from foretune.report import Lines, Phases, RunFolder, say
+from foretune.report import Lines, say
 
 from ..datasets import check_memory, load
+from ..runs import Phases, RunFolder
 from .page import draw, gallery, tables
 from .splits import LARGEST, SUSPECT_BELOW, Split, score, split
 
@@ -288,11 +289,9 @@ def fit_cleaners(splits: list[Split], phases: Phases) -> list[LabelCleaner]:
     """Return this package's default cleaner, fitted to each seed."""
     cleaners = []
     for seed, s in enumerate(splits):
-        phases.begin(f"LabelCleaner, seed {seed + 1} of {len(splits)}: compiling, then descending")
-        cleaner = LabelCleaner("kernel", callbacks=[Lines()], random_state=seed)
+        phases.begin(f"LabelCleaner, seed {seed + 1} of {len(splits)}: its ensemble, by folds")
+        cleaner = LabelCleaner(random_state=seed)
         cleaners.append(cleaner.fit(s.x, s.given, s.x_checked, s.checked))
-        if cleaner.stopped_ == "interrupted":
-            raise KeyboardInterrupt
     return cleaners
 
 

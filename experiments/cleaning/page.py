@@ -6,9 +6,10 @@ import numpy as np
 
 from foretune.apps import LabelCleaner
 from foretune.apps._shown import write_picture
-from foretune.report import RunFolder, curves, histogram
+from foretune.report import curves, histogram
 
 from ..datasets import Dataset
+from ..runs import RunFolder
 from .splits import SUSPECT_BELOW, Scores, Split
 
 
@@ -46,8 +47,7 @@ def tables(
         "notes": [
             "Accuracy is that of softmax regression trained on the kept and the checked examples. "
             "F1, precision and recall count wrong labels as positive.",
-            "LabelCleaner is this package's kernel model; with its own model it reaches "
-            f"{show(own)} %.",
+            f"LabelCleaner is this package's ensemble; with its own model it reaches {show(own)} %.",
         ],
         "tables": [
             {

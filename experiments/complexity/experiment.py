@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from foretune._engines.auto import show_bytes
-from foretune.report import Phases, RunError, RunFolder, say
+from foretune._engines.memory import show_bytes
+from foretune.report import RunError, say
 
 from ..datasets import check_memory
+from ..runs import Phases, RunFolder
 from .page import describe, with_present_names
 from .programs import EXAMPLES, Point, engines_of, make_data, measure_point
 

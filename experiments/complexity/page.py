@@ -4,7 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from foretune.report import RunFolder, curves
+from foretune.report import curves
+
+from ..runs import RunFolder, logarithmic
 
 MIB = 2**20
 Records = list[dict[str, Any]]
@@ -261,7 +263,7 @@ def draw(folder: RunFolder, names: list[str], sweeps: dict[str, Records]) -> lis
     panels = [panel for panel in panels if panel["lines"]]
     if not panels:
         return []
-    curves(folder.figures / "complexity.svg", panels, xlabel="", log=True)
+    curves(folder.figures / "complexity.svg", panels, xlabel="", scale=logarithmic)
     caption = (
         "Logarithmic axes. Left: median seconds of a hypergradient; right: temporary arrays and "
         "results of its program. Against weights: with two hyperparameters."

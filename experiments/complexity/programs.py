@@ -21,13 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from foretune._engines.costs import compile_all, free_bytes
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 
 from foretune import Forward, Minibatches, Problem, Reverse, Training
-from foretune._engines.auto import show_bytes
 from foretune._engines.base import AbstractEngine
+from foretune._engines.memory import free_bytes, show_bytes
 from foretune._problem.problem import _response, validated
 
 EXAMPLES = 5000
@@ -168,10 +167,10 @@ def measure_point(point: Point, settings: Any, data: Any) -> list[dict[str, Any]
     records: Records = {name: {"series": name, **at} for name in (TRAINING, *engines)}
     programs: dict[str, Program] = {}
     arrays, _ = validated(problem, hparams)
-    futures = compile_all({name: lowered(engines.get(name), problem, hparams) for name in records})
-    for name, future in futures.items():
+    for name in records:
         try:
-            programs[name] = Program(future.result(), arrays)
+            compiled = lowered(engines.get(name), problem, hparams).compile()
+            programs[name] = Program(compiled, arrays)
         except RuntimeError as e:
             records[name]["skipped"] = out_of_memory(e)
     first_runs(programs, records)

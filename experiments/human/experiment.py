@@ -17,8 +17,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score
 
 from foretune.apps import clean_labels
-from foretune.report import Phases, RunError, RunFolder, say
+from foretune.report import RunError, say
 
+from ..runs import Phases, RunFolder
 from .page import describe
 
 FLOOR = 1e-3

@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 
 from foretune.apps._files import draw_reliability
-from foretune.report import RunFolder, curves
+from foretune.report import curves
+
+from ..runs import RunFolder
 
 Records = list[dict[str, Any]]
 

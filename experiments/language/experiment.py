@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from foretune.report import Phases, RunError, RunFolder, say
+from foretune.report import RunError, say
 
 from ..datasets import cache_folder
+from ..runs import Phases, RunFolder
 from . import methods, mixtures
 from .model import Language, Size
 from .page import OURS, REAL_TIME, describe

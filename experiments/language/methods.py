@@ -17,8 +17,8 @@ import numpy as np
 import optax
 
 import foretune as ft
-from foretune.report import RunFolder
 
+from ..runs import RunFolder
 from . import mixtures
 from .model import BESIDE, CONSTRAINTS, Language, adamw
 

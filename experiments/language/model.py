@@ -26,6 +26,7 @@ import optax
 
 import foretune as ft
 
+from .attention import attention
 from .text import Text
 
 KNOTS = 6
@@ -109,7 +110,7 @@ def hidden(params: dict[str, Any], tokens: Any, heads: int, light: bool = False)
     def layer(x, w):
         qkv = _normed(x, w["norms"][0]) @ w["qkv"]
         q, k, v = jnp.split(qkv.reshape(*x.shape[:2], heads, -1), 3, -1)
-        mixed = ft.attention(q, k, v)
+        mixed = attention(q, k, v)
         x = x + mixed.reshape(x.shape) @ w["out"]
         return x + jax.nn.gelu(_normed(x, w["norms"][1]) @ w["up"]) @ w["down"], None
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import track
 
-from foretune.report import write_whole
+from foretune._files.files import write_whole
 
 from .methods import TIMES, Task, as_lists, best_of, train
 from .model import BESIDE, Language

@@ -28,10 +28,12 @@ import numpy as np
 import optax
 
 from foretune import Callback, Checkpoint, NonNegative, Progress, Reverse, SymmetricNonNegative
+from foretune._files.files import write_whole
 from foretune.apps._tables import DataError, read_arrays
-from foretune.report import Lines, Phases, RunFolder, say, write_page, write_whole
+from foretune.report import Lines, say, write_page
 
 from ..datasets import Dataset, check_memory, load
+from ..runs import Phases, RunFolder
 from . import graph
 from .baselines import BASELINES, validated
 from .classifier import scaled

@@ -37,7 +37,7 @@ from foretune import (
     Training,
     minimize,
 )
-from foretune.report import write_whole
+from foretune._files.files import write_whole
 
 MOMENTUM = 0.9
 KINDS = ("full", "uniform", "none")

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from foretune.report import RunFolder, curves, drawing
+from foretune.report import curves
 
+from ..runs import RunFolder, drawing
 from .groups import VEHICLES
 from .plot import plot_task_graph
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import jax
 
 from foretune.apps._tables import DataError
-from foretune.report import Phases, RunFolder, say, write_page
+from foretune.report import say, write_page
 
 from ..datasets import check_memory
+from ..runs import Phases, RunFolder
 from . import methods
 from .model import AROUND, on_device
 from .page import describe

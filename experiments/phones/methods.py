@@ -28,8 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from foretune import Box, Callback, Checkpoint, NonFiniteError, NonNegative, RealTime, Vanished
-from foretune.report import RunError, RunFolder, write_whole
+from foretune._files.files import write_whole
+from foretune.report import RunError
 
+from ..runs import RunFolder
 from . import model
 from .clock import Clock, Curve
 

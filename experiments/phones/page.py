@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from foretune.report import RunFolder, curves
+from foretune.report import curves
 
+from ..runs import RunFolder
 from .speech.corpus import Corpus
 
 PAPER = {

@@ -2,7 +2,6 @@
 
 from ._attribution.attribute import attribute as attribute
 from ._attribution.attribution import Attribution as Attribution
-from ._attribution.validation import Validation as Validation
 from ._constraints.base import AbstractConstraint as AbstractConstraint
 from ._constraints.sets import Box as Box
 from ._constraints.sets import CappedSimplex as CappedSimplex
@@ -41,7 +40,6 @@ from ._outer.run import Run as Run
 from ._outer.stopping import NoImprovement as NoImprovement
 from ._outer.stopping import SmallGradient as SmallGradient
 from ._outer.stopping import TimeLimit as TimeLimit
-from ._problem.attention import attention as attention
 from ._problem.batches import FullBatch as FullBatch
 from ._problem.batches import Minibatches as Minibatches
 from ._problem.dropout import dropout as dropout

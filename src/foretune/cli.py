@@ -22,7 +22,7 @@ app = command_line(
 Label = Annotated[str | None, typer.Option(help="A file's column (or array) of labels.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 MOST_STEPS = 1_000_000
-"""More steps or hyper-iterations than this are a slip of the hand: they would take weeks."""
+"""More steps than this are a slip of the hand: they would take weeks."""
 Train = Annotated[Path, typer.Argument(help="Training rows and labels: .npz, .csv or .parquet.")]
 Text = Annotated[list[str] | None, typer.Option(help="A column of text (repeatable).")]
 Drop = Annotated[list[str] | None, typer.Option(help="A column to leave out (repeatable).")]
@@ -38,16 +38,6 @@ Trusted = Annotated[
         show_default=False,
     ),
 ]
-Values = Annotated[
-    bool | None,
-    typer.Option(
-        "--values/--classes",
-        help="The labels are numbers such as prices: judge them by regressors, or take each for a "
-        "class. By default they are numbers where one of them has a fraction and they are of more "
-        "than 20 kinds.",
-        show_default=False,
-    ),
-]
 Probabilities = Annotated[
     Path | None,
     typer.Option(
@@ -59,15 +49,6 @@ Probabilities = Annotated[
         show_default=False,
     ),
 ]
-
-
-class Model(enum.StrEnum):
-    """Models of `foretune clean`."""
-
-    ensemble = "ensemble"
-    kernel = "kernel"
-    softmax = "softmax"
-    mlp = "mlp"
 
 
 class Explained(enum.StrEnum):
@@ -99,11 +80,10 @@ def _main(
     "`foretune clean reviews.parquet --clean checked.parquet --text review --out suspects`\n\n"
     "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"
     "`foretune clean train.csv --pred-probs probabilities.npy`\n\n"
-    "`foretune clean houses.csv --label price --values`\n\n"
     "Both files need the same columns. Without --out the folder of train.csv is runs/clean-train. "
     "suspects.csv lists the labels held to be wrong, the most suspicious first; weights.csv has every "
     "row. Exit status: 0 done, 1 bad input, 2 wrong use, "
-    "130 or 143 interrupted (the same command resumes)."
+    "130 or 143 interrupted (give the same command again)."
 )
 def clean(
     train: Train,
@@ -118,21 +98,7 @@ def clean(
     text: Text = None,
     drop: Drop = None,
     image: Image = None,
-    model: Annotated[
-        Model,
-        typer.Option(
-            help="What judges the labels: the kernel model, logistic regression, a forest "
-            "and boosted trees together, or one model that is trained by hypergradients."
-        ),
-    ] = Model.ensemble,
-    values: Values = None,
     pred_probs: Probabilities = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of each training.")
-    ] = None,
-    iterations: Annotated[
-        int | None, typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations.")
-    ] = None,
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
@@ -140,10 +106,6 @@ def clean(
 
     Writes a ranked list of suspects, the weights of all rows, and a report.
     """
-    if pred_probs is not None and model is not Model.ensemble:
-        raise typer.BadParameter("--pred-probs trains no model: leave --model out.")
-    if values and pred_probs is not None:
-        raise typer.BadParameter("--values has no --pred-probs: call foretune.apps.clean_values.")
     out = out or Path("runs") / f"clean-{train.stem}"
     with plain_errors(debug, out):
         from .apps import _files
@@ -155,12 +117,8 @@ def clean(
             text=tuple(text or ()),
             drop=tuple(drop or ()),
             image=_shape(image),
-            model=model.value,
-            steps=steps,
-            iterations=iterations,
             seed=seed,
             pred_probs=None if pred_probs is None else str(pred_probs),
-            values=values,
         )
         page = _files.run(out, settings)
         print(page.parent / "suspects.csv")

@@ -6,11 +6,8 @@ searches over
 
     min over d of  f_d(lambda_d),    lambda_d tuned by `RealTime` or `minimize` from lambda_*,
 
-with lambda_* the tuned values of the best trial so far. What is tuned is kept in the study's storage,
-where all workers of the study find it, and trials that fall behind on the validation curve are pruned.
-
-Four names: `warm_start`, `Pruning`, `prune_nonfinite` and `keep`. Everything else is Optuna's own:
-studies, samplers, pruners, storages, several workers.
+with lambda_* the tuned values of the best trial so far, kept in the study's storage, where all workers
+find it. Trials that fall behind on the validation curve are pruned. All else is Optuna's own.
 """
 
 import contextlib
@@ -51,10 +48,9 @@ def warm_start(trial: Trial | optuna.Study, default: PyTree) -> PyTree:
     A trial whose value or hyperparameters are not finite is never the best.
 
     Args:
-        trial: the trial (or a study), whose finished trials are looked through, other workers' too.
+        trial: the trial, or a study. The finished trials of its study are looked through.
         default: where to start when there are none. Its structure, shapes and types are kept: a leaf
-            that the best trial lacks, or has in another shape (one rate per layer, at another depth),
-            is taken from here.
+            that the best trial lacks, or has in another shape, is taken from here.
 
     >>> import foretune.optuna as fo, jax.numpy as jnp, optuna
     >>> study = optuna.create_study()
@@ -65,7 +61,6 @@ def warm_start(trial: Trial | optuna.Study, default: PyTree) -> PyTree:
     >>> print(start["lr"], start["layers"])
     0.25 [1. 1.]
     """
-    _check_trial(trial, "warm_start")
     default = check_hparams(default)
     study = trial if isinstance(trial, optuna.Study) else getattr(trial, "study", None)
     if study is None:  # a FixedTrial, which stands alone
@@ -105,9 +100,8 @@ class Pruning(Callback):
             default, or one of the metrics of `evaluate`.
         every: the steps (in real time: windows) between two reports.
 
-    It is a callback of `minimize` and of `RealTime.run`; the other callbacks end as usual. A window
-    that was rolled back counts with the value before it. Pruners compare trials at the same step, so
-    give all trials the same number of windows.
+    It is a callback of `minimize` and of `RealTime.run`. A window that was rolled back counts with the
+    value before it. Pruners compare trials at the same step: give all the same number of windows.
 
     >>> import foretune as ft, foretune.optuna as fo, jax.numpy as jnp, optax, optuna
     >>> problem = ft.Problem(
@@ -122,7 +116,6 @@ class Pruning(Callback):
     """
 
     def __init__(self, trial: Trial, metric: str = "value", every: int = 1):
-        _check_trial(trial, "Pruning")
         check_count(every, f"Pruning(every={every!r})")
         self.trial, self.metric, self.every = trial, metric, every
         self._reported = False
@@ -170,7 +163,6 @@ def prune_nonfinite(trial: Trial) -> Iterator[None]:
     >>> study.trials[0].state.name, study.trials[0].user_attrs["foretune:not_finite"]
     ('PRUNED', 'not finite: the value')
     """
-    _check_trial(trial, "prune_nonfinite")
     try:
         yield
     except NonFiniteError as error:
@@ -188,10 +180,10 @@ def keep(trial: Trial, result: Result | PyTree, value: object = None) -> float:
         value: the number that the study compares, an accuracy say. By default the error: after
             `RealTime.run` that of the trained weights, after `minimize` the lowest score.
 
-    Kept are, after `minimize`, the hyperparameters of the lowest score. After `RealTime.run` it is
-    their mean over the windows up to the one with the lowest error, without those that were rolled
-    back: at its end a learning rate has often gone to 0, which is no place to start from, and a mean
-    lies within the same constraints. They are stored as JSON, meant for some thousands of numbers.
+    Kept are, after `minimize`, the hyperparameters of the lowest score; after `RealTime.run` their mean
+    over the windows up to the one with the lowest error, without those that were rolled back: at its
+    end a learning rate has often gone to 0, which is no place to start from. They are stored as JSON,
+    meant for some thousands of numbers.
 
     >>> import foretune.optuna as fo, jax.numpy as jnp, optuna
     >>> trial = optuna.create_study().ask()
@@ -200,7 +192,6 @@ def keep(trial: Trial, result: Result | PyTree, value: object = None) -> float:
     >>> trial.user_attrs
     {'foretune:hparams': {"['lr']": 0.25}}
     """
-    _check_trial(trial, "keep")
     if value is None:
         _check_minimizes(trial, "keep", "give `value=`")
         if not isinstance(result, Result):
@@ -248,14 +239,6 @@ def _number(value: object, what: str, remedy: str) -> float:
         several = "several errors" if isinstance(value, dict) else "not one number"
         raise ValueError(f"{what} is {several}, {value!r:.100}: Optuna compares one. {remedy}.")
     return float(value)
-
-
-def _check_trial(trial: object, name: str) -> None:
-    trials = optuna.trial.Trial | optuna.trial.FixedTrial
-    if not isinstance(trial, trials | optuna.Study if name == "warm_start" else trials):
-        raise TypeError(
-            f"{name} takes the trial that Optuna gives to the objective; got {trial!r:.100}."
-        )
 
 
 def _check_minimizes(trial: Trial, name: str, remedy: str) -> None:

@@ -21,7 +21,6 @@ import foretune as ft
 from foretune.apps import LabelCleaner, _ensemble, clean_labels
 from foretune.apps import _label_model as posterior
 from foretune.apps._columns import column_encoder, is_mixed
-from foretune.apps._regularised import problem_of
 
 
 def predictions(n=400, classes=3, wrong=0.2, seed=0, bias=0.0):
@@ -130,8 +129,8 @@ def test_rows_kept_for_a_second_look_have_each_class_outside_of_each_fold():
     fold = np.arange(22) % 2
     trust = np.where(np.arange(22) % 3 == 0, 0.1, 0.9)
     trust[12:18] = [0.9, 0.1, 0.9, 0.1, 0.9, 0.1]  # all that would be kept are in one fold
-    folds = _ensemble.Folds(np.zeros((22, 1)), labels, fold, None, 0, False)
-    keep = _ensemble.trained_by_fold(trust, folds)
+    folds = _ensemble.Folds(np.zeros((22, 1)), labels, fold, None, 0, False, 3)
+    keep = _ensemble.trained_by_fold(_ensemble.trained_rows(trust, labels, None), folds)
     np.testing.assert_array_equal(keep[:12], trust[:12] >= 0.5)
     assert keep[12:18].all()
     for k in range(2):
@@ -287,7 +286,7 @@ def test_the_hypergradient_of_the_regularisers_is_right():
     parts = (logs[:, 12:], given[12:], weight, logs[:, :12], true[:12], given[:12], train)
     start = posterior.start_hparams(28, 12) | {"belief": jnp.asarray(0.3)}
     rows = posterior.LabelRows(*map(jnp.asarray, parts))
-    problem = problem_of(posterior.Labels(start), rows, posterior.FITTING._replace(steps=5))
+    problem = posterior.problem_of(posterior.Labels(start), rows, steps=5)
     hparams = jax.tree.map(lambda v: v + 0.5, start)
     ft.check_hypergradient(problem, hparams, verbose=False)
 
@@ -365,7 +364,7 @@ def test_a_pool_takes_sparse_rows():
     X, y = make_blobs(90, centers=2, random_state=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cleaner = LabelCleaner(estimator="ensemble", random_state=0, progress=False, hyper_steps=2)
+        cleaner = LabelCleaner(random_state=0, progress=False)
         cleaner.fit(sparse.csr_matrix(X), y)
     assert set(cleaner.ensemble_) == {"kernel", "logistic", "forest"}
 

@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from sklearn.base import clone
-from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+from sklearn.ensemble import HistGradientBoostingClassifier
 
-from foretune.apps import LabelCleaner, ValueCleaner, _ensemble, _value_cleaner
+from foretune.apps import LabelCleaner, _ensemble
 from foretune.apps._columns import column_encoder, native_columns
 
 
@@ -82,7 +82,6 @@ def test_rows_without_words_are_as_they_were():
     assert isinstance(
         _ensemble.classifiers_of(x, y, 2, 0)["boosting"], HistGradientBoostingClassifier
     )
-    assert isinstance(_ensemble.regressors_of(x, 0)["boosting"], HistGradientBoostingRegressor)
 
 
 def test_many_kinds_of_words_leave_boosted_trees_in_the_pool():
@@ -90,13 +89,8 @@ def test_many_kinds_of_words_leave_boosted_trees_in_the_pool():
     _, rows, native = encoded(frame)
     assert rows.shape[1] > _ensemble.WIDE >= native.width == 6
     assert "boosting" not in _ensemble.classifiers_of(rows, y, 2, 0)
-    members = (
-        _ensemble.classifiers_of(rows, y, 2, 0, native),
-        _ensemble.regressors_of(rows, 0, native),
-    )
-    for pool in members:
-        trees = pool["boosting"][-1]
-        assert trees.categorical_features == [2, 3, 4, 5]
+    members = _ensemble.classifiers_of(rows, y, 2, 0, native)
+    assert members["boosting"][-1].categorical_features == [2, 3, 4, 5]
     many = pd.concat([frame.add_prefix(f"{i} ") for i in range(17)], axis=1)
     assert "boosting" not in _ensemble.classifiers_of(rows, y, 2, 0, encoded(many)[2])
 
@@ -108,6 +102,7 @@ def test_trees_get_codes_and_sample_weights(monkeypatch):
 
     def fit(self, X, y, sample_weight=None):
         seen.append((X, sample_weight))
+        self.classes_ = np.unique(y)
         return self
 
     monkeypatch.setattr(HistGradientBoostingClassifier, "fit", fit)
@@ -148,7 +143,6 @@ def small_pool(monkeypatch):
     """Leave the kernel model and most trees out: they are the same in all tables."""
     monkeypatch.setattr(_ensemble, "MOST_KERNEL", 0)
     monkeypatch.setattr(_ensemble, "TREES", 4)
-    monkeypatch.setattr(_value_cleaner, "ROUNDS", 1)
 
 
 @pytest.mark.second_tier
@@ -168,14 +162,11 @@ def test_a_table_of_words_is_cleaned():
     assert np.isfinite(cleaner.predict_proba(new)).all()
 
 
-@pytest.mark.second_tier
-@pytest.mark.usefixtures("small_pool")
-def test_values_of_a_table_of_words_are_cleaned():
-    frame, y = words(120)
-    values = 5.0 * y + np.random.default_rng(1).normal(size=120)
-    cleaner = ValueCleaner(random_state=0, progress=False, folds=2)
-    cleaner.fit(frame, values, sample_weight=np.ones(120))
-    assert set(cleaner.ensemble_) == {"ridge", "forest", "boosting"}
-    again = pickle.loads(pickle.dumps(cleaner))
-    new = frame[:5].assign(w0="never seen", size=np.nan)
-    np.testing.assert_array_equal(again.predict(new), cleaner.predict(new))
+def test_text_without_a_repeated_word_is_no_error():
+    rows = [f"alpha{i} beta{i} gamma{i} delta{i}" for i in range(60)]
+    frame = pd.DataFrame({"text": rows, "a": np.arange(60.0)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = column_encoder(frame).fit(frame).transform(frame)
+    assert found.shape == (60, 2)
+    np.testing.assert_array_equal(found[:, 1], 0)

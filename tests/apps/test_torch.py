@@ -382,9 +382,8 @@ def test_what_cannot_be_carried_over_is_named(function, error, says):
 )
 @pytest.mark.filterwarnings("ignore")
 def test_modules_that_are_refused(module, error, says):
-    made = module()
     with pytest.raises(error, match=says):
-        ftt.bridge(made)
+        ftt.bridge(module())
 
 
 def test_wrong_arguments():

@@ -87,7 +87,7 @@ def test_public_names_are_documented(name):
         "FullBatch",
         "Reverse",
         "Forward",
-        "CrossValidated",
+        "Mean",
         "RealTime",
         "Bias",
         "Vanished",

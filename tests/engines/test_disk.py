@@ -61,6 +61,7 @@ def killed_at(monkeypatch, program, call):
             raise Killed
         return whole(*arguments)
 
+    dying.lower = whole.lower
     monkeypatch.setattr(disk, program, dying)
 
 
@@ -71,6 +72,7 @@ def counted(monkeypatch, program):
         calls.append(None)
         return whole(*arguments)
 
+    counting.lower = whole.lower
     monkeypatch.setattr(disk, program, counting)
     return calls
 

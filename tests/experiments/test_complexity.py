@@ -14,7 +14,8 @@ from experiments.__main__ import app
 from experiments.complexity import experiment as complexity
 from experiments.complexity import programs
 from experiments.complexity.page import describe
-from foretune.report._folder import RunError, RunFolder
+from experiments.runs import RunFolder
+from foretune.report import RunError
 
 TINY = complexity.Settings((12, 6, 4), 4, 5, (2, 4), 2, (6,), 2)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.multitask import experiment as multitask
-from foretune.report import Phases, RunFolder
+from experiments.runs import Phases, RunFolder
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from experiments.phones import methods, model
 from experiments.phones.embeddings import context_embeddings
 from experiments.phones.speech.corpus import Corpus
 from experiments.phones.speech.synthetic import synthetic_speech
+from experiments.runs import RunFolder
 from foretune.apps._tables import DataError
-from foretune.report import RunError, RunFolder
+from foretune.report import RunError
 
 
 def make_corpus(utterances=30, frames=40, phone_count=6, seed=0):

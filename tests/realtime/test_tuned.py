@@ -470,7 +470,6 @@ class TestTuned:
             ({"loss_hparams": {"learning_rate": 1}} | BOTH, ValueError, "one name for two"),
             ({"loss_hparams": {"spin": 1.0}} | BOTH, ValueError, "no usual set for spin"),
             ({"loss_hparams": {"dropout": 1.0}} | BOTH, ValueError, r"dropout=1\.0.* outside"),
-            ({"options": {"donate": True}}, TypeError, r"give `tuned\(donate="),
         ],
     )
     def test_what_it_is_made_of(self, given, error, message):

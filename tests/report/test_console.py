@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import optax
 import pytest
@@ -13,19 +12,8 @@ import typer
 
 import foretune as ft
 from foretune.report import Lines, ReportError, plain_errors, say, show_result
-from foretune.report._console import how_to_open
 
 from ..problems import regression
-
-
-@pytest.mark.parametrize(
-    ("platform", "opener"), [("linux", "xdg-open"), ("darwin", "open"), ("win32", "start")]
-)
-def test_how_to_open_a_page(monkeypatch, platform, opener):
-    monkeypatch.setattr("sys.platform", platform)
-    said = how_to_open(Path("/runs/my run/report.html"))
-    assert "Open it in a browser: file:///runs/my%20run/report.html\n" in said
-    assert said.endswith(f"or: {opener} '/runs/my run/report.html'")
 
 
 def test_no_lines_beside_a_bar(monkeypatch, capsys):

@@ -11,8 +11,9 @@ import textwrap
 import numpy as np
 import pytest
 
-from foretune._files.files import locked
-from foretune.report import RunError, RunFolder, write_page, write_whole
+from experiments.runs import RunFolder
+from foretune._files.files import locked, write_whole
+from foretune.report import RunError, write_page
 from foretune.report._page import ReportError
 
 

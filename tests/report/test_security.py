@@ -1,18 +1,24 @@
 """Files that are read cannot run code, and files that are written stay in their folder."""
 
 import ast
+import contextlib
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
 import optax
 import pytest
+from typer.testing import CliRunner
 
 import foretune as ft
 from experiments.datasets import load
 from experiments.phones.speech import corpus as _corpus
+from experiments.runs import RunFolder
+from foretune import cli
+from foretune.apps._shown import cell
 from foretune.apps._tables import DataError, read_table
-from foretune.report import RunFolder, write_page
+from foretune.report import write_page
 
 from ..problems import regression
 
@@ -128,6 +134,53 @@ def test_a_runs_files_are_not_written_through_links(tmp_path, outside):
     folder.write("result.json", {"headline": "done"})
     assert folder.result == {"headline": "done"}
     assert not (folder.path / "result.json").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["parts", "figures"])
+def test_a_link_to_a_folder_is_not_followed(tmp_path, name):
+    other = tmp_path / "other"
+    other.mkdir()
+    np.savez(tmp_path / "a.npz", x=np.eye(6), y=np.arange(6) % 2)
+    command = ["attribute", "a.npz", "a.npz", "--steps", "3", "--out", "run"]
+    with contextlib.chdir(tmp_path):
+        assert CliRunner().invoke(cli.app, command).exit_code == 0
+        for path in ("result.json", "report.html"):
+            (tmp_path / "run" / path).unlink()
+        if (inner := tmp_path / "run" / name).exists():
+            shutil.rmtree(inner)
+        inner.symlink_to(other)
+        refused = CliRunner().invoke(cli.app, command)
+    assert refused.exit_code == 1, refused.output
+    assert f"{name} is a link" in refused.output.replace("\n", " ")
+    assert not list(other.iterdir())
+
+
+HOSTILE, WRITTEN = "\x1b[2Jc\u202etac", r"\x1b[2Jc\u202etac"
+
+
+def test_control_codes_are_written_out_on_a_page(tmp_path):
+    pytest.importorskip("jinja2")
+    folder = RunFolder(tmp_path / "run", kind="clean", title=HOSTILE, settings={HOSTILE: HOSTILE})
+    item = {"index": 1, "observed": HOSTILE, "suggested": HOSTILE, "row": {HOSTILE: HOSTILE}}
+    table = {"title": HOSTILE, "columns": [HOSTILE], "rows": [[HOSTILE]]}
+    figure = {"file": f"{HOSTILE}.svg", "title": HOSTILE, "caption": HOSTILE}
+    content = {"headline": HOSTILE, "notes": [HOSTILE], "tables": [table], "figures": [figure]}
+    folder.write("result.json", content | {"gallery": {"title": HOSTILE, "items": [item]}})
+    (folder.path / "figures" / figure["file"]).write_text("<svg/>")
+    page = write_page(folder.path).read_text()
+    assert not {"\x1b", "\u202e"} & set(page)
+    assert page.count(WRITTEN) >= 10
+
+
+SIGNS = "=+-@\uff1d\uff0b\uff0d\uff20"
+
+
+@pytest.mark.parametrize("before", ["", " ", "\t", "\n", "\r", "\u3000", " \n "])
+def test_a_spreadsheet_runs_no_cell(before):
+    for sign in SIGNS:
+        assert cell(f"{before}{sign}SUM(A1)") == f"'{before}{sign}SUM(A1)"
+    assert cell(f"{before}-1.5") == f"{before}-1.5"
+    assert cell(HOSTILE) == WRITTEN
 
 
 UNSAFE_MODULES = {"cloudpickle", "dill", "marshal", "pickle", "shelve", "subprocess"}

@@ -5,7 +5,7 @@
 import numpy as np
 from scipy import sparse
 
-from .given import INF, NAN, holed
+from .given import INF, holed
 
 RNG = np.random.default_rng(0)
 Y = np.arange(30) % 3
@@ -16,8 +16,7 @@ TEXT = np.array(["a", "b", "c"])[Y]
 def cleaned(X=X, y=Y, *checked, **options):
     from foretune.apps import LabelCleaner
 
-    usual = {"estimator": "softmax", "steps": 2, "hyper_steps": 1, "random_state": 0}
-    return LabelCleaner(**(usual | options)).fit(X, y, *checked)
+    return LabelCleaner(**({"random_state": 0} | options)).fit(X, y, *checked)
 
 
 def without(y, i):
@@ -44,12 +43,6 @@ ROWS = [
     ("LabelCleaner: a label of NaN", lambda: cleaned(y=holed(Y.astype(float))), ValueError, "without a label"),
     ("LabelCleaner: a label of None", lambda: cleaned(y=without(Y, 4)), ValueError, "row 4"),
     ("LabelCleaner: numbers and text as labels", lambda: cleaned(y=np.array([*Y[:-1], "a"], object)), ValueError, "numbers and text"),
-    ("LabelCleaner: steps 0", lambda: cleaned(steps=0), ValueError, "'steps' parameter"),
-    ("LabelCleaner: steps 1.5", lambda: cleaned(steps=1.5), ValueError, "1.5"),
-    ("LabelCleaner: steps as text", lambda: cleaned(steps="2"), ValueError, "'2'"),
-    ("LabelCleaner: steps NaN", lambda: cleaned(steps=NAN), ValueError, "nan"),
-    ("LabelCleaner: hyper_steps 0", lambda: cleaned(hyper_steps=0), ValueError, "'hyper_steps' parameter"),
-    ("LabelCleaner: hyper_steps as a list", lambda: cleaned(hyper_steps=[3]), ValueError, "[3]"),
     ("LabelCleaner: folds 1", lambda: cleaned(folds=1), ValueError, "'folds' parameter"),
     ("LabelCleaner: folds as text", lambda: cleaned(folds="5"), ValueError, "'5'"),
     ("LabelCleaner: folds None", lambda: cleaned(folds=None), ValueError, "None"),
@@ -69,10 +62,8 @@ ROWS = [
     ("LabelCleaner: an option that is none", lambda: cleaned(speed=3), TypeError, "speed"),
     ("LabelCleaner: an estimator that is none", lambda: cleaned(estimator="tree"), ValueError, "estimator='tree'"),
     ("LabelCleaner: an estimator of None", lambda: cleaned(estimator=None), ValueError, "estimator=None"),
-    ("LabelCleaner: a model of one function", lambda: cleaned(estimator=(np.sum,)), ValueError, "two functions"),
+    ("LabelCleaner: a model of one function", lambda: cleaned(estimator=(np.sum,)), ValueError, "estimator=("),
     ("LabelCleaner: a model of numbers", lambda: cleaned(estimator=(1, 2)), ValueError, "estimator=(1, 2)"),
-    ("LabelCleaner: callbacks of None", lambda: cleaned(callbacks=None), TypeError, "callbacks"),
-    ("LabelCleaner: a callback that is none", lambda: cleaned(callbacks=[print]), TypeError, "callbacks must be a list"),
     ("LabelCleaner: a class without checked rows", lambda: cleaned(X, Y, X[Y < 2], Y[Y < 2]), UserWarning, "no trusted example of 2"),
     ("LabelCleaner: sparse rows with NaN", lambda: cleaned(sparse.csr_matrix(holed(X))), ValueError, "NaN"),
 ]

@@ -17,9 +17,8 @@ def clean(*options, train=TRAIN, checked=CHECKED, name="train.npz", out=None):
     from foretune.cli import app
 
     first, second = file(name, train), file(f"checked-{name}", checked)
-    quick = ("--model", "softmax", "--steps", 2, "--iterations", 1)
     out = out or folder() / "out"
-    return command(app, "clean", first, "--clean", second, "--out", out, *quick, *options)
+    return command(app, "clean", first, "--clean", second, "--out", out, *options)
 
 
 def foretune(*arguments):
@@ -55,13 +54,8 @@ ROWS = [
     ("clean with other columns", lambda: clean(checked=npz(x=X[:, :2], y=Y)), Refused, "in one only: 2, 3"),
     ("clean with other labels", lambda: clean(checked=npz(x=X, y=Y + 5)), Refused, "labels that y does not have"),
     ("clean with NaN", lambda: clean(train=npz(x=np.where(X > 1, np.nan, X), y=Y)), Refused, "contains NaN"),
-    ("clean with no steps", lambda: clean("--steps", 0), WrongUse, "--steps"),
-    ("clean with 10^12 steps", lambda: clean("--steps", HUGE), WrongUse, "--steps"),
-    ("clean with half a step", lambda: clean("--steps", 0.5), WrongUse, "--steps"),
-    ("clean with 10^12 iterations", lambda: clean("--iterations", HUGE), WrongUse, "--iterations"),
     ("clean with a negative seed", lambda: clean("--seed", -1), WrongUse, "--seed"),
     ("clean with a seed of 2^32", lambda: clean("--seed", 2**32), WrongUse, "--seed"),
-    ("clean with another model", lambda: clean("--model", "forest"), WrongUse, "--model"),
     ("clean of images of one side", lambda: clean("--image", "28"), WrongUse, "28x28"),
     ("clean of images of no side", lambda: clean("--image", "0x4"), WrongUse, "28x28"),
     ("clean of images of text", lambda: clean("--image", "axb"), WrongUse, "28x28"),

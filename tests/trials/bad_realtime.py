@@ -183,7 +183,6 @@ ROWS = [
     ("tuned of a complex constant", lambda: tuned(momentum=1j), TypeError, "momentum=1j"),
     ("tuned of a constant that is none", lambda: tuned(rate=0.1), TypeError, "`sgd` cannot be called", "rate"),
     ("tuned without what the optimizer needs", lambda: ft.tuned(optax.sgd, lambda w, x: 0.0, momentum=0.9), TypeError, "learning_rate"),
-    ("tuned with constraints of a list", lambda: tuned(constraints=[ft.NonNegative()]), TypeError, "constraints=...) must be a dict"),
     ("tuned with constraints of another name", lambda: tuned(constraints={"rate": ft.NonNegative()}).init(jnp.zeros(())), ValueError, "constraints['rate']"),
     ("tuned from NaN", lambda: tuned().init(jnp.array(NAN)), ft.NonFiniteError, "params"),
     ("tuned from None", lambda: tuned().init(None), ValueError, "nothing to train"),

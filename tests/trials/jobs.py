@@ -207,33 +207,16 @@ def scored(trap):
 
 def clean(folder, trap):
     """`foretune clean` into a run's folder, of which the files are the answer."""
-    import foretune as ft
+    import functools
+
+    from sklearn.naive_bayes import GaussianNB
+
     from foretune import cli
     from foretune.apps import LabelCleaner, _files
 
-    class Watch(ft.Callback):
-        def step(self, run):
-            trap.event("evaluation", ("callback",))
-
-    class Cleaner(LabelCleaner):
-        def fit(self, *given):
-            self.callbacks = [*self.callbacks, Watch()]
-            return super().fit(*given)
-
-    _files.LabelCleaner = Cleaner
+    _files.LabelCleaner = functools.partial(LabelCleaner, GaussianNB())  # trained at once
     table, checked = f"{folder}-data/train.csv", f"{folder}-data/checked.csv"
-    arguments = ["clean", table, "--clean", checked, "--out", str(folder)]
-    cli.app(
-        [
-            *arguments,
-            "--model",
-            "softmax",
-            "--steps",
-            "4",
-            "--iterations",
-            "12",
-        ]
-    )
+    cli.app(["clean", table, "--clean", checked, "--out", str(folder)])
 
 
 def write_tables(folder):

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from experiments.multitask import experiment as multitask
+from experiments.runs import Phases, RunFolder
 from foretune.apps import _files
-from foretune.report import Phases, RunError, RunFolder, write_page
+from foretune.report import RunError, write_page
 from foretune.report._page import ReportError
 
 from . import jobs

@@ -14,7 +14,6 @@ MOMENTS = {
     ("real_time", "write"): (2, 30),
     ("real_time", "evaluation"): (1, 8),
     ("clean", "write"): (1, 10),
-    ("clean", "evaluation"): (0, 3),
 }
 AS_IT_MAY = ("config.json", "report.html")  # they name the date and the folder
 

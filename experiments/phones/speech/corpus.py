@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from foretune._files.files import write_whole
 from foretune.apps._tables import DataError
-from foretune.report import say, write_whole
+from foretune.report import say
 
 from ...datasets import cache_folder
 from .features import frame_centres, with_changes

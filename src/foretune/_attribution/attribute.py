@@ -27,7 +27,7 @@ from .attribution import Attribution
 from .chunks import chunks_in
 from .losses import Losses
 from .queries import Queries, as_queries
-from .sweep import Spread, sweep
+from .sweep import sweep
 from .weighted import weighted_problem
 
 PART = 0.1  # of the examples, whose leaving out is judged by the size of the scores
@@ -54,38 +54,32 @@ def attribute(
     """Return d error_k / d weight_i for K queries and n training examples, exactly.
 
     Each training example has a weight in the mean loss of its minibatches, (1/B) sum_i w_i l_i, which
-    is 1. A score says what becomes of the error of a query as that weight grows: where it is negative,
-    the example helps. To leave a few examples out changes the error by about minus their scores. The
-    derivative goes through every step of the training as it was: its minibatches, optimizer and random
-    numbers. It costs one training, and for each query about as much as a hypergradient. Where scores
-    are far beyond the errors there is a warning: the training is chaotic, and they say nothing.
+    is 1. Where a score is negative, the example helps; to leave a few out changes the error by about
+    minus their scores. The derivative goes through every step of the training as it was. It costs one
+    training, and for each query about as much as a hypergradient.
 
     Args:
         problem: the problem; its dynamics is `Training`, its batches `Minibatches` or `FullBatch`. Or a
             function `draw(key)` that returns it.
         hparams: its hyperparameters (`{}` where it has none), which stay as they are.
         queries: what to explain: K validation examples, a pytree like the problem's `validation` with
-            a leading axis of K. The error of each is the problem's objective on it as a batch of one.
-            Or a list of K objectives `f(state, hparams, validation)`.
+            a leading axis of K, each with the problem's objective on it as a batch of one. Or a list
+            of K objectives `f(state, hparams, validation)`.
         key: of the draw.
-        weights: the name of the hyperparameter that holds the weights of the examples, a vector, where
-            the problem has one: the scores are then its gradients, where it is, and any dynamics will
-            do. Where `hparams` has no entry of that name, weights of 1 are added to the loss.
-        losses: called as the loss is, it returns the array of B losses that the loss is the mean of;
-            with `has_state`, the pair of them and the model state. By default the loss of each example
-            as a batch of one; that their mean is the loss is checked. A penalty on the parameters is
-            best left out here: by default each example has its share of it.
+        weights: the name of the hyperparameter that holds the weights of the examples, a vector; any
+            dynamics will do then. Where `hparams` has none of that name, they are added to the loss.
+        losses: called as the loss is, it returns the array of B losses that the loss is the mean of,
+            but for a penalty on the parameters (with `has_state`, the pair of them and the model
+            state). By default the loss of each example as a batch of one.
         groups: the group of each training example, 0, 1, ...: one weight, and one score, per group.
-        share: the weight of all examples at which the derivatives are taken. To see what leaving out a
-            large part does, give the share that stays: 0.5 is halfway between with and without, and
-            predicts trainings on half of the data better than 1 does. `errors` are those there.
+        share: the weight of all examples at which the derivatives are taken. 0.5 predicts trainings on
+            half of the data better than 1 does.
         engine: `Reverse(...)`, whose `store` says what is stored of the training.
         chunk: the most queries that go back through the training together, 64 by default.
         memory: what a program may need at most: bytes, or a text like "4GiB". By default what is free.
         mesh: `foretune.mesh(queries=8)`, say: each device takes its share of the queries, beside a
             training of its own. Give the problem as `foretune.shard(problem, mesh)`.
-        folder: where finished chunks are written. A call with the same folder, problem and queries
-            continues there.
+        folder: where finished chunks are written; the same call continues there.
         callbacks: `foretune.Progress()`, say. A run's `step` counts queries.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
@@ -114,7 +108,7 @@ def attribute(
         missing = chunks.read(found.scores, found.errors)
         run.begin_at(K - len(missing))
         with started(callbacks, run):
-            swept = sweep(reverse, program, asked, missing, chunk, memory, Spread(mesh))
+            swept = sweep(reverse, program, asked, missing, chunk, memory, mesh)
             for rows, errors, scores in swept:
                 found.errors[rows], found.scores[rows] = errors, scores
                 if when_checked() is not False:
@@ -135,13 +129,10 @@ def one_training(problem: ProblemLike, key: Array | None, hparams: PyTree) -> Pr
     given = as_problem(problem, key)
     one = cast(Problem, given.problem() if isinstance(given, Drawn) else given)
     if isinstance(one, Mean):
-        raise TypeError(
-            "attribute explains one training; the problem is a `Mean`, of several. Give one of them."
-        )
+        raise TypeError("attribute explains one training, but the problem is a `Mean` of several.")
     if one.trajectory:
         raise ValueError(
-            "attribute explains errors at the end of the training, but the problem averages its error "
-            "over all steps. Give `problem.replace(trajectory=False)`."
+            "attribute explains errors at the end, but the problem averages its error over all steps."
         )
     return one
 
@@ -157,13 +148,12 @@ def _checked_options(
     engine = Reverse() if engine is None else engine
     if not isinstance(engine, Reverse) or engine.store in ("everything", "gradients"):
         raise ValueError(
-            f"attribute(engine={engine!r:.60}): the adjoints of many errors go back through one "
-            "training by reverse mode, and what is inside its steps is not stored between chunks of "
-            'them. Give `foretune.Reverse()`, or where memory is short `Reverse(store="segments")`.'
+            f"attribute(engine={engine!r:.60}): errors go back through one training in chunks. Give "
+            '`foretune.Reverse()`, or where memory is short `Reverse(store="segments")`.'
         )
     if chunk is not None:
         check_count(chunk, f"attribute(chunk={chunk!r:.60})")
-    if not isinstance(share, int | float) or not 0 < share <= 1:
+    if not 0 < share <= 1:
         raise ValueError(f"attribute(share={share!r:.60}): give a share above 0, up to 1.")
     if mesh is not None:
         check_mesh(mesh, "attribute(mesh=...)", "queries")
@@ -179,9 +169,7 @@ def _checked_options(
 def _fingerprint(problem: Problem, weights: PyTree, queries: Queries) -> dict[str, object]:
     """Return what tells one attribution from another; functions cannot be compared."""
     return {
-        "the number of queries": queries.count,
         "the queries": digest(queries),
-        "the number of weights": [leaf.size for leaf in jax.tree.leaves(weights)],
         "the weights": digest(weights),
         "the training data, minibatches and groups": digest(problem.batches),
         "the initial parameters": digest(problem.init),
@@ -209,9 +197,8 @@ def _warn_of_size(found: Attribution) -> None:
     moved, size = float(np.sqrt(variance.mean())), float(np.abs(found.errors).mean())
     if moved > BEYOND * size > 0:
         warnings.warn(
-            f"the scores predict that errors of {size:.2g} in the mean move by {moved:.2g} where a "
-            "random tenth of the examples is left out: the training is chaotic, and its derivatives "
-            "say nothing about larger changes. docs/trust.md has what makes a training smoother.",
+            f"without a random tenth of the examples errors of {size:.2g} would move by {moved:.2g}: "
+            "the training is chaotic, and the scores say nothing. docs/trust.md has what helps.",
             RuntimeWarning,
             stacklevel=3,
         )

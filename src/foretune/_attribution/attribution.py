@@ -5,24 +5,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int, PyTree
+from jaxtyping import ArrayLike, Float, Int
 
 from .._files.arrays import Damaged, load_arrays, save_arrays
 from .._files.files import as_path
-from .._problem.checks import check_count, check_outside_programs
-from .._problem.problem import Problem
-from .losses import Losses
-from .queries import as_queries
-from .validation import Retraining, Validation, validate
-from .weighted import weighted_problem
+from .._problem.checks import check_count
 
 
 class Attribution(NamedTuple):
     """The scores of n training examples (or groups of them) for K queries.
 
-    `scores[k, i]` is the derivative of the error of query k in the weight of example i, at the weights
-    of the training: negative where the example helps, positive where it harms, 0 where it was not
-    trained on. `errors[k]` is the error itself, `share` the weight that all examples had.
+    `scores[k, i]` is the derivative of the error of query k in the weight of example i: negative where
+    the example helps. `errors[k]` is the error itself, `share` the weight that all examples had.
 
     >>> import foretune as ft, numpy as np
     >>> found = ft.Attribution(np.array([[0.1, -0.3, 0.0, 0.2]]), np.array([1.0]))
@@ -45,25 +39,15 @@ class Attribution(NamedTuple):
         return _first(-self.scores, k, "bottom")
 
     def change(self, left_out: ArrayLike | Sequence[int]) -> Float[np.ndarray, " K"]:
-        """Return the predicted change of each error where some examples are left out.
-
-        Args:
-            left_out: their numbers, each once, or a mask.
-
-        It is minus the sum of their scores: to first order, and for weights of 1.
-        """
+        """Return the predicted change of each error without some examples: their numbers, or a mask."""
         chosen, n = np.asarray(left_out), self.scores.shape[1]
         if chosen.dtype != bool:
             numbers = chosen.ndim == 1 and np.issubdtype(chosen.dtype, np.integer) and chosen.size
             if not numbers or chosen.min() < 0 or chosen.max() >= n:
-                raise ValueError(
-                    f"change({left_out!r:.60}): give numbers of examples, from 0 to {n - 1}, or a mask "
-                    f"of {n}."
-                )
+                wanted = f"give numbers of examples, from 0 to {n - 1}, or a mask"
+                raise ValueError(f"change({left_out!r:.60}): {wanted}.")
             if len(np.unique(chosen)) < len(chosen):
                 raise ValueError(f"change({left_out!r:.60}): an example is left out once, or not.")
-        elif chosen.shape != (n,):
-            raise ValueError(f"change(...): the mask has the shape {chosen.shape}, not ({n},).")
         return -self.scores[:, chosen].sum(1)
 
     def save(self, path: str | Path) -> None:
@@ -84,48 +68,8 @@ class Attribution(NamedTuple):
                 )
             return cls(scores, errors, share)
         except (Damaged, KeyError, ValueError) as error:
-            raise ValueError(
-                f"{path} is no attribution: a file that `Attribution.save` wrote is expected "
-                f"({type(error).__name__}: {error!s:.100})."
-            ) from error
-
-    def validate(
-        self,
-        problem: Problem,
-        hparams: PyTree,
-        queries: PyTree,
-        *,
-        weights: str = "weight",
-        losses: Losses | None = None,
-        groups: object = None,
-        subsets: int = 50,
-        drop: float = 0.5,
-        key: Array | None = None,
-        chunk: int | None = None,
-    ) -> Validation:
-        """Train again without random subsets of the examples: do the scores predict the errors?
-
-        Args:
-            problem: as given to `attribute`, and so are `hparams`, `queries`, `weights`, `losses` and
-                `groups`.
-            subsets: how many trainings, each without a part of the examples (or groups) drawn anew.
-            drop: that part.
-            key: the random key of the draws.
-            chunk: how many trainings run side by side; by default as many as memory allows.
-        """
-        check_outside_programs("Attribution.validate", problem, hparams)
-        asked = as_queries(problem, queries)
-        wanted, point, asked = weighted_problem(problem, hparams, asked, weights, losses, groups)
-        K, n = asked.count, len(point[weights])
-        if self.scores.shape != (K, n):
-            raise ValueError(
-                f"the scores are {self.scores.shape[0]} x {self.scores.shape[1]}, but here are {K} "
-                f"queries and {n} weights: give validate the problem, queries and groups that "
-                "attribute had."
-            )
-        errors = self.errors if self.share == 1 else None
-        retrain = Retraining(wanted, weights, np.asarray(point[weights]), asked, chunk)
-        return validate(self.scores, errors, retrain, subsets, drop, key)
+            why = f"{type(error).__name__}: {error!s:.100}"
+            raise ValueError(f"{path} is no attribution ({why}).") from error
 
     def __repr__(self) -> str:
         K, n = self.scores.shape

@@ -1,8 +1,6 @@
 """The finished chunks of an attribution in a folder, from which a later call continues.
 
-`queries_12.npz` holds a chunk whose first query is 12, and says what attribution it belongs to. Each is
-written whole or not at all. One that is damaged is set aside with a warning, and its queries are
-computed again.
+`queries_12.npz` holds a chunk whose first query is 12, and says what attribution it belongs to.
 """
 
 import contextlib
@@ -48,8 +46,7 @@ class Chunks:
         differs = [name for name in names if self._fingerprint.get(name) != theirs.get(name)]
         if differs:
             raise RunError(
-                f"{self.folder} holds another attribution; what differs: {', '.join(differs)}. Give "
-                "another folder, or remove this one."
+                f"{self.folder} holds another attribution; what differs: {', '.join(differs)}."
             )
 
     def write(self, rows: np.ndarray, scores: np.ndarray, errors: np.ndarray) -> None:

@@ -1,9 +1,8 @@
 """The loss of each example, of a loss that is their mean.
 
-The user gives it, or it is the loss of a batch of one. That the mean of these is the loss is tried out
-on the first minibatch: values and gradients, at parameters that are changed a little, since at zeros
-much comes out alike. What the user's losses leave out must be the same for other examples: a penalty on
-the parameters.
+That their mean is the loss is tried out on the first minibatch: values and gradients, at parameters
+that are changed a little, since at zeros much comes out alike. What the user's losses leave out must be
+the same for other examples: a penalty on the parameters.
 """
 
 from collections.abc import Callable
@@ -31,17 +30,15 @@ COUPLED = 1e-3  # relative difference from which on a mean of losses is not the 
 LOW = 0.05  # and where it is computed below single precision
 ROUNDING = 100  # units in the last place up to which it is the loss
 NOT_A_MEAN = (
-    "the loss of the first minibatch, at parameters that are changed a little, is {loss:.6g}, but the "
-    "mean of the losses of its examples, each as a batch of one, is {mean:.6g} (and their gradients "
-    "differ by {off:.2g} of their length). Where the examples of a batch depend on each other (batch "
-    "normalisation), draw random numbers (dropout) or are summed instead of averaged, give `losses=`: "
-    "a function that is called as the loss is and returns the array of B losses that it is the mean of."
+    "the loss of the first minibatch is {loss:.6g}, but the mean of the losses of its examples, each "
+    "as a batch of one, is {mean:.6g} (and their gradients differ by {off:.2g} of their length). Where "
+    "examples depend on each other (batch normalisation), draw random numbers (dropout) or are summed "
+    "instead of averaged, give `losses=`: a function that returns the array of B losses."
 )
 NOT_THE_LOSSES = (
-    "`losses` are not those that the loss is the mean of. The loss less their mean may be a penalty on "
-    "the parameters, the same whatever the examples, but it is {one:.6g} on the first minibatch and "
-    "{two:.6g} on the first half of it twice. Return the array of B losses whose mean, for the same "
-    "examples and random numbers, is the loss but for such a penalty."
+    "`losses` are not those that the loss is the mean of: the loss less their mean, a penalty on the "
+    "parameters that is the same whatever the examples, is {one:.6g} on the first minibatch and "
+    "{two:.6g} on the first half of it twice."
 )
 
 
@@ -54,18 +51,15 @@ class WeightedLoss(eqx.Module):
     more: bool = eqx.field(static=True)
     weights: Float[Array, " b"]
 
-    def __call__(
-        self, params: PyTree, hparams: PyTree, batch: PyTree, *state: PyTree, **key: Array
-    ) -> PyTree:
-        l, model_state = self.each(params, hparams, batch, *state, **key)
+    def __call__(self, *given: PyTree, **key: Array) -> PyTree:
+        l, model_state = self.each(*given, **key)
         w = self.weights.astype(l.dtype)
-        B = w.size
         if self.more:
-            loss = self.loss(params, hparams, batch, *state, **key)
+            loss = self.loss(*given, **key)
             loss, model_state = loss if self.has_state else (loss, None)
-            value = loss + jnp.sum((w - 1) * l) / B
+            value = loss + jnp.sum((w - 1) * l) / w.size
         else:
-            value = jnp.sum(w * l) / B
+            value = jnp.sum(w * l) / w.size
         return (value, model_state) if self.has_state else value
 
     def each(
@@ -83,19 +77,16 @@ class WeightedLoss(eqx.Module):
             result = self.loss(params, hparams, row, *state, **key)
             return result[0] if self.has_state else result
 
-        model_state = None
-        if self.has_state:
-            _, model_state = self.loss(params, hparams, batch, *state, **key)
+        if not self.has_state:
+            return jax.vmap(one)(batch), None
+        _, model_state = self.loss(params, hparams, batch, *state, **key)
         return jax.vmap(one)(batch), model_state
 
 
 def with_weights(
     training: Training, losses: Losses | None, more: bool, weights: Float[Array, " b"]
 ) -> Training:
-    """Return the training on a minibatch with a weight for each of its examples.
-
-    `more` says whether the loss is more than the mean of the losses.
-    """
+    """Return the training on a minibatch with a weight for each of its examples."""
     loss = WeightedLoss(training.loss, losses, training.has_state, more, weights)
     return eqx.tree_at(lambda training: training.loss, training, loss)
 
@@ -105,17 +96,15 @@ def check_losses(
 ) -> tuple[bool, jnp.dtype]:
     """Return whether the loss is more than the mean of the losses, and its type, or raise."""
     if losses is not None:
-        form = "losses(params, hparams, batch{}{})".format(
-            ", model_state" if training.has_state else "",
-            ", key=..." if training.key is not None else "",
-        )
-        check_signature(losses, form, ("key",) if training.key is not None else ())
+        state = ", model_state" if training.has_state else ""
+        key = ", key=..." if training.key is not None else ""
+        form = f"losses(params, hparams, batch{state}{key})"
+        check_signature(losses, form, ("key",) if key else ())
     batch = problem.batches.batch(jax.tree.map(lambda leaf: leaf[0], problem.batches.xs))
     B = check_leading_axis(batch, "the minibatch")
     if isinstance(problem.batches, Minibatches) and problem.batches.indices.shape[1] != B:
         raise ValueError(
-            f"Minibatches' gather makes {B} examples of {problem.batches.indices.shape[1]} indices; "
-            "one for each is expected."
+            f"Minibatches' gather makes {B} examples of {problem.batches.indices.shape[1]} indices."
         )
     state = problem.start(hparams)
     what = "losses" if losses is not None else "the loss of a batch of one (give `losses=`)"
@@ -130,8 +119,8 @@ def check_losses(
 
     apart = _apart(L, M, L, M)
     if losses is None and wrong(apart):
-        numbers = {"loss": L[0], "mean": M[0], "off": apart[1]}
-        raise ValueError(NOT_A_MEAN.format(**{name: float(x) for name, x in numbers.items()}))
+        loss, mean, off = float(L[0]), float(M[0]), float(apart[1])
+        raise ValueError(NOT_A_MEAN.format(loss=loss, mean=mean, off=off))
     if losses is not None:
         rest, other = (jax.tree.map(jnp.subtract, *both) for both in ((L, M), halves))
         if wrong(_apart(rest, other, L, halves[0])):
@@ -160,10 +149,7 @@ def _at(
 def _apart(
     a: ValueAndGradient, b: ValueAndGradient, one: ValueAndGradient, other: ValueAndGradient
 ) -> Float[Array, "2"]:
-    """Return how far two values, and two gradients, are apart, relative to the sizes of others.
-
-    What is not finite is not apart.
-    """
+    """Return how far values, and gradients, are apart, relative to others; not where not finite."""
     off = jax.tree.map(jnp.subtract, a, b)
     ratios = [
         _length(d) / (_length(x) + _length(y)) for d, x, y in zip(off, one, other, strict=True)
@@ -203,6 +189,6 @@ def _length(tree: PyTree) -> Float[Array, ""]:
 def _check_shape(values: PyTree, B: int) -> None:
     if getattr(values, "shape", None) != (B,) or not jnp.issubdtype(values.dtype, jnp.floating):
         raise TypeError(
-            f"`losses` must return one floating-point number for each of the {B} examples of a "
-            f"minibatch, an array of shape ({B},); it returned\n{describe_tree(values, 'losses')}"
+            f"`losses` must return a number for each of the {B} examples of a minibatch, an array of "
+            f"shape ({B},); it returned\n{describe_tree(values, 'losses')}"
         )

@@ -45,10 +45,6 @@ class Queries(eqx.Module):
         rows = [f(objective, self.validation) for objective in self.objectives]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
-    def of(self, convert: Callable[[Objective], Objective]) -> "Queries":
-        """Return the same with other objectives."""
-        return Queries(tuple(map(convert, self.objectives)), self.validation, self.stacked)
-
     def chosen(self, rows: np.ndarray) -> "Queries":
         """Return some of them."""
         if not self.stacked:
@@ -71,9 +67,8 @@ def as_queries(problem: Problem, queries: PyTree) -> Queries:
         raise TypeError("queries is a function: give a list of objectives, `[f]`.")
     if isinstance(problem.objective, dict):
         raise ValueError(
-            "the problem has an objective for each of "
-            f"{sorted(problem.objective, key=str)}: which is the error of a query? Give the objectives "
-            "as queries, `queries=[f, ...]`, or `problem.replace(objective=f)`."
+            f"the problem has objectives for {sorted(problem.objective, key=str)}: which is the error "
+            "of a query? Give the objectives as queries, `queries=[f, ...]`."
         )
     check_data(queries, "queries")
     queries = as_arrays(queries, "queries")
@@ -82,8 +77,7 @@ def as_queries(problem: Problem, queries: PyTree) -> Queries:
     if not _alike(queries, problem.validation):
         raise ValueError(
             f"the queries are\n{describe_tree(queries, 'queries')}\nbut the problem's error is of\n"
-            f"{describe_tree(problem.validation, 'validation')}\nGive queries like the validation "
-            "examples: the same pytree, and the same shapes behind the leading axis."
+            f"{describe_tree(problem.validation, 'validation')}\nGive queries like the validation data."
         )
     return Queries((problem.objective,), queries, True)
 

@@ -4,18 +4,14 @@ With alpha_T^k = grad E_k(s_T), A_t = dPhi_t/ds_{t-1} and w the weights of the e
 
     alpha_{t-1}^k = alpha_t^k A_t,    dE_k/dw = sum_t alpha_t^k dPhi_t/dw.
 
-The training is run once and its states are stored, as the engine says; then the adjoints of a chunk of
-errors go back through each step together. Step t sees the weights of its B examples alone, so that
-alpha_t dPhi_t/dw is B numbers for each error, which are added in their places among all n.
-
-Time, with K errors: one training, and for each chunk the steps once more and its transposed products.
-Memory: the states, and for each error of a chunk n scores, alpha and what is inside a step.
+The training is run once and its states are stored; then the adjoints of a chunk of errors go back
+through each step together. Step t sees the weights of its B examples alone: alpha_t dPhi_t/dw is B
+numbers for each error, which are added in their places among all n.
 """
 
 import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -94,33 +90,17 @@ def ends(
     return queries.each(end)
 
 
-class Spread(NamedTuple):
-    """The queries of a chunk, over the devices of a mesh's axis `queries`; without one, on one device.
+def placed(rows: PyTree, mesh: Mesh | None) -> PyTree:
+    """Return arrays with a leading axis of queries over the devices of a mesh's axis `queries`."""
+    return rows if mesh is None else jax.device_put(rows, _sharding(mesh))
 
-    Adjoints do not know of each other, so nothing is exchanged on the way back.
-    """
 
-    mesh: Mesh | None = None
+def _devices(mesh: Mesh | None) -> int:
+    return 1 if mesh is None else mesh.shape["queries"]
 
-    @property
-    def devices(self) -> int:
-        """How many take part."""
-        return 1 if self.mesh is None else self.mesh.shape["queries"]
 
-    @property
-    def sharding(self) -> NamedSharding | None:
-        """How arrays with a leading axis of queries lie."""
-        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec("queries"))
-
-    def place(self, rows: PyTree) -> PyTree:
-        """Return arrays with a leading axis of queries in their places."""
-        return rows if self.mesh is None else jax.device_put(rows, self.sharding)
-
-    def place_queries(self, queries: Queries) -> Queries:
-        """Return the queries with their examples in their places."""
-        if not queries.stacked:
-            return queries
-        return Queries(queries.objectives, self.place(queries.validation), True)
+def _sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec("queries"))
 
 
 def fitting(
@@ -129,23 +109,24 @@ def fitting(
     arrays: list[Array],
     most: int,
     memory: int | None,
-    spread: Spread,
+    mesh: Mesh | None,
 ) -> int:
     """Return how many errors go back together, about `most` at most, or raise where not one can."""
-    given = tree_bytes(arrays)
-    free = free_bytes() + given
+    free = free_bytes() + tree_bytes(arrays)
     limit = min(free, math.inf if memory is None else memory)
     s_T, stored = forward.lower(engine, structure, arrays).out_info  # traced once, by `forward` too
     _, weights = opened(structure, arrays)
 
     def rows(tree, c):
         floats = eqx.filter(tree, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
-        shape = functools.partial(jax.ShapeDtypeStruct, sharding=spread.sharding)
+        sharding = None if mesh is None else _sharding(mesh)
+        shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
         return jax.tree.map(lambda leaf: shape((c, *leaf.shape), leaf.dtype), floats)
 
-    each, needed = -(-most // spread.devices), 0
+    devices = _devices(mesh)
+    each, needed = -(-most // devices), 0
     while each:
-        chunk = each * spread.devices
+        chunk = each * devices
         adjoint = Adjoint(rows(s_T, chunk), rows(weights, chunk))
         program = backward.lower(engine, structure, arrays, stored, adjoint).compile()
         needed = program_bytes(program)
@@ -154,9 +135,8 @@ def fitting(
         each //= 2
     raise MemoryError(
         f"one query at a time needs {show_bytes(needed)}, more than the {show_bytes(limit)} that are "
-        f"{'free' if limit == free else 'allowed'}: {show_bytes(tree_bytes(stored))} are states that "
-        f"are stored, {show_bytes(given)} data and parameters. Allow more, `attribute(memory=...)`, or "
-        'store less, `engine=foretune.Reverse(store="segments")` or a number of states.'
+        f"{'free' if limit == free else 'allowed'}. Allow more, `attribute(memory=...)`, or store less "
+        f'than {show_bytes(tree_bytes(stored))}, `engine=foretune.Reverse(store="segments")`.'
     )
 
 
@@ -167,21 +147,21 @@ def sweep(
     missing: np.ndarray,
     chunk: int | None,
     memory: int | None,
-    spread: Spread,
+    mesh: Mesh | None,
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Train, then yield the numbers, errors and scores of one chunk of the missing queries at a time.
-
-    `program` is the weighted problem and its weights, as `validated` returns them.
-    """
+    """Train, then yield the numbers, errors and scores of each chunk of the missing queries."""
     if not len(missing):
         return
     arrays, structure = program
     problem, weights = opened(structure, arrays)
-    most = min(len(missing), chunk or MOST * spread.devices)
-    c = fitting(engine, structure, arrays, most, memory, spread)
+    most = min(len(missing), chunk or MOST * _devices(mesh))
+    c = fitting(engine, structure, arrays, most, memory, mesh)
     s_T, stored = forward(engine, structure, arrays)
     for rows in np.split(missing, range(c, len(missing), c)):
         filled = np.append(rows, np.repeat(rows[-1], c - len(rows)))  # for one program
-        E, adjoint = ends(problem, weights, s_T, spread.place_queries(queries.chosen(filled)))
-        found = backward(engine, structure, arrays, stored, spread.place(adjoint))
+        asked = queries.chosen(filled)
+        if asked.stacked:
+            asked = Queries(asked.objectives, placed(asked.validation, mesh), True)
+        E, adjoint = ends(problem, weights, s_T, asked)
+        found = backward(engine, structure, arrays, stored, placed(adjoint, mesh))
         yield rows, np.asarray(E)[: len(rows)], np.asarray(found)[: len(rows)]

@@ -4,11 +4,9 @@
 
     (1/B) sum_i w_i l_i(params),
 
-the same at w = 1. B does not change with the weights: a weight of 0 leaves an example out, and the
-others count as before. Where the loss is the mean of the l_i and something more (a penalty on the
-parameters), it becomes loss + (1/B) sum_i (w_i - 1) l_i, and what is more counts whole.
-
-A problem whose own hyperparameters hold the weights already stays as it is, with the others fixed.
+the same at w = 1. A weight of 0 leaves an example out, and the others count as before. Where the loss
+is the mean of the l_i and something more (a penalty on the parameters), it becomes loss + (1/B) sum_i
+(w_i - 1) l_i. A problem whose own hyperparameters hold the weights stays as it is.
 """
 
 import warnings
@@ -26,7 +24,6 @@ from .._problem.checks import (
     check_hparams,
     check_leading_axis,
     describe,
-    describe_tree,
     named_leaves,
 )
 from .._problem.definition import Objective
@@ -55,7 +52,7 @@ class Numbered(Batches):
         return self.batches.xs
 
     @property
-    def steps(self) -> int:
+    def steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """T, the number of steps."""
         return self.batches.steps
 
@@ -135,10 +132,7 @@ def weighted_problem(
     groups: object,
     share: float = 1.0,
 ) -> tuple[Problem, dict[str, Float[Array, " n"]], Queries]:
-    """Return problem and queries as functions of the weights alone, and the weights.
-
-    Weights that are added are `share`. The problem's own error is the mean of a query.
-    """
+    """Return problem and queries as functions of the weights alone, and the weights."""
     own = isinstance(hparams, dict) and name in hparams
     hparams = check_hparams(hparams) if jax.tree.leaves(hparams) else hparams
     begin = problem.init if problem.starts_from_function else None
@@ -149,7 +143,12 @@ def weighted_problem(
         fixed = FixedHparams({k: leaf for k, leaf in hparams.items() if k != name}, name)
         dynamics = FixedDynamics(problem.dynamics, fixed, begin)
     else:
-        training = _training(problem, name)
+        training = problem.dynamics
+        if not isinstance(training, Training):
+            raise TypeError(
+                f"the dynamics is {describe(training)}: weights of examples can be added to "
+                f"`foretune.Training` alone. Make them a hyperparameter, hparams[{name!r}], a vector."
+            )
         n = examples_of(batches)
         _warn_of_weights(hparams, name, n)
         numbers = as_groups(groups, n)
@@ -159,7 +158,8 @@ def weighted_problem(
         count = n if numbers is None else int(numbers.max()) + 1
         weights = jnp.full(count, share, np.promote_types(dtype, np.float32))
         batches = Numbered(batches, numbers)  # pyright: ignore[reportCallIssue]
-    asked = queries.of(lambda objective: FixedObjective(objective, fixed))
+    objectives = tuple(FixedObjective(objective, fixed) for objective in queries.objectives)
+    asked = Queries(objectives, queries.validation, queries.stacked)
     wanted = problem.replace(
         dynamics=dynamics,
         objective=asked.chosen(np.array([0])).mean,
@@ -169,23 +169,12 @@ def weighted_problem(
     return wanted, {name: weights}, asked
 
 
-def _training(problem: Problem, name: str) -> Training:
-    dynamics = problem.dynamics
-    if not isinstance(dynamics, Training):
-        raise TypeError(
-            f"the dynamics is {describe(dynamics)}: weights of examples can be added to "
-            f"`foretune.Training` alone. Put them into the dynamics as a hyperparameter, "
-            f"hparams[{name!r}], a vector, or name that with `weights=`."
-        )
-    return dynamics
-
-
 def _warn_of_weights(hparams: PyTree, name: str, n: int) -> None:
     for path, leaf in named_leaves(hparams, "hparams").items():
         if getattr(leaf, "shape", None) == (n,):
             warnings.warn(
                 f"{path} has an entry for each of the {n} training examples. If these are their "
-                f"weights, name them, `weights=...`; as it is, weights {name!r} of 1 are added.",
+                f"weights, name them, `weights=...`; weights {name!r} of 1 are added.",
                 stacklevel=4,
             )
 
@@ -194,35 +183,29 @@ def _own_weights(hparams: dict[str, Array], name: str, added: bool) -> Float[Arr
     weights = hparams[name]
     if not eqx.is_array(weights) or weights.ndim != 1:
         raise ValueError(
-            f"hparams[{name!r}] is\n{describe_tree(weights, f'hparams[{name!r}]')}\nbut weights of "
-            "examples are a vector. Where it is something else, name the weights otherwise, "
-            '`weights="example"` say: weights of that name are then added to the loss.'
+            f"hparams[{name!r}] is {describe(weights)}, but weights of examples are a vector. Where it "
+            'is something else, name the weights otherwise, `weights="example"` say.'
         )
     if added:
         raise ValueError(
             "attribute's `losses`, `groups` and `share` are for weights that are added to the loss; "
-            f"hparams[{name!r}] holds weights already. Leave them out, or give `weights=` a name that "
-            "is not in hparams."
+            f"hparams[{name!r}] holds weights already."
         )
     return weights
 
 
 def examples_of(batches: Batches) -> int:
     """Return n, the number of training examples, or raise where they cannot be told apart."""
-    remedy = (
-        "Give `FullBatch(data, steps)` or `Minibatches(data, indices)`, whose indices say which "
-        "examples are in a minibatch."
-    )
     if isinstance(batches, FullBatch):
         return check_leading_axis(batches.data, "FullBatch's data")
     if not isinstance(batches, Minibatches):
         raise TypeError(
-            f"the batches are {describe(batches)}, which do not number the examples. {remedy}"
+            f"the batches are {describe(batches)}, which do not number the examples. Give "
+            "`FullBatch(data, steps)` or `Minibatches(data, indices)`."
         )
     if batches.indices.ndim != 2:
         raise ValueError(
-            f"Minibatches' indices are {describe(batches.indices)}; to number the examples they need "
-            "the shape (T, batch size)."
+            f"Minibatches' indices are {describe(batches.indices)}, not of the shape (T, batch size)."
         )
     if batches.gather is not None:
         return int(batches.indices.max()) + 1
@@ -236,15 +219,13 @@ def as_groups(groups: object, n: int) -> Int[Array, " n"] | None:
     found = np.asarray(groups)
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
         raise TypeError(
-            f"groups must be one integer for each of {n} examples, got {describe(found)}. Number "
-            "names with `np.unique(names, return_inverse=True)`."
+            f"groups must be one integer for each of {n} examples, got {describe(found)}."
         )
     if len(found) != n:
         raise ValueError(f"groups has {len(found)} entries for {n} training examples.")
     if found.min() < 0 or found.max() >= n or not np.bincount(found).all():
         raise ValueError(
-            f"groups are numbered 0, 1, ... without gaps; these go from {found.min()} to "
-            f"{found.max()}, and {len(np.unique(found))} have examples. Number them by "
-            "`np.unique(groups, return_inverse=True)[1]`."
+            f"groups are numbered 0, 1, ... without gaps; these go from {found.min()} to {found.max()} "
+            f"and {len(np.unique(found))} have examples: `np.unique(groups, return_inverse=True)[1]`."
         )
     return jnp.asarray(found, jnp.int32)

@@ -1,9 +1,7 @@
 """How far the hypergradient of real-time tuning can be trusted.
 
-The real-time hypergradient is that of a constant lambda, carried over windows in which lambda changed
-(and, with a discount, forgotten on the way). Over the last k windows the exact one can be had: train
-again from the state before them, at the current lambda throughout, and differentiate. Their cosine is
-1 where real-time updates go the exact way, and below 0 where they go against it.
+It is that of a constant lambda, carried over windows in which lambda changed. Over the last k windows
+the exact one can be had: train again from the state before them, at the current lambda throughout.
 """
 
 from collections.abc import Sequence
@@ -31,16 +29,12 @@ class Tuner(Protocol):
 
 
 class BiasReport(NamedTuple):
-    """The real-time and the exact hypergradient, and how they agree."""
+    """The real-time and the exact hypergradient, and their cosines: of all leaves, and by leaf."""
 
     cosine: float
-    """Of the two, all hyperparameters together."""
     by_leaf: PyTree
-    """Of each leaf alone: for a scalar, whether the signs agree."""
     realtime: PyTree
-    """The real-time hypergradient."""
     exact: PyTree
-    """The exact one, over the last windows at the current hyperparameters."""
 
 
 def hypergradient_bias(
@@ -72,15 +66,11 @@ def hypergradient_bias(
     1.0
     """
     if not isinstance(windows, list | tuple) or not windows:
-        raise TypeError(
-            "hypergradient_bias takes a list of windows, one or more of them; got "
-            f"{describe(windows) if not isinstance(windows, list | tuple) else 'none'}."
-        )
+        got = describe(windows) if not isinstance(windows, list | tuple) else "none"
+        raise TypeError(f"hypergradient_bias takes a list of windows; got {got}.")
     if not isinstance(log, dict) or not {"hparams", "hypergradient"} <= set(log):
-        raise TypeError(
-            "hypergradient_bias takes the log that the last `update` returned, with its 'hparams' and "
-            f"'hypergradient'; got {describe(log)}."
-        )
+        wanted = "the log of the last `update`, with its 'hparams' and 'hypergradient'"
+        raise TypeError(f"hypergradient_bias takes {wanted}; got {describe(log)}.")
     check_engine(engine)
     problem = tuner.problem(before, _joined(windows), validation)
     _, exact, _ = (engine or Forward())(problem, log["hparams"])

@@ -5,9 +5,6 @@ For each hyperparameter leaf and a few random directions v in it, three numbers 
     forward      grad E(s_T) Z_T v + dE/dlambda v      (one tangent along v)
     reverse      the adjoint's gradient times v
     differences  (f(lambda + h v) - f(lambda - h v)) / 2h, extrapolated to h = 0
-
-The differences come with an error estimate (steps shrink until rounding takes over), so in float32
-they are not trusted further than they can be.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +22,8 @@ from .._problem.arguments import filtered
 from .._problem.checks import check_count, check_key, named_leaves
 from .._problem.draws import as_problem
 from .._problem.problem import Problem, ProblemLike, opened, validated
-from .._problem.system import make_system, owners, rows_of
+from .._problem.system import make_system
+from .slopes import errors_at, random_probes
 
 FIRST_STEP = 0.05  # relative to the hyperparameter's own size
 AGREE, UNSURE = "agree", "unsure"
@@ -59,10 +57,8 @@ class HypergradientCheck(NamedTuple):
         return f"{row.leaf:<{self._width}} {numbers} {row.uncertainty:>8.1e}  {row.verdict}"
 
     def __str__(self) -> str:
-        head = (
-            f"{'leaf':<{self._width}} {'forward':>13} {'reverse':>13} {'differences':>13}      +/-"
-        )
-        return "\n".join([head, *map(self.line, self.rows)])
+        heads = f"{'forward':>13} {'reverse':>13} {'differences':>13}      +/-"
+        return "\n".join([f"{'leaf':<{self._width}} {heads}", *map(self.line, self.rows)])
 
     @property
     def _width(self) -> int:
@@ -81,26 +77,22 @@ def check_hypergradient(
     """Check that forward mode = reverse mode = finite differences, or raise where they are not.
 
     A row of the table is the derivative along one direction v in one leaf: each entry of v is the size
-    of the hyperparameter's own entry (1 where the leaf is 0), with a random sign. For a scalar it is
-    the gradient times the hyperparameter's size, and there is only one direction.
+    of the hyperparameter's own entry (1 where the leaf is 0), with a random sign.
 
     Args:
         problem: the problem, or a function `draw(key)` that returns it.
         hparams: where to check; not on a kink of the dynamics, where there is no gradient.
         directions: random directions for each hyperparameter leaf.
         tolerance: relative tolerance between forward and reverse; 10 times it against the
-            differences. Default: 3 sqrt(eps) of the lowest precision in use, 1e-3 in float32
-            and 4.5e-8 in float64.
+            differences. Default: 3 sqrt(eps), 1e-3 in float32 and 4.5e-8 in float64.
         key: the random key of the draw, and of the directions.
         verbose: print each row as soon as it is known.
 
     Raises:
         HypergradientMismatch: with the table and the leaves that disagree.
 
-    Rows whose differences are too noisy to tell (uncertainty over a tenth of the derivative's
-    scale) are marked `unsure`: run the check in float64 to settle them (`jax_enable_x64`, and
-    parameters, data and hyperparameters made of float64 arrays). Matrix products run at the highest
-    precision during the check.
+    Rows whose differences are too noisy to tell are marked `unsure`: run the check in float64 to settle
+    them (`jax_enable_x64`, and parameters, data and hyperparameters made of float64 arrays).
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -142,21 +134,19 @@ def _rows(
     problem: Problem, hparams: PyTree, count: int, tolerance: float, eps: float, key: Array
 ) -> Iterator[CheckRow]:
     _, grad, _ = Reverse()(problem, hparams)
-    names = named_leaves(hparams, "hparams")
-    for i, (name, owner) in enumerate(zip(names, owners(problem, hparams), strict=True)):
-        V = _directions(hparams, i, jax.random.fold_in(key, i), count)
-        for v in V:
-            stacked = jax.tree.map(lambda leaf: leaf[None], v)
-            forward = _along(problem, hparams, stacked)[rows_of(problem)[owner]]
-            terms = np.asarray(jax.tree.leaves(grad)[i] * jax.tree.leaves(v)[i], np.float64)
+    for probe in random_probes(problem, hparams, count, key):
+        v = jax.tree.map(lambda sign, leaf: sign * _sizes(leaf), probe.change, hparams)
+        stacked = jax.tree.map(lambda leaf: leaf[None], v)
+        forward = float(_along(problem, hparams, stacked)[probe.row][0])
+        pairs = zip(jax.tree.leaves(grad), jax.tree.leaves(v), strict=True)
+        terms = np.concatenate([np.ravel(np.asarray(g * d, np.float64)) for g, d in pairs])
 
-            def f(h, v=v, owner=owner):
-                value, _ = problem.response(jax.tree.map(lambda x, d: x + d * h, hparams, v))
-                return float(value if owner is None else value[owner])
+        def f(h, v=v, row=probe.row):
+            point = jax.tree.map(lambda x, way: (x + h * way)[None], hparams, v)
+            return float(errors_at(problem, point)[0, row])
 
-            yield _judge(
-                name, float(forward[0]), terms, *finite_difference(f, eps, tolerance), tolerance
-            )
+        difference = finite_difference(f, eps, tolerance)
+        yield _judge(probe.leaf, forward, terms, *difference, tolerance)
 
 
 def _judge(name, forward, terms, difference, uncertainty, tolerance) -> CheckRow:
@@ -180,13 +170,11 @@ def finite_difference(
 ) -> tuple[float, float]:
     """Return f'(0) by extrapolated central differences, and an estimate of its error.
 
-    Steps shrink fourfold from FIRST_STEP. D(h) is the central difference, R(h) = (16 D(h/4) - D(h))
-    / 15 its extrapolation; R is trusted as far as it agrees with the one before it, with D(h/4),
-    and with rounding. The search ends when the relative error is `enough`, or below eps^0.45.
+    Steps shrink fourfold. D(h) is the central difference, R(h) = (16 D(h/4) - D(h)) / 15 its
+    extrapolation, which is trusted as far as it agrees with the one before it and with D(h/4).
     """
-    best, error = np.nan, np.inf
+    best, error, h = np.nan, np.inf, FIRST_STEP
     D = R = np.nan
-    h = FIRST_STEP
     while h > eps**0.45 and not error <= enough * abs(best):
         high, low = f(h), f(-h)
         D, D_before = (high - low) / (2 * h), D
@@ -199,18 +187,10 @@ def finite_difference(
     return float(best), float(error)
 
 
-def _directions(hparams: PyTree, index: int, key: Array, count: int) -> list[PyTree]:
-    """Return random directions in one leaf, each entry a random sign times the entry's size."""
-    leaves, treedef = jax.tree.flatten(hparams)
-    leaf, typical = leaves[index], jnp.mean(jnp.abs(leaves[index]))
-    size = jnp.where(leaf == 0, jnp.where(typical == 0, 1.0, typical), jnp.abs(leaf))
-    directions = []
-    for key_j in jax.random.split(key, min(count, leaf.size)):
-        v = [jnp.zeros_like(leaf) for leaf in leaves]
-        sign = jax.random.rademacher(key_j, leaf.shape, leaf.dtype) if leaf.size > 1 else 1.0
-        v[index] = sign * size
-        directions.append(jax.tree.unflatten(treedef, v))
-    return directions
+def _sizes(leaf: Array) -> Array:
+    """Return the size of each entry; of those that are 0 the leaf's mean, or 1."""
+    typical = jnp.mean(jnp.abs(leaf))
+    return jnp.where(leaf == 0, jnp.where(typical == 0, 1.0, typical), jnp.abs(leaf))
 
 
 @filtered

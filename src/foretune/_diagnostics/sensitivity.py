@@ -1,8 +1,7 @@
-"""Why a response is chaotic: how training multiplies small changes, and how it rounds.
+"""Why a response is chaotic: how training multiplies small changes.
 
 A change of the start by v_0 is, after t steps, v_t = A_t ... A_1 v_0. Where |v_t| grows by orders of
-magnitude, the adjoint grows in the same way, and the slope of the error at a point says nothing about
-the slope over a step of tuning.
+magnitude, so does the adjoint.
 """
 
 import math
@@ -19,7 +18,6 @@ from .._engines.products import has_no_mode, pushforward
 from .._problem.arguments import filtered
 from .._problem.problem import Problem
 from .._problem.system import make_system
-from .._problem.training import TrainState
 
 
 class Sensitivity(NamedTuple):
@@ -96,16 +94,9 @@ def _log_norms(problem: Problem, hparams: PyTree, key: Array) -> Float[Array, " 
 
 
 def _weights(state: PyTree) -> list[bool]:
-    """Return which leaves of a state are weights: all of them where that is not known."""
-
-    def is_state(node):
-        return isinstance(node, TrainState)
-
-    def marks(node):
-        if not is_state(node):
-            return jax.tree.map(lambda _: False, node)
-        rest = jax.tree.map(lambda _: False, node)
-        return rest._replace(params=jax.tree.map(lambda _: True, node.params))
-
-    marked = jax.tree.leaves(jax.tree.map(marks, state, is_leaf=is_state))
+    """Return which leaves of a state are weights, `params`: all of them where none is."""
+    marked = []
+    for path, _ in jax.tree.leaves_with_path(state):
+        fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        marked.append(fields[:1] == ["params"])
     return marked if any(marked) else [True] * len(marked)

@@ -4,8 +4,8 @@ Along a direction d of unit size, in the unconstrained variable u, and at a scal
 
     predicted  = grad_u f . (u+ - u-) / 2,    measured = (f(u+) - f(u-)) / 2,    u+- = P(u +- h c d)
 
-with c the scale of each entry and P the projection. The measured change is known up to the noise of f:
-what changes a tenth as long do to it on both sides alike.
+with c the scale of each entry and P the projection. Noise is what changes a tenth as long do to f on
+both sides alike.
 """
 
 import math
@@ -38,10 +38,8 @@ class Probe(NamedTuple):
     """A direction: of one leaf, or that of descent."""
 
     leaf: str
-    row: int
-    """The number of the error that it is about."""
-    change: PyTree
-    """Its entries, in units of their scales."""
+    row: int  # the number of the error that it is about
+    change: PyTree  # in units of the entries' scales
 
 
 class Slope(NamedTuple):
@@ -54,9 +52,8 @@ class Slope(NamedTuple):
     noise: float
     """Standard deviation of the measured change."""
     low: float
-    """The error at the end that the direction points away from."""
     high: float
-    """The error at the end that it points to."""
+    """The errors at both ends."""
 
     @property
     def verdict(self) -> str:
@@ -85,9 +82,8 @@ def random_probes(problem: Problem, hparams: PyTree, count: int, key: Array) -> 
         for j in range(min(count, leaves[i].size)):
             key_ij = jax.random.fold_in(jax.random.fold_in(key, i), j)
             change = [jnp.zeros_like(leaf) for leaf in leaves]
-            change[i] = (
-                jax.random.rademacher(key_ij, shape, dtype) if shape else jnp.ones_like(leaves[i])
-            )
+            sign = jax.random.rademacher(key_ij, shape, dtype)
+            change[i] = sign if shape else jnp.ones_like(sign)
             probes.append(Probe(names[i], rows[owner], treedef.unflatten(change)))
     return probes
 
@@ -127,16 +123,8 @@ def unconstrained(constraints: PyTree, hparams: PyTree, grad: PyTree) -> PyTree:
     return pull(jax.tree.map(lambda g, h: g.astype(h.dtype), grad, hparams))[0]
 
 
-class Points(NamedTuple):
-    """Hyperparameters on both sides of the middle, for each probe and scale."""
-
-    hparams: PyTree[Float[Array, "2 n ..."]]
-    changes: PyTree[Float[Array, "n ..."]]
-    """Half of the way from one to the other, in the unconstrained variable."""
-
-
 @filtered
-def _points(constraints: PyTree, hparams: PyTree, changes: PyTree) -> Points:
+def _points(constraints: PyTree, hparams: PyTree, changes: PyTree) -> tuple[PyTree, PyTree]:
     def pair(change):
         back = jax.tree.map(jnp.negative, change)
         ends = [moved(constraints, hparams, way) for way in (change, back)]
@@ -144,40 +132,36 @@ def _points(constraints: PyTree, hparams: PyTree, changes: PyTree) -> Points:
         return tuple(ends), jax.tree.map(lambda a, b: (a - b) / 2, high, low)
 
     (high, low), way = jax.vmap(pair)(changes)
-    return Points(jax.tree.map(lambda a, b: jnp.stack([a, b]), high, low), way)
+    return jax.tree.map(lambda a, b: jnp.stack([a, b]), high, low), way
 
 
 def points_of(
     constraints: PyTree, hparams: PyTree, probes: list[Probe], scales: Iterable[float]
-) -> Points:
-    """Return the points of all probes at all scales, or raise where one cannot be moved."""
+) -> tuple[PyTree[Float[Array, "2 n ..."]], PyTree[Float[Array, "n ..."]]]:
+    """Return hyperparameters on both sides, for each probe and scale, and half of the way between.
+
+    The way is that of the unconstrained variable. Raises where a hyperparameter cannot be moved.
+    """
     changes = [
         jax.tree.map(lambda c, s=scale: (s * c).astype(c.dtype), probe.change)
         for probe in probes
         for scale in scales
     ]
-    points = _points(constraints, hparams, jax.tree.map(lambda *rows: jnp.stack(rows), *changes))
-    ways = [np.abs(np.asarray(way, np.float64)) for way in jax.tree.leaves(points.changes)]
-    still = ~np.any([way.reshape(len(way), -1).any(1) for way in ways], 0)
+    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *changes)
+    points, half = _points(constraints, hparams, stacked)
+    ways = [np.asarray(way).reshape(len(changes), -1) for way in jax.tree.leaves(half)]
+    still = ~np.any([way.any(1) for way in ways], 0)
     if still.any():
-        number = len(changes) // len(probes)
-        leaf, scale = (
-            probes[int(still.argmax()) // number].leaf,
-            list(scales)[still.argmax() % number],
-        )
+        leaf = probes[int(still.argmax()) * len(probes) // len(changes)].leaf
         raise ValueError(
-            f"{leaf} cannot be moved: its constraint leaves no room (or {scale:g} of it is below the "
-            "digits of its type). To hold it fixed, leave it out of the hyperparameters."
+            f"{leaf} cannot be moved: its constraint leaves no room, or the scale is below its digits. "
+            "To hold it fixed, leave it out of the hyperparameters."
         )
-    return points
+    return points, half
 
 
 class Trainings:
-    """Runs trainings, side by side where memory allows, and counts them.
-
-    Args:
-        chunk: how many side by side; by default what `side_by_side` returns for the first problem.
-    """
+    """Runs trainings, side by side where memory allows, and counts them."""
 
     def __init__(self, chunk: int | None):
         self.chunk, self.count = chunk, 0
@@ -192,19 +176,14 @@ class Trainings:
         for i in range(0, n, chunk):
             rows = np.minimum(np.arange(i, i + chunk), n - 1)  # the last chunk is filled up
             part = jax.tree.map(lambda leaf, rows=rows: leaf[rows], points)
-            values.append(np.asarray(_errors(problem, part), np.float64)[: n - i])
-            self._done(min(chunk, n - i))
+            values.append(np.asarray(errors_at(problem, part), np.float64)[: n - i])
+            self.count += len(values[-1])
+            self.progress(len(values[-1]))
         return np.concatenate(values)
 
     def total(self, problem: Problem, hparams: PyTree) -> float:
         """Return the error at one point, the sum of them where there are several."""
-        values = _errors(problem, jax.tree.map(lambda leaf: leaf[None], hparams))
-        self._done(1)
-        return float(np.asarray(values, np.float64).sum())
-
-    def _done(self, count: int) -> None:
-        self.count += count
-        self.progress(count)
+        return float(self(problem, jax.tree.map(lambda leaf: leaf[None], hparams)).sum())
 
     def beside(self, problem: Problem, hparams: PyTree) -> int:
         """Return how many trainings run side by side."""
@@ -219,13 +198,15 @@ def side_by_side(problem: Problem, hparams: PyTree) -> int:
         numbers = sum(leaf.size for leaf in jax.tree.leaves(state) if hasattr(leaf, "size"))
         return 8 if numbers < SMALL_ON_CPU else 1
     single = jax.tree.map(lambda leaf: leaf[None], hparams)
-    lowered = _errors.lower(problem, single)  # pyright: ignore[reportFunctionMemberAccess]
+    lowered = errors_at.lower(problem, single)  # pyright: ignore[reportFunctionMemberAccess]
     held = getattr(lowered.compile().memory_analysis(), "temp_size_in_bytes", 0)
     return max(1, min(MOST_BESIDE, int(0.5 * free_bytes() / max(held, 1))))
 
 
 @filtered
-def _errors(problem: Problem, points: PyTree) -> Float[Array, "n K"]:
+def errors_at(problem: Problem, points: PyTree) -> Float[Array, "n K"]:
+    """Return the errors at points that are stacked on a leading axis."""
+
     def at(hparams):
         system = make_system(problem, hparams)
         return jnp.stack(system.errors(system.run(hparams), hparams))
@@ -241,10 +222,10 @@ def jitters(constraints: PyTree, hparams: PyTree, scale: float, key: Array) -> P
 
     def at(key, sign):
         keys = jax.random.split(key, len(leaves))
-        signs = [
-            jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)
+        step = [
+            (sign * JITTER * scale).astype(x.dtype) * jax.random.rademacher(k, x.shape, x.dtype)
+            for k, x in zip(keys, leaves, strict=True)
         ]
-        step = [(sign * JITTER * scale).astype(s.dtype) * s for s in signs]
         return moved(constraints, hparams, treedef.unflatten(step))
 
     keys = jax.random.split(key, PAIRS)
@@ -275,14 +256,14 @@ class Measured(NamedTuple):
 
     probes: list[Probe]
     scales: list[float]
-    points: Points
+    half: PyTree  # of the way between both sides, in the unconstrained variable
     values: Float[np.ndarray, "2 n K"]
     noise: Float[np.ndarray, " K"]
 
     def slopes(self, grad_u: PyTree) -> list[Slope]:
         """Return what a gradient of the unconstrained variable predicts, beside these."""
         flat = [np.asarray(g, np.float64).ravel() for g in jax.tree.leaves(grad_u)]
-        ways = [np.asarray(way, np.float64) for way in jax.tree.leaves(self.points.changes)]
+        ways = [np.asarray(way, np.float64) for way in jax.tree.leaves(self.half)]
         products = [way.reshape(len(way), -1) @ g for way, g in zip(ways, flat, strict=True)]
         predicted = np.sum(products, 0)
         places = ((probe, scale) for probe in self.probes for scale in self.scales)
@@ -298,8 +279,7 @@ def judged(slopes: list[Slope], scale: float) -> str:
     """Return the verdict on directions of one leaf over one scale: the worst of those that matter.
 
     A direction along which ten times less happens than along another does not: its sign is an accident.
-    Below `scale` changes drown in noise, and one of many looks wrong by chance: there the doubt is
-    twice as large.
+    Below `scale`, where one of many looks wrong by chance, the doubt is twice as large.
     """
     if not all(math.isfinite(s.measured) and math.isfinite(s.predicted) for s in slopes):
         return MISLEADS

@@ -1,8 +1,7 @@
 """Is a hypergradient useful? What it predicts, beside what happens over a step of tuning.
 
-`check_hypergradient` asks whether a gradient is exact, over changes as small as rounding allows. An
-exact gradient may still mislead: where training multiplies small changes, the response is chaotic, and
-its slope at a point has nothing to do with that over a step. `trust` measures the latter.
+Where training multiplies small changes, an exact gradient (`check_hypergradient`) has nothing to do
+with the slope over a step. `trust` measures the latter.
 """
 
 import contextlib
@@ -71,25 +70,23 @@ def trust(
 ) -> Trust:
     """Compare what a hypergradient predicts with what happens over a step of tuning.
 
-    For each hyperparameter leaf, along random directions and downhill, and for the descent direction
-    of all together, trainings are run on both sides at `scale` times 0.1, 0.3, 1 and 3. A leaf's
-    verdict is "trust" where the predicted change has the right sign, and the right size up to a factor
-    of 2, at all scales up to `scale`; "size" where only the sign is right; else "misleads".
+    Trainings are run on both sides, at `scale` times 0.1, 0.3, 1 and 3, along random directions of each
+    hyperparameter leaf and along the descent. A verdict is "trust" where the predicted change has the
+    right sign, and size up to a factor of 2, at all scales up to `scale`; "size" where only the sign is
+    right; else "misleads".
 
     Args:
-        problem: the problem, or a function `draw(key)` that returns it. The error of some other draws
-            is reported; of a problem with `Minibatches`, that with other minibatches.
+        problem: the problem, or a function `draw(key)` that returns it.
         hparams: where to look, usually the start of a descent.
         engine: how the hypergradient is computed; `Reverse()` by default.
         scale: the size of a step of tuning, relative to each hyperparameter (to its leaf's mean where
-            it is 0, to 1 where the whole leaf is; an absolute change of log(x) under `Log`). The first
-            steps of `minimize` with its default optimizer are 0.1.
+            it is 0, to 1 where the whole leaf is; an absolute change of log(x) under `Log`).
         constraints: as in `minimize`; the trainings stay inside.
         directions: random directions for each leaf of several numbers.
         key: the random key of the draw, and of the directions.
         advice: whether other engines are tried where the gradient cannot be trusted.
         chunk: how many trainings run side by side; by default as many as memory allows.
-        verbose: print what it will cost, a progress bar (in a terminal or notebook), and the report.
+        verbose: print what it will cost, its progress, and the report.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -105,7 +102,7 @@ def trust(
     check_outside_programs("trust", problem if isinstance(problem, Problem) else None, hparams)
     check_engine(engine)
     engine = engine or Reverse()
-    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+    if not 0 < scale < math.inf:
         raise ValueError(f"trust(scale={scale!r:.60}): give a number above 0, 0.1 say.")
     check_count(directions, f"trust(directions={directions!r:.60})")
     if chunk is not None:
@@ -129,9 +126,8 @@ def trust(
 
 def _draws(problem: ProblemLike, key: Array | None) -> tuple[Problem, list[Problem]]:
     """Return the problem that is asked about, and some other draws of it."""
-    keys = jax.random.split(
-        jax.random.fold_in(jax.random.key(0) if key is None else key, 1), OTHERS
-    )
+    first = jax.random.key(0) if key is None else key
+    keys = jax.random.split(jax.random.fold_in(first, 1), OTHERS)
     if not isinstance(problem, Problem):
         drawn = as_problem(problem, key)
         assert isinstance(drawn, Drawn)
@@ -168,10 +164,10 @@ class _Study(NamedTuple):
         self, probes: list[Probe], scales: list[float], noise: Float[np.ndarray, " K"]
     ) -> Measured:
         """Return what the error does along some directions."""
-        points = points_of(self.constraints, self.hparams, probes, scales)
-        both = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), points.hparams)
+        points, half = points_of(self.constraints, self.hparams, probes, scales)
+        both = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), points)
         values = self.run(self.problem, both).reshape(2, len(probes) * len(scales), -1)
-        return Measured(probes, scales, points, values, noise)
+        return Measured(probes, scales, half, values, noise)
 
     def slopes(self, grad: PyTree, around: Measured, scales: list[float]) -> list[Slope]:
         """Return what a gradient predicts, and what happens: around, and in its own descents."""
@@ -236,10 +232,7 @@ def _about_fresh_runs(report: Trust) -> Iterator[Advice]:
         return
     step = max(abs(s.measured) for s in report.slopes if s.scale == report.scale)
     mean, deviation = np.mean(report.fresh), np.std(report.fresh, ddof=1)
-    remedy = (
-        "let `minimize` draw anew at each step, `minimize(draw, hparams, key=...)`, or tune the mean "
-        "over several draws, `Mean.of_draws(draw, n)`"
-    )
+    remedy = "tune with draws, `minimize(draw, hparams, key=...)`, or `Mean.of_draws(draw, n)`"
     if report.value < mean - max(3 * deviation, step):
         why = f"the error of this run is {report.value:.4g}, of others {mean:.4g}: the "
         yield Advice("draws", f"{why}hyperparameters are fitted to it; {remedy}")
@@ -281,19 +274,14 @@ _WHAT = {
 
 
 def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[AbstractEngine]:
-    """Yield engines for what may be chaotic, first for folds of which only some are.
-
-    The others are over a neighbourhood in which changes can be told from noise, or a larger one.
-    """
+    """Yield engines: for folds of which only some are chaotic, then over ever larger neighbourhoods."""
     problem = study.problem
     if isinstance(problem, Mean) and problem.count >= FOLDS and isinstance(engine, INNER):
         yield RobustMean(engine)
     scales = sorted({s.scale for s in report.slopes if s.scale >= study.scale})
-    seen = {
-        scale: max(abs(s.measured) for s in report.slopes if s.scale == scale) for scale in scales
-    }
     noise = max(s.noise for s in report.slopes)
-    radius = next((scale for scale in scales if seen[scale] > 4 * noise), study.scale)
+    told = [s.scale for s in report.slopes if s.scale in scales and abs(s.measured) > 4 * noise]
+    radius = min(told, default=study.scale)
     m = sum(leaf.size for leaf in jax.tree.leaves(study.hparams))
     by_values = m <= FEW and not isinstance(engine, Evolution)
 

@@ -33,11 +33,7 @@ class Advice(NamedTuple):
 
 
 class Trust(NamedTuple):
-    """The report of `trust`; prints as a table.
-
-    `ok` and `verdicts` (by leaf) are what it comes to, `radius` (by leaf) how far the gradient holds,
-    `advice` and `engine` (with its gradient, `grad`) what to do.
-    """
+    """The report of `trust`; prints as a table."""
 
     title: str
     slopes: list[Slope]
@@ -51,16 +47,14 @@ class Trust(NamedTuple):
     value: float
     """The error at the hyperparameters (the sum of them, where there are several)."""
     sensitivity: Sensitivity | None
-    """What becomes of a small change of the weights; None where a step has no forward mode."""
+    """To a small change of the weights; None where a step has no forward mode."""
     fresh: list[float]
-    """The error in other draws: with other minibatches, starts or data."""
+    """The error in other draws."""
     engine: AbstractEngine
-    """The engine to use: the one given where it can be trusted, else the best that was tried."""
+    """The engine to use, with its gradient: the one given, or a better one that was tried."""
     grad: PyTree
-    """Its gradient."""
     around: Measured
-    """The errors along the random directions: `around.slopes(gradient)` judges another gradient, of
-    the unconstrained variable, by the same trainings."""
+    """The errors along the random directions, by which other gradients can be judged."""
     nonfinite: str
     """Why the gradient is not finite, where the error is; else empty."""
     advice: list[Advice]
@@ -134,6 +128,5 @@ def _lines(report: Trust) -> Iterator[str]:
     if report.fresh:
         runs = f"{np.mean(report.fresh):.4g} +- {np.std(report.fresh, ddof=1):.2g}"
         yield f"error {report.value:.4g} here, {runs} in {len(report.fresh)} other runs"
-    helps = [advice for advice in report.advice if advice.helps]
-    yield from (f"advice: {advice}" for advice in helps)
-    yield from (f"tried: {advice}" for advice in report.advice if not advice.helps)
+    for advice in sorted(report.advice, key=lambda advice: not advice.helps):
+        yield f"{'advice' if advice.helps else 'tried'}: {advice}"

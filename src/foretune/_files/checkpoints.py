@@ -3,10 +3,10 @@
 A checkpoint holds the arrays that decide how the run continues, the number of its records, a
 description of what it belongs to, and digests of all of it. One that cannot be read, or whose digests
 are wrong, is set aside with a warning for the one before it; one that belongs to another run is
-refused. A disk that fails is neither: its error passes on, and everything stays where it is.
+refused. The errors of a disk that fails pass on, and everything stays where it is.
 
 The folder `foretune_12` is the checkpoint of step 12, the file `foretune.records` has the records. What
-has another name is not foretune's: it is neither read nor removed.
+has another name is left alone.
 """
 
 import contextlib
@@ -40,13 +40,6 @@ class SavedRun(NamedTuple):
     stopped: str | None  # the rule's reason, where one has ended the run
 
 
-class _Read(NamedTuple):
-    """A checkpoint without its records, and how many these are."""
-
-    run: SavedRun
-    records: int
-
-
 class Checkpoints:
     """The checkpoints of one run, which has the folder for itself while it is open."""
 
@@ -59,9 +52,7 @@ class Checkpoints:
     def open(self, belongs_to: dict[str, str], like: list[np.ndarray]) -> SavedRun | None:
         """Take the folder, and return the newest checkpoint that is sound.
 
-        Args:
-            belongs_to: what tells this run from others.
-            like: arrays of the shapes that are saved.
+        `belongs_to` tells this run from others; `like` has arrays of the shapes that are saved.
         """
         import orbax.checkpoint as ocp
 
@@ -88,29 +79,29 @@ class Checkpoints:
         """Return the newest that is sound, without records that are lost."""
         steps = sorted(manager.all_steps(), reverse=True)
         found = (self._read_or_warn(manager, step, like) for step in steps)
-        sound = next((saved for saved in found if saved is not None), None)
-        if steps and sound is None:
+        run, count = next((saved for saved in found if saved is not None), (None, 0))
+        if steps and run is None:
             raise RunError(
-                f"none of the checkpoints in {self.folder} can be read; they are left as they "
-                "are. Give another directory, or remove this one to start anew."
+                f"none of the checkpoints in {self.folder} can be read; they are left as they are. "
+                "Give another directory."
             )
         self.begun = not steps and self._records.path.exists()
-        history = self._records.read(sound.records) if sound else []
+        history = self._records.read(count)
         kept = [record for record in history if record is not None]
         with _one_process_at_work() as at_work:
             if at_work:
-                for newer in (step for step in steps if sound and step > sound.run.step):
+                for newer in (step for step in steps if run and step > run.step):
                     set_aside(self._folder(newer))
                 if None in history:
                     self._warn_of_lost([i for i, record in enumerate(history) if record is None])
                 self._records.begin(kept)
         manager.reload()
-        return sound and sound.run._replace(history=kept)
+        return run and run._replace(history=kept)
 
     def _read_or_warn(
         self, manager: "CheckpointManager", step: int, like: list[np.ndarray]
-    ) -> "_Read | None":
-        """Return a checkpoint, or None, with a warning, where it is damaged."""
+    ) -> tuple[SavedRun, int] | None:
+        """Return what `_read` does, or None, with a warning, where the checkpoint is damaged."""
         try:
             return self._read(manager, step, like)
         except (_AnotherRun, MemoryError):
@@ -126,8 +117,10 @@ class Checkpoints:
             )
             return None
 
-    def _read(self, manager: "CheckpointManager", step: int, like: list[np.ndarray]) -> "_Read":
-        """Return a checkpoint, or raise where it is not what was saved."""
+    def _read(
+        self, manager: "CheckpointManager", step: int, like: list[np.ndarray]
+    ) -> tuple[SavedRun, int]:
+        """Return a checkpoint without its records, and how many these are, or raise."""
         import orbax.checkpoint as ocp
 
         only_meta = ocp.args.Composite(meta=ocp.args.JsonRestore())
@@ -142,8 +135,7 @@ class Checkpoints:
         arrays = [np.asarray(restored[name]) for name in named]
         if digest(arrays) != meta["arrays"]:
             raise ValueError("its arrays are not those that were saved")
-        run = SavedRun(step, arrays, [], meta["steps"], meta["stopped"])
-        return _Read(run, meta["records"])
+        return SavedRun(step, arrays, [], meta["steps"], meta["stopped"]), meta["records"]
 
     def _warn_of_lost(self, lost: list[int]) -> None:
         """Warn of records that cannot be read, and keep the file that had them."""
@@ -151,8 +143,7 @@ class Checkpoints:
         where = f"the file is kept as {set_aside(path).name}" if path.exists() else "it is gone"
         shown = ", ".join(map(str, lost[:5])) + ", ..." * (len(lost) > 5)
         warnings.warn(
-            f"records {shown} (counted from 0) of {path} are missing in the history from here on; "
-            f"{where}. Everything else is as it was.",
+            f"records {shown} (counted from 0) of {path} are missing in the history; {where}.",
             stacklevel=4,
         )
 

@@ -33,10 +33,8 @@ def make_folder(folder: Path) -> None:
         probe.touch()
         probe.unlink(missing_ok=True)  # another process may have
     except OSError as error:
-        raise OSError(
-            f"cannot write to the folder {folder}: {error.strerror or error}. Give a folder that "
-            "can be written to."
-        ) from error
+        why = error.strerror or error
+        raise OSError(f"cannot write to the folder {folder}: {why}. Give another.") from error
 
 
 def write_whole(
@@ -47,9 +45,8 @@ def write_whole(
 ) -> None:
     """Write a file so that a reader, or a crash, finds the old one or the new one, never a part.
 
-    The content goes into a new file beside it, under a name that nobody can have put there before,
-    which then takes the place of `path`. Where `path` is a link, the link is replaced and what it
-    points to is left alone.
+    The content goes into a new file beside it, which then takes the place of `path` (of the link,
+    where it is one).
 
     Args:
         path: the file; its folder is there.
@@ -57,10 +54,9 @@ def write_whole(
         sync: whether to wait until it is on the disk, and would outlive a power cut.
 
     >>> import tempfile
-    >>> from foretune import report
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "result.json")
-    ...     report.write_whole(path, "{}")
+    ...     write_whole(path, "{}")
     ...     path.read_text(), len(list(Path(folder).iterdir()))
     ('{}', 1)
     """
@@ -92,10 +88,7 @@ def write_whole(
 
 
 def remove_unfinished(folder: Path, is_ours: Callable[[str], bool]) -> None:
-    """Remove what a kill has left of `write_whole` to files with our names.
-
-    Only where nobody else writes to the folder: under its lock.
-    """
+    """Remove what a kill has left of `write_whole` to files with our names, under the folder's lock."""
     for path in folder.iterdir():
         match = UNFINISHED.fullmatch(path.name)
         if match and is_ours(match[1]) and path.is_file() and not path.is_symlink():
@@ -124,13 +117,8 @@ def set_aside(path: Path) -> Path:
 def locked(folder: str | Path, *, reentrant: bool = False) -> Iterator[None]:
     """Keep all others out of a folder, or raise `RunError` where another has it.
 
-    The lock is the kernel's, on the file `.lock` in the folder, so that it is gone when its owner is,
-    however that ended. With `reentrant` this process may lock it several times.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, locked(folder):
-    ...     [path.name for path in Path(folder).iterdir()]
-    ['.lock']
+    The lock is the kernel's, on the file `.lock`: it is gone when its owner is. With `reentrant` this
+    process may lock it several times.
     """
     from filelock import FileLock, Timeout
 
@@ -140,8 +128,7 @@ def locked(folder: str | Path, *, reentrant: bool = False) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise RunError(
-            f"{folder} is in use by another run (process {_owner(path)}): wait for it to end, or "
-            "give another folder."
+            f"{folder} is in use by another run (process {_owner(path)}): wait, or give another folder."
         ) from None
     with contextlib.suppress(OSError):  # on a full disk it holds, but cannot say whose it is
         path.write_text(f"{os.getpid()}\n")

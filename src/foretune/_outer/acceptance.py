@@ -1,12 +1,10 @@
 """Which steps are accepted: a descent that ends no higher than it began.
 
-An optimizer that is too fast for the response, or a gradient that misleads, raises the error instead of
-lowering it. A step is accepted when the error after it is finite, no higher than at the start, and
-either no higher than the highest of the last five that were accepted, or above the lowest so far by at
-most a tenth of what has been gained (good optimizers rise for a while, and swing about a minimum).
-Where the problem is drawn anew at each step, errors differ by chance: then all this up to ten times as
-much as these five differ, so that only what diverges is not accepted. Otherwise a step is rejected: the
-next one begins where it began, in the same direction, a quarter as long,
+A step is accepted when the error after it is finite, no higher than at the start, and either no higher
+than the highest of the last five that were accepted, or above the lowest so far by at most a tenth of
+what has been gained (good optimizers swing about a minimum). Where the problem is drawn anew at each
+step, all this up to ten times as much as these five differ, so that only what diverges is not accepted.
+Otherwise the step is rejected: the next one begins where it began, a quarter as long,
 
     u_{k+1} = u_a + q d_a,    q <- q / 4  when rejected,  q <- min(2 q, 1)  when accepted,
 
@@ -23,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._engines.nonfinite import is_finite
+from .update import select
 
 REMEMBERED = 5  # errors that a new one is compared with
 SHORTER, LONGER = 0.25, 2.0
@@ -61,11 +60,7 @@ def none_accepted(hparams: PyTree, unconstrained: PyTree) -> Accepted:
 
 
 def is_accepted(accepted: Accepted, value: PyTree, grad: PyTree, noisy: bool) -> Bool[Array, ""]:
-    """Return whether the step to an evaluation is accepted.
-
-    Where each hyperparameter has an error of its own, there is none to compare: only what is not finite
-    is rejected.
-    """
+    """Return whether the step to an evaluation is accepted; of several errors, if all are finite."""
     finite = is_finite((value, grad))
     if len(jax.tree.leaves(value)) > 1:
         return finite
@@ -110,9 +105,4 @@ def next_accepted(
         share=SHORTER * accepted.share,
         tries=accepted.tries + 1,
     )
-    return chosen(accepts, here, before)
-
-
-def chosen(condition: Bool[Array, ""], yes: PyTree, no: PyTree) -> PyTree:
-    """Return one of two pytrees."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+    return select(accepts, here, before)

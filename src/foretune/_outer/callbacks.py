@@ -1,11 +1,4 @@
-"""Callbacks: what happens beside a run. Progress, history, checkpoints, TensorBoard.
-
-A callback is a class with up to three methods, each of which gets the run in progress:
-
-    start(run)   before the first evaluation (a checkpoint resumes the run here)
-    step(run)    after each evaluation, before the update that follows from it
-    end(run)     when the run ends, however it ends; the last to start is the first to end
-"""
+"""Callbacks: what happens beside a run. Progress, history, TensorBoard."""
 
 import json
 import sys
@@ -27,7 +20,7 @@ class Callback:
     """The base of all callbacks; override what you need of `start`, `step` and `end`.
 
     Each gets the `Run`: `step` and `steps`, `hparams`, `value`, `grad`, `state`, `record`, `history`
-    and `best`. `step` is called after each evaluation, `end` also when the run fails.
+    and `best`. `end` is called however the run ends; the last to start is the first to end.
 
     >>> import foretune as ft
     >>> class Printer(ft.Callback):
@@ -36,8 +29,7 @@ class Callback:
     """
 
     resumes: bool = False
-    """Whether `start` may put the run where an earlier one was: it is called before that of others,
-    and `step` after that of others, and after the stopping rules."""
+    """Whether `start` may resume an earlier run: it comes before that of others, `step` after."""
 
     def start(self, run: Run) -> None:
         """Do what is to be done before the first evaluation."""
@@ -106,26 +98,21 @@ class History(Callback):
     def start(self, run: Run) -> None:
         """Begin the file, or put a resumed run's own to where it resumes."""
         make_folder(self.path.parent)
-        lines = []
-        if self.path.is_dir():
-            raise FileExistsError(f"{self.path} is a folder: give History the path of a file.")
-        if self.path.exists():
-            lines = self.path.read_text("utf-8", "replace").splitlines(keepends=True)
+        text = self.path.read_text("utf-8", "replace") if self.path.exists() else ""
+        lines = text.splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
         # Of a run that was killed before its first checkpoint there is one record at most.
         if lines and not run.resumed and not (run.begun and len(lines) == 1):
             raise FileExistsError(
-                f"{self.path} holds {len(lines)} records of an earlier run, and this run starts anew. "
-                "Give another path, or move the file away; to continue the earlier run, give the "
-                "`Checkpoint` it was saved by as well."
+                f"{self.path} holds {len(lines)} records of an earlier run. Give another path, or the "
+                "`Checkpoint` of that run to continue it."
             )
         records = {record["step"]: _line(record) for record in run.history}
         for line in whole:
             step = _step_of(line)
             if step is None or not _agree(line, records.get(step, line)):
                 raise FileExistsError(
-                    f"{self.path} holds the records of another run than the one that is resumed. "
-                    "Give another path, or move the file away."
+                    f"{self.path} holds the records of another run than the one that is resumed."
                 )
             if run.resumed and step <= run.step:  # the checkpoint may have lost it
                 records.setdefault(step, line)
@@ -168,12 +155,8 @@ class TensorBoard(Callback):
 
     def start(self, run: Run) -> None:
         """Open the log; of an earlier run, what lies beyond the step resumed from is dropped."""
-        try:
-            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard needs the package tensorboardX: pip install tensorboardX."
-            ) from error
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+
         make_folder(self.directory)
         self._writer = SummaryWriter(str(self.directory), purge_step=run.step or None)
 

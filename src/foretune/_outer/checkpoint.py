@@ -19,19 +19,15 @@ class Checkpoint(Callback):
         every: the steps between two of them. The first step and the last are saved, too.
         keep: how many are kept.
 
-    Each is a folder `foretune_<step>`, and `foretune.records` has the history; other files and folders
-    in the directory are left alone. A checkpoint that is damaged is renamed, not removed, and the run
-    resumes from the one before it.
+    Each is a folder `foretune_<step>`, and `foretune.records` has the history; other files are left
+    alone. A checkpoint that is damaged is renamed, and the run resumes from the one before it.
 
-    A resumed run continues as if it had never stopped: its results are the same to the bit on the same
-    machine. A run that is over returns the same result again; with more `steps`, or without the `stop`
-    rule that ended it, it continues. (`TimeLimit` counts the seconds of each call, and ends none for
-    good.) The directory of a run with other shapes, another start, other data, other constraints, other
-    constants of the tuner or another kind of optimizer is refused with a `ValueError`. What cannot be
-    compared is yours to keep as it was: the functions (loss, objective, `evaluate`, a draw), the data
-    of a stream, the engine and the outer optimizer's constants.
-    Arrays are saved whole, so a run may continue with another number of devices or processes (then to
-    rounding, not to the bit).
+    A resumed run continues as if it had never stopped, the same to the bit on the same machine (to
+    rounding with another number of devices or processes). A run that is over returns the same result
+    again; with more `steps`, or without the `stop` rule that ended it, it continues. The directory of a
+    run with other shapes, another start, other data, constraints, constants of the tuner or kind of
+    optimizer is refused with a `ValueError`. What cannot be compared is yours to keep as it was: the
+    functions, the data of a stream, the engine and the outer optimizer's constants.
 
     >>> import foretune as ft
     >>> checkpoint = ft.Checkpoint("runs/clean", every=10)
@@ -57,8 +53,7 @@ class Checkpoint(Callback):
         self._saved = saved.step
         if run.steps is not None and saved.step > run.steps:
             warnings.warn(
-                f"the run in {self.directory} has done {saved.step} steps already, more than the "
-                f"{run.steps} that are asked for: it is shown as it is.",
+                f"the run in {self.directory} has done {saved.step} steps already, not {run.steps}.",
                 stacklevel=4,
             )
         carry, best = with_numbers(place, saved.arrays)

@@ -1,22 +1,21 @@
 """What the drivers check of their arguments before anything is compiled."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import equinox as eqx
 import optax
 from jaxtyping import PyTree
 
 from .._problem.checks import check_signature, describe
-from .._problem.validation import UNTRACEABLE, noting
+from .._problem.validation import noting
 from .callbacks import Callback
 
 
 def check_optimizer(optimizer: object) -> None:
     """Raise unless it is an Optax optimizer or None."""
-    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
+    if not isinstance(optimizer, optax.GradientTransformation | None):
         raise TypeError(
-            f"optimizer must be an Optax optimizer, `optax.adam(0.01)` say; got {optimizer!r:.100}."
+            f"optimizer must be `optax.adam(0.01)` or the like, got {optimizer!r:.100}."
         )
 
 
@@ -24,34 +23,32 @@ def check_callbacks(callbacks: object) -> None:
     """Raise unless it is a list of callbacks."""
     listed = isinstance(callbacks, list | tuple)
     if not listed or not all(isinstance(callback, Callback) for callback in callbacks):
-        raise TypeError(
-            f"callbacks must be a list like `[foretune.Progress()]`; got {callbacks!r:.100}."
-        )
+        raise TypeError(f"callbacks must be a list like `[ft.Progress()]`; got {callbacks!r:.100}.")
 
 
 def check_functions(stop: object, evaluate: object, score: object) -> list[Callable]:
     """Raise unless they can be called as the drivers do; return the stopping rules as a list."""
-    for form, function in {"evaluate(state, hparams)": evaluate, "score(record)": score}.items():
+    forms = {"evaluate(state, hparams)": evaluate, "score(record)": score}
+    for form, function in forms.items():
         if function is not None:
-            check_function(function, form)
+            _check_function(function, form)
     rules = [] if stop is None else [stop] if callable(stop) else stop
     if isinstance(rules, str | dict) or not isinstance(rules, Iterable):
         raise TypeError(
-            "stop must be a rule like `foretune.NoImprovement(10)`, a function of the run, or a "
-            f"list of them; got {describe(stop)}."
+            "stop must be a rule like `ft.NoImprovement(10)`, a function of the run, or a list of "
+            f"them; got {describe(stop)}."
         )
     rules = list(rules)
     for rule in rules:
-        check_function(rule, "stop(run)")
+        _check_function(rule, "stop(run)")
     return rules
 
 
-def check_function(function: object, form: str) -> None:
-    """Raise unless `function` can be called as `form` says."""
-    name = form.split("(")[0]
-    if isinstance(function, type) or not callable(function):
-        is_class = isinstance(function, type)
+def _check_function(function: object, form: str) -> None:
+    is_class = isinstance(function, type)
+    if is_class or not callable(function):
         given = f"the class {function.__name__}" if is_class else describe(function)
+        name = form.split("(")[0]
         raise TypeError(f"{name} must be a function, called as `{form}`; got {given}.")
     check_signature(function, form)
 
@@ -60,32 +57,15 @@ def check_evaluate(
     evaluate: Callable[..., object], state: PyTree, hparams: PyTree, names: Iterable[str]
 ) -> None:
     """Raise where `evaluate` cannot be traced on the shapes of a state, or returns no metrics."""
-    with noting("evaluate(state, hparams)", state=state, hparams=hparams), explaining_traces():
+    with noting("evaluate(state, hparams)", state=state, hparams=hparams):
         metrics = eqx.filter_eval_shape(evaluate, state, hparams)
     named = isinstance(metrics, dict) and all(
-        isinstance(name, str) and _is_scalar(metric) for name, metric in metrics.items()
+        isinstance(name, str)
+        and (isinstance(metric, int | float) or getattr(metric, "shape", None) == ())
+        for name, metric in metrics.items()
     )
     if not named or set(metrics) & set(names):
         raise ValueError(
             f"evaluate must return a dict of scalars with names (strings) other than "
             f"{sorted(names)}, got {metrics!r:.200}."
         )
-
-
-def _is_scalar(metric: object) -> bool:
-    return isinstance(metric, int | float) or getattr(metric, "shape", None) == ()
-
-
-@contextlib.contextmanager
-def explaining_traces() -> Iterator[None]:
-    """Explain errors of a user's `evaluate` that cannot be compiled."""
-    try:
-        yield
-    except UNTRACEABLE as error:
-        raise TypeError(
-            "evaluate(state, hparams) is compiled: it cannot use NumPy, `float(...)`, `.item()` or "
-            "an `if` on what it computes. Write it with jax.numpy and return its arrays, "
-            '`{"accuracy": jnp.mean(...)}`. What cannot be compiled goes into `step(run)` of a '
-            "callback, where `run.state` and `run.hparams` hold numbers. JAX says: "
-            + str(error).splitlines()[0]
-        ) from error

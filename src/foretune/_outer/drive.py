@@ -1,8 +1,7 @@
 """One driver for all runs: a stepper's steps, and all that happens beside them.
 
-A step is, in this order: the stepper's own work; `evaluate`; `score`; the record is noted and the run
-stands after the step; callbacks; stopping rules; and the callbacks that can resume a run, which thus
-save whether it is over.
+A step is, in this order: the stepper's own work; `evaluate`; `score`; the record is noted; callbacks;
+stopping rules; and the callbacks that can resume a run, which thus save whether it is over.
 """
 
 import abc
@@ -23,7 +22,6 @@ from .._files.records import Record
 from .._problem.arguments import filtered
 from .._problem.checks import describe, named_leaves
 from .callbacks import Callback
-from .checks import explaining_traces
 from .interrupt import Interrupt
 from .run import Best, Result, Run
 
@@ -101,10 +99,7 @@ def drive(
 
 @contextlib.contextmanager
 def started(callbacks: Sequence[Callback], run: Run) -> Iterator[None]:
-    """Start the callbacks, those that may resume the run first; each that has started is ended.
-
-    They end in the reverse order, each of them also where the run or another callback fails.
-    """
+    """Start the callbacks, those that may resume the run first; end each that has started."""
     with contextlib.ExitStack() as stack:
         for callback in sorted(callbacks, key=lambda callback: not callback.resumes):
             callback.start(run)
@@ -117,10 +112,7 @@ def _advanced(stepper: Stepper[R], run: R, step: int) -> Evaluation | str:
         return stepper.advance(run, step)
     except NonFiniteError as error:
         error.run = run
-        error.add_note(
-            "foretune: what there is until then (history, best, hparams) is in the attribute `run` of "
-            "this error."
-        )
+        error.add_note("foretune: history and best until then are in the attribute `run`.")
         raise
 
 
@@ -130,8 +122,7 @@ def _note(
     """Let the run stand after a step, in every respect."""
     record = {"step": step, **found.record}
     if evaluate is not None:
-        with explaining_traces():
-            record |= _metrics(evaluate, *found.arguments)
+        record |= _metrics(evaluate, *found.arguments)
     record = plain(record)
     best = run.best
     if found.counts:
@@ -157,11 +148,8 @@ def _score_of(run: Run, record: Record, score: Score | None) -> Float[Array, ""]
     now = sum(values) if score is None else _scored(score, record)
     if np.isnan(now) and not run.nan_reported:
         run.nan_reported = True
-        warnings.warn(
-            f"the score at step {record['step']} is NaN. It never counts as the best, here or "
-            "later in the run.",
-            stacklevel=5,
-        )
+        said = f"the score at step {record['step']} is NaN. It never counts as the best."
+        warnings.warn(said, stacklevel=5)
     return jnp.asarray(now, float)
 
 
@@ -213,10 +201,10 @@ def _reason_of(rule: Callable[[Run], object], run: Run) -> str | None:
     reason = rule(run)
     if reason is False:  # `run.step > 9 and "enough"`
         return None
-    if reason is not None and not isinstance(reason, str):
+    if not isinstance(reason, str | None):
         raise TypeError(
             f"a stopping rule returns the reason to stop, as text, or None; at step {run.step} it "
-            f"returned {describe(reason)}. Write `lambda run: 'enough' if ... else None`."
+            f"returned {describe(reason)}."
         )
     return reason
 
@@ -224,8 +212,7 @@ def _reason_of(rule: Callable[[Run], object], run: Run) -> str | None:
 def plain(record: dict[str, PyTree]) -> Record:
     """Return a record as JSON gives it back, so that a resumed history is equal to a fresh one.
 
-    Numbers are Python's own, and what JSON has no word for is named by path, as in error messages:
-    `{0: a}` under the name hparams becomes `{"hparams[0]": a}`.
+    What JSON has no word for is named by path: hparams of `{0: a}` become `{"hparams[0]": a}`.
     """
     return {name: _plain(part, name) for name, part in on_host(record).items()}
 

@@ -2,9 +2,8 @@
 
     u_{k+1} = u_k + optimizer(grad f(lambda_k)),    lambda_{k+1} = P(u_{k+1})
 
-`Descent.advance` is one step of it: the hypergradient at lambda_k, then one small program, `_next`,
-that accepts or rejects lambda_k (`acceptance.py` has the rule) and moves on (`update.py`). `drive`
-makes the steps, with all that happens beside them.
+`Descent.advance` is one step: the hypergradient at lambda_k, then `_next`, which accepts or rejects it
+(`acceptance.py`) and moves on (`update.py`). `drive` has all that happens beside the steps.
 """
 
 import warnings
@@ -16,7 +15,7 @@ import jax
 import optax
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
-from .._constraints.base import check_constraints, feasible
+from .._constraints.base import check_constraints, feasible, to_unconstrained
 from .._engines.base import AbstractEngine, Hypergradient, check_engine
 from .._engines.nonfinite import NonFiniteError, check_finite, explain, is_finite
 from .._engines.reverse import Reverse
@@ -26,13 +25,13 @@ from .._problem.checks import check_count, check_hparams, check_outside_programs
 from .._problem.definition import Definition
 from .._problem.draws import Drawn, as_problem
 from .._problem.equality import reused
-from .._problem.problem import Problem, ProblemLike, opened, validated
-from .acceptance import RESTART, Accepted, chosen, is_accepted, next_accepted, none_accepted
+from .._problem.problem import ProblemLike, opened, validated
+from .acceptance import RESTART, Accepted, is_accepted, next_accepted, none_accepted
 from .callbacks import Callback
 from .checks import check_callbacks, check_evaluate, check_functions, check_optimizer
 from .drive import Evaluation, Metrics, Score, Stepper, drive
 from .run import Result, Run
-from .update import Outer
+from .update import Outer, select
 
 DEFAULT_OPTIMIZER = optax.adam(0.1)  # steps of a tenth, in units of the start
 RECORD = ("step", "value", "gradient_norm", "rejected")  # what a record has besides metrics
@@ -56,18 +55,15 @@ def minimize(
 
     Args:
         problem: the problem; or a function `draw(key) -> Problem`, with `key`, whose problem is drawn
-            anew at each step: minibatches, start, data and validation alike, as it says.
+            anew at each step.
         hparams: where to start; projected onto the constraints, with a warning, if outside.
         steps: the number of updates. The error is evaluated `steps + 1` times, ends included.
         engine: how the hypergradient is computed; `Reverse()` by default.
         optimizer: an Optax optimizer for the hyperparameters. By default `optax.adam(0.1)` on
-            hyperparameters in units of their own scale at the start (of log(x) under `Log`): steps of
-            about a tenth, shortened where they raise the error.
-            Gradient clipping is Optax's: `optax.chain(optax.clip_by_global_norm(1.0), ...)`.
+            hyperparameters in units of their own scale at the start (of log(x) under `Log`).
         constraints: sets (`Box`, `CappedSimplex`, ...) or changes of variable (`Log`, `Logit`) as a
-            prefix of the hyperparameters, `{"lr": Log()}` say: a dict by name (of a key, or of a field
-            of a NamedTuple or `equinox.Module`), or the same container with sets in the places of
-            subtrees. None, and what is left out, is free.
+            prefix of the hyperparameters: a dict by name (of a key or a field), `{"lr": Log()}` say,
+            or the same container with sets for subtrees. None, and what is left out, is free.
         key: a random key for `draw`, which gets `jax.random.fold_in(key, step)`.
         callbacks: `Progress()`, `History(file)`, `Checkpoint(directory)`, `TensorBoard(directory)`
             or your own `Callback`.
@@ -75,19 +71,16 @@ def minimize(
             function of the `Run` that returns a reason to stop, or None.
         evaluate: `evaluate(state, hparams) -> dict` of further scalars on the final inner state,
             compiled once.
-        score: what `best` is lowest in, as a function of a record; by default its `value` (the sum
-            of the values, where the objective is a dict). `lambda r: -r["accuracy"]` for a metric
-            of `evaluate`. A NaN is never the best, and is warned of.
+        score: what `best` is lowest in, as a function of a record, `lambda r: -r["accuracy"]` say;
+            by default its `value` (the sum, where the objective is a dict).
 
-    A step that raises the error is rejected, and tried again a quarter as long: when the error is not
-    finite, above the start, or above both the highest of the last five and a tenth of what has been
-    gained (of problems that are drawn: by more than ten times what these five differ by). The record of
-    its evaluation says `rejected`, and the result is the last evaluation that was not: unless problems
-    are drawn, its error is never above that of the start. Of several objectives, only what is not
-    finite is rejected.
+    A step is rejected, and tried again a quarter as long, when the error is not finite, above the
+    start, or above both the highest of the last five and a tenth of what has been gained (of problems
+    that are drawn: by more than ten times what these five differ by). Its record says `rejected`, and
+    the result is the last evaluation that was not. Of several objectives, only what is not finite is
+    rejected; at the start that raises `NonFiniteError`.
 
-    Ctrl-C, or SIGTERM, ends the run after the current evaluation and returns what there is; a second
-    one interrupts at once. A hypergradient that is not finite at the start raises `NonFiniteError`.
+    Ctrl-C, or SIGTERM, ends the run after the current evaluation; a second one interrupts at once.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -111,8 +104,12 @@ def minimize(
     source = as_problem(problem, key)
     arrays, structure = validated(source, hparams, smooth=engine.differentiates)
     if evaluate is not None:
-        start = eqx.filter_eval_shape(lambda a: _start(*opened(structure, a)), arrays)
-        check_evaluate(evaluate, start, hparams, RECORD)
+
+        def start(arrays):
+            problem, hparams = opened(structure, arrays)
+            return problem.start(hparams)
+
+        check_evaluate(evaluate, eqx.filter_eval_shape(start, arrays), hparams, RECORD)
     constraints = check_constraints(constraints, hparams)
     hparams = feasible(constraints, hparams)
     outer = Outer(chosen_optimizer, constraints, in_units=optimizer is None)
@@ -143,10 +140,11 @@ class Descent(Stepper[Run]):
         hparams = run.carry.hparams
         hyper = self._evaluated(step, hparams)
         noisy = isinstance(self.source, Drawn)
-        carry, found = _next(self.outer, run.carry, hyper.value, hyper.grad, noisy)
-        if not found.finite:
+        found = _next(self.outer, run.carry, hyper.value, hyper.grad, noisy)
+        carry, finite, accepts, norm = found
+        if not finite:
             self._report(run, step, hyper)
-        record = {"value": hyper.value, "gradient_norm": found.norm, "rejected": ~found.accepts}
+        record = {"value": hyper.value, "gradient_norm": norm, "rejected": ~accepts}
         return Evaluation(carry, hparams, *hyper, record, (hyper.state, hparams))
 
     def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
@@ -174,8 +172,7 @@ class Descent(Stepper[Run]):
         if run.begins:  # there is nothing to go back to
             error = NonFiniteError(why)
             error.add_note(
-                f"foretune: this was step {step} of minimize, with {shown(hparams)}. Where training "
-                "diverges there, start from other hyperparameters."
+                f"foretune: this was step {step} of minimize, with {shown(hparams)}. Start from others."
             )
             raise error
         run.nan_reported = True  # the score's NaN is no news
@@ -183,8 +180,7 @@ class Descent(Stepper[Run]):
             self._warned = True
             warnings.warn(
                 f"the error or the hypergradient at step {step} of minimize is not finite, with "
-                f"{shown(hparams)}. The step is rejected and shortened, here and later in the run. "
-                + why,
+                f"{shown(hparams)}. Such steps are rejected and shortened. {why}",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -208,39 +204,27 @@ class Descent(Stepper[Run]):
         }
 
 
-def _start(problem: Problem, hparams: PyTree) -> PyTree:
-    return problem.start(hparams)
-
-
 @filtered
 def _first(outer: Outer, hparams: PyTree) -> Carry:
-    u = outer.unconstrained(hparams)
+    u = to_unconstrained(outer.constraints, hparams)
     return Carry(hparams, outer.init(hparams), none_accepted(hparams, u))
-
-
-class _Found(NamedTuple):
-    """What is seen of an evaluation on the way to the next."""
-
-    norm: Float[Array, ""]
-    accepts: Bool[Array, ""]
-    finite: Bool[Array, ""]
 
 
 @filtered
 def _next(
     outer: Outer, carry: Carry, value: PyTree, grad: PyTree, noisy: bool
-) -> tuple[Carry, _Found]:
-    """Return the carry for the next evaluation, lambda_k -> u_k -> u_{k+1} -> lambda_{k+1}."""
+) -> tuple[Carry, Bool[Array, ""], Bool[Array, ""], Float[Array, ""]]:
+    """Return the carry for lambda_{k+1}; whether lambda_k is finite, is accepted; its gradient norm."""
     hparams, opt_state, accepted = carry
     accepts = is_accepted(accepted, value, grad, noisy)
     direction, after = outer.direction(hparams, opt_state, value, grad)
     accepted = next_accepted(accepts, accepted, hparams, grad, direction, value, noisy)
-    opt_state = chosen(accepts, after, opt_state)
+    opt_state = select(accepts, after, opt_state)
     error = jax.tree.map(lambda x: accepted.values[0].astype(x.dtype), value)
     anew = outer.direction(accepted.hparams, outer.init(accepted.hparams), error, accepted.grad)
     restarts = accepted.tries == RESTART
-    direction, opt_state = chosen(restarts, anew, (accepted.direction, opt_state))
+    direction, opt_state = select(restarts, anew, (accepted.direction, opt_state))
     shorter = jax.tree.map(lambda d: d * accepted.share.astype(d.dtype), direction)
     hparams = outer.moved(accepted.hparams, shorter)
     carry = Carry(hparams, opt_state, accepted._replace(direction=direction))
-    return carry, _Found(optax.tree.norm(grad), accepts, is_finite((value, grad)))
+    return carry, is_finite((value, grad)), accepts, optax.tree.norm(grad)

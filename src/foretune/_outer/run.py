@@ -54,7 +54,7 @@ class Run:
 
     `step` is that of the last evaluation, to which `hparams`, `value`, `grad`, `state` and `record`
     belong; `history` holds all records, `steps` is the last step asked for (None where a stream
-    decides). `resumed` says whether the run continues an earlier one, `stopped` why it ends.
+    decides). `resumed` is whether the run continues an earlier one, `stopped` why it ends.
     """
 
     def __init__(
@@ -77,8 +77,10 @@ class Run:
         self.interrupt: Interrupt | None = None
         self.resumed = self.nan_reported = False
         self.begun = False  # whether an earlier run was killed before it saved anything
+        nowhere = jax.tree.map(jnp.copy, hparams)  # theirs may be donated
+        best = Best(nowhere, jnp.array(jnp.inf, float), jnp.zeros((), jnp.int32))
         # All in one assignment: wherever an interrupt comes, they belong together.
-        self._place = Place(0, carry, _nowhere(hparams), 0)
+        self._place = Place(0, carry, best, 0)
         self._hparams = hparams
         self._started = time.monotonic()
 
@@ -151,9 +153,3 @@ class Run:
         """Whether it can be resumed from here: not where a step has taken the carry's memory."""
         leaves = (x for x in jax.tree.leaves(self.carry) if isinstance(x, jax.Array))
         return not self.begins and not any(leaf.is_deleted() for leaf in leaves)
-
-
-def _nowhere(hparams: PyTree) -> Best:
-    """Return the best of nothing yet."""
-    hparams = jax.tree.map(jnp.copy, hparams)  # theirs may be donated
-    return Best(hparams, jnp.array(jnp.inf, float), jnp.zeros((), jnp.int32))

@@ -11,15 +11,18 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
-from .._constraints.base import (
-    from_unconstrained,
-    project,
-    scales,
-    scales_with,
-    to_unconstrained,
-)
+from .._constraints.base import from_unconstrained, project, scales, scales_with, to_unconstrained
+
+
+def select(condition: Bool[Array, ""], yes: PyTree, no: PyTree) -> PyTree:
+    """Return one of two trees, arrays by the condition; all else they have in common."""
+
+    def leaf(a, b):
+        return jnp.where(condition, a, b) if eqx.is_array(b) else b
+
+    return jax.tree.map(leaf, yes, no)
 
 
 class Outer(eqx.Module):
@@ -31,15 +34,11 @@ class Outer(eqx.Module):
 
     def init(self, hparams: PyTree) -> PyTree:
         """Return the optimizer's state, which holds for the unconstrained variable."""
-        u = self.unconstrained(hparams)
+        u = to_unconstrained(self.constraints, hparams)
         if not self.in_units:
             return self.optimizer.init(u)
         c = scales(self.constraints, u)
         return c, self.optimizer.init(jax.tree.map(jnp.divide, u, c))
-
-    def unconstrained(self, hparams: PyTree) -> PyTree:
-        """Return the unconstrained variable u."""
-        return to_unconstrained(self.constraints, hparams)
 
     def update(
         self, hparams: PyTree, opt_state: PyTree, value: PyTree, grad: PyTree
@@ -52,10 +51,9 @@ class Outer(eqx.Module):
         self, hparams: PyTree, opt_state: PyTree, value: PyTree, grad: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Return the optimizer's update of the unconstrained variable, and its state."""
-        u = self.unconstrained(hparams)
-        inverse = functools.partial(from_unconstrained, self.constraints)
-        _, pull = jax.vjp(inverse, u)  # du = grad f(lambda) dlambda/du
-        (direction,) = pull(grad)
+        u = to_unconstrained(self.constraints, hparams)
+        _, pull = jax.vjp(functools.partial(from_unconstrained, self.constraints), u)
+        (direction,) = pull(grad)  # grad f(lambda) dlambda/du
         optimizer = optax.with_extra_args_support(self.optimizer)
         c = None
         if self.in_units:
@@ -77,5 +75,5 @@ class Outer(eqx.Module):
 
     def moved(self, hparams: PyTree, updates: PyTree) -> PyTree:
         """Return the hyperparameters after an update of their unconstrained variable."""
-        u = optax.apply_updates(self.unconstrained(hparams), updates)
+        u = optax.apply_updates(to_unconstrained(self.constraints, hparams), updates)
         return project(self.constraints, from_unconstrained(self.constraints, u))

@@ -1,13 +1,11 @@
 """What a problem is made of: a dynamics with its data, its start and its error."""
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, PyTree
-
-from .batches import Batches
-from .dynamics import Dynamics
 
 Objective = Callable[..., Array]  # (state, hparams, validation) -> scalar
 
@@ -15,10 +13,10 @@ Objective = Callable[..., Array]  # (state, hparams, validation) -> scalar
 class Definition(eqx.Module):
     """The parts of a `Problem`, as systems and checks see them."""
 
-    dynamics: Dynamics
+    dynamics: Any  # a `Dynamics`: users know which, and its fields
     objective: Objective | dict[str, Objective]
     init: PyTree
-    batches: Batches
+    batches: Any  # `Batches`
     validation: PyTree
     trajectory: bool = eqx.field(static=True)
 

@@ -23,10 +23,9 @@ class Bias(Callback):
         windows: over how many of the last windows the exact hypergradient is taken.
         engine: how; `Forward()` by default.
 
-    A measurement costs an exact hypergradient over these windows, and a copy of the state before
-    them. Windows that are rolled back, or have skipped minibatches, are left out. Put it before
-    `History` in the list, so that the cosine is written too. The reports are in the attribute
-    `reports`, by step.
+    It costs an exact hypergradient over these windows and a copy of the state before them. Windows that
+    are rolled back, or have skipped minibatches, are left out. Put it before `History` in the list.
+    The reports are in the attribute `reports`, by step.
 
     >>> import foretune as ft
     >>> bias = ft.Bias(every=50, windows=5)
@@ -52,16 +51,14 @@ class Bias(Callback):
     def step(self, run: Run) -> None:
         """Keep the window; measure when it is time."""
         assert isinstance(run, RealTimeRun)
-        record = run.record
-        if record["rolled_back"] or record["skipped"]:
-            self._before = None  # what is compared would not be the training that counts
+        if run.record["rolled_back"] or run.record["skipped"]:
+            self._before = None
         if self._before is not None:
             self._kept.append(run.window)
         if run.step % self.every == 0 and self._before is not None:
+            seen = self._before, self._kept, run.validation, run.log
             with contextlib.suppress(NonFiniteError):  # then there is nothing to compare with
-                report = hypergradient_bias(
-                    run.tuner, self._before, self._kept, run.validation, run.log, self.engine
-                )
+                report = hypergradient_bias(run.tuner, *seen, self.engine)
                 self.reports[run.step] = report
                 run.record["bias_cosine"] = report.cosine
             self._before = None

@@ -1,9 +1,7 @@
-"""The usual names of constants; for those that `tuned` tunes, what they start at and where they lie.
+"""The constants that `tuned` tunes: where they start, and the usual sets by name.
 
-By name, these are the arguments of Optax's optimizers that are real numbers (those of
-`optax.contrib` included), and the short forms that factories of one's own use. What means different
-things in different places (`alpha`, `gamma`), or may be any number (`f_min`), is left out: `tuned`
-asks for its set.
+The names are those of the real arguments of Optax's optimizers, and common short forms. What means
+different things in different places (`alpha`), or may be any number (`f_min`), is left out.
 """
 
 import inspect
@@ -20,19 +18,14 @@ from .._constraints.base import AbstractConstraint
 from .._constraints.sets import Box, NonNegative
 from .._problem.checks import check_signature, describe
 
-RATES = "learning_rate lr step_size stepsize eta"
-PENALTIES = "weight_decay wd weight_decay_rate adam_weight_decay l1 l2 penalty"
-OF_LOSSES = "dropout dropout_rate drop_rate smoothing label_smoothing"
-REGULARISERS = {*PENALTIES.split(), *OF_LOSSES.split(), "decay", "augmentation", "mixup"}
-
 _NAMES: list[tuple[AbstractConstraint, str]] = [
     # learning rates, and what multiplies a step
-    (NonNegative(), RATES),
+    (NonNegative(), "learning_rate lr step_size stepsize eta"),
     (NonNegative(), "adam_learning_rate adam_lr muon_lr max_learning_rate max_lr min_lr"),
     (NonNegative(), "max_step_size min_step_size estim_lr0 estim_lr_coef s_init"),
     (NonNegative(), "scale scaling scale_factor global_scale trust_coefficient optimism"),
     # weights of penalties
-    (NonNegative(), PENALTIES),
+    (NonNegative(), "weight_decay wd weight_decay_rate adam_weight_decay l1 l2 penalty"),
     # averages of gradients forget, averages of their squares forget more slowly
     (Box(0.0, 0.999), "momentum mom mu b1 beta1 beta_1 beta adam_b1"),
     (Box(0.0, 0.9999), "b2 beta2 beta_2 nu adam_b2 betas decay rho decay_rate"),
@@ -48,7 +41,7 @@ _NAMES: list[tuple[AbstractConstraint, str]] = [
     (Box(0.0, 1.0), "slow_step_size eta_minus factor"),
     (Box(1.0, np.inf), "eta_plus"),
     # of losses; at 1 nothing is left of the activations, or of the labels
-    (Box(0.0, 0.9), OF_LOSSES),
+    (Box(0.0, 0.9), "dropout dropout_rate drop_rate smoothing label_smoothing"),
 ]
 USUAL = {name: usual for usual, names in _NAMES for name in names.split()}
 
@@ -61,22 +54,14 @@ def check_loss_and_error(
     form = "loss(params{}, batch{}{})".format(
         ", hparams" if of_loss else "", carried, ", key=..." if has_key else ""
     )
-    _check_callable(loss, form, ("key",) if has_key else ())
+    check_signature(loss, form, ("key",) if has_key else ())
     if error is not None:
-        _check_callable(error, f"error(params, validation{carried})")
+        check_signature(error, f"error(params, validation{carried})")
     elif form != "loss(params, batch)":
         raise TypeError(
-            f"tuned needs an `error(params, validation{carried})` here: a loss with `loss_hparams`, "
-            "`has_state` or `key` is not what a model is judged by. Write it as for a test, without "
-            "dropout, smoothing or new batch statistics."
+            f"tuned needs an `error(params, validation{carried})` beside a loss with `loss_hparams`, "
+            "`has_state` or `key`: write it as for a test, without dropout or smoothing."
         )
-
-
-def _check_callable(function: object, form: str, keywords: tuple[str, ...] = ()) -> None:
-    if not callable(function):
-        raise TypeError(f"tuned needs a function `{form}`, got {describe(function)}.")
-    if not form.startswith("optimizer"):
-        check_signature(function, form, keywords)
 
 
 def start_of(
@@ -88,11 +73,11 @@ def start_of(
     if not hparams and not of_loss:
         raise ValueError("tuned has nothing to tune: give constants, `learning_rate=0.1` say.")
     if isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError("tuned makes the optimizer itself: give `optax.sgd`, not `optax.sgd(0.1)`.")
+    if not callable(optimizer):
         raise TypeError(
-            "tuned makes the optimizer itself, from the constants to be tuned: give `optax.sgd`, not "
-            "`optax.sgd(0.1)`."
+            f"tuned needs an `optimizer(learning_rate=...)`, got {describe(optimizer)}."
         )
-    _check_callable(optimizer, "optimizer(learning_rate=...)")
     called = getattr(optimizer, "__name__", "optimizer")
     instead = f"Keep it in the optimizer: `functools.partial({called}, ...)`."
     start = {name: _constant(name, value, instead) for name, value in hparams.items()}
@@ -101,14 +86,13 @@ def start_of(
     except TypeError as problem:
         raise TypeError(
             f"`{called}` cannot be called with {', '.join(start) or 'no constant'} alone: {problem}. "
-            f"What is not to be tuned is given before, `functools.partial({called}, ...)`."
+            f"Give what is not to be tuned by `functools.partial({called}, ...)`."
         ) from None
     except ValueError:  # a builtin, which has no signature
         pass
     if both := sorted(set(hparams) & set(of_loss)):
         raise ValueError(
-            f"tuned({both[0]}=..., loss_hparams={{{both[0]!r}: ...}}): one name for two constants. "
-            "Rename that of the loss."
+            f"tuned: one name for two constants, {both[0]}. Rename that of `loss_hparams`."
         )
     for name, value in of_loss.items():
         start[name] = _constant(name, value, "Keep it in the loss: `functools.partial(loss, ...)`.")
@@ -121,16 +105,16 @@ def constraints_of(start: Mapping[str, Array], given: Mapping[str, PyTree]) -> d
     if unknown:
         entries = ", ".join(f'"{name}": ft.Box(0.0, 1.0)' for name in unknown)
         raise ValueError(
-            f"tuned knows no usual set for {', '.join(unknown)}: say where it may be, "
-            f"`constraints={{{entries}}}` or `ft.NonNegative()` say, or None for any number."
+            f"tuned knows no usual set for {', '.join(unknown)}: give `constraints={{{entries}}}`, "
+            "or whatever set it is, or None for any number."
         )
     usual = {name: USUAL[name] for name in start if name not in given}
     for name, where in usual.items():
         value = start[name]
         if not isinstance(value, Tracer) and not where.contains(value):
             raise ValueError(
-                f"tuned({name}={np.asarray(value)}) starts outside {where}, where a constant of this "
-                f'name usually is. If it is another, say where: `constraints={{"{name}": ...}}`.'
+                f"tuned({name}={np.asarray(value)}) starts outside {where}, the usual set of this "
+                f'name. For another give `constraints={{"{name}": ...}}`.'
             )
     return usual | dict(given)
 
@@ -142,10 +126,6 @@ def _constant(name: str, value: object, instead: str) -> Float[Array, "..."]:
     if not any(jnp.issubdtype(kind, wanted) for wanted in (jnp.floating, jnp.integer)):
         raise TypeError(f"tuned({name}={value!r:.40}) is no number to tune. {instead}")
     array = jnp.asarray(value, float)
-    if isinstance(array, Tracer):
-        return array
-    if array.size == 0 or not np.all(np.isfinite(array)):
-        raise ValueError(
-            f"tuned({name}={value!r:.40}): a constant starts at a finite number, its usual value say."
-        )
+    if not isinstance(array, Tracer) and (array.size == 0 or not np.all(np.isfinite(array))):
+        raise ValueError(f"tuned({name}={value!r:.40}): a constant starts at a finite number.")
     return array

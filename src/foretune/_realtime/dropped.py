@@ -27,7 +27,7 @@ class Dropped(NamedTuple):
         return cls(log["dropped"] & (state.dropped == 1), state.window - 1, log["nonfinite"])
 
 
-def warn_of_dropped(state: RealTimeState, log: dict[str, PyTree], *, stacklevel: int = 1) -> None:
+def warn_of_dropped(state: RealTimeState, log: dict[str, PyTree], *, stacklevel: int) -> None:
     """Warn, the first time, where a derivative was dropped in the window that ended at `state`."""
     if isinstance(log["dropped"], Tracer) or log["dropped"]:
         tell(state.train, Dropped.of(state, log), stacklevel=stacklevel + 1)
@@ -49,17 +49,16 @@ def _warn(
     if not first:
         return
     steps = {name: int(i) for name, i in zip(names, nonfinite, strict=True) if i >= 0}
-    what, where = "the hypergradient", "the error's own derivative, or an overflow, is the cause"
+    what, where = "the hypergradient", "by the error's own derivative or an overflow"
     if steps:
         leaf = min(steps, key=lambda name: steps[name])
         more = f" (and of {len(steps) - 1} more leaves)" if len(steps) > 1 else ""
         what = f"the derivative of {leaf}{more} in the hyperparameters"
         where = f"first after minibatch {steps[leaf]} of the window (counted from 0)"
     warnings.warn(
-        f"window {int(window)} (counted from 0): {what} is not finite, {where}, while the training is. "
-        "Training continues; what is not finite counts as 0 in the hypergradient. Adam and its kin "
-        "have an infinite derivative where a gradient is exactly 0, at pixels that are always 0 say: "
-        "give them `eps_root=1e-8`. This is said once; `state.dropped` counts such windows.",
+        f"window {int(window)} (counted from 0): {what} is not finite, {where}, and counts as 0. "
+        "Adam's derivative is infinite where a gradient is exactly 0: give it `eps_root=1e-8`. This is "
+        "said once; `state.dropped` counts such windows.",
         RuntimeWarning,
         stacklevel=stacklevel + 1,
     )

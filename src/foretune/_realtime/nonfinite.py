@@ -1,4 +1,4 @@
-"""What is said where a real-time run meets what is not finite: in its start, its data, its training."""
+"""Errors where the start, the data or the training of a real-time run is not finite."""
 
 import equinox as eqx
 import jax
@@ -11,18 +11,12 @@ from .._problem.checks import describe
 from .._problem.problem import Problem
 from .._problem.training import TrainState
 
-GROWN = (
-    "From this state with Z = 0 the window is finite: the derivative Z had grown over the windows "
-    "before. Give `RealTime` a smaller `discount`."
-)
+GROWN = "With Z = 0 the window is finite: Z had grown before. Give `RealTime` a smaller `discount`."
 KEPT = "The state before the window is kept, in the attribute `state` of this error."
 
 
 def start_of(train: PyTree, hparams: PyTree) -> tuple[PyTree, PyTree]:
-    """Return what a training begins with and must be finite, with 0 for what need not be.
-
-    An optimizer may begin with an infinite accumulator, but parameters may not.
-    """
+    """Return what must be finite; an optimizer's infinite accumulators need not, and are 0."""
 
     def tolerated(leaf):
         return jnp.where(jnp.isinf(leaf), 0, leaf) if eqx.is_inexact_array(leaf) else leaf
@@ -36,8 +30,7 @@ def check_start(train: PyTree, hparams: PyTree) -> None:
     name = "" if isinstance(train, TrainState) else "params"  # their paths: `params['w']` in both
     if found := _fault(train, hparams, name):
         raise NonFiniteError(
-            f"not finite: {found.removeprefix('.')} A run cannot start from there: every window "
-            "would be rolled back."
+            f"not finite: {found.removeprefix('.')} Every window from there would be rolled back."
         )
 
 
@@ -48,22 +41,17 @@ def explain_fault(problem: Problem, train: PyTree, hparams: PyTree, window: int)
     for i in range(problem.steps):
         x = jax.tree.map(lambda leaf, i=i: leaf[i], problem.batches.xs)
         if found := _entries(problem.batches.batch(x), "batch"):
-            return (
-                f"not finite: the data. In window {window}, minibatch {i} of {problem.steps} (both "
-                f"counted from 0), {found} {KEPT}"
-            )
+            where = f"window {window}, minibatch {i} of {problem.steps} (both counted from 0)"
+            return f"not finite: the data. In {where}, {found} {KEPT}"
     if found := _entries(problem.validation, "validation"):
-        return (
-            f"not finite: the validation data of window {window} (counted from 0). {found} {KEPT}"
-        )
-    everywhere = jax.tree.map(jnp.ones_like, hparams)
-    origin = origin_of(problem, hparams, everywhere, otherwise=GROWN)
+        where = f"window {window} (counted from 0)"
+        return f"not finite: the validation data of {where}. {found} {KEPT}"
+    origin = origin_of(problem, hparams, jax.tree.map(jnp.ones_like, hparams), otherwise=GROWN)
     return f"not finite: window {window} (counted from 0). {origin} {KEPT}"
 
 
 def _fault(train: PyTree, hparams: PyTree, name: str) -> str | None:
-    begun, _ = start_of(train, hparams)
-    return _entries(hparams, "hparams") or _entries(begun, name)
+    return _entries(hparams, "hparams") or _entries(start_of(train, hparams)[0], name)
 
 
 def _entries(tree: PyTree, name: str) -> str | None:

@@ -6,7 +6,6 @@ and elsewhere what `Outcome` says. Pure functions, to be traced.
 """
 
 import enum
-import functools
 import operator
 from typing import NamedTuple
 
@@ -20,31 +19,25 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from .._constraints.base import check_constraints
 from .._engines.nonfinite import is_finite
 from .._engines.products import error_gradients, inner_products, stack_columns
-from .._outer.update import Outer
+from .._outer.update import Outer, select
 from .nonfinite import start_of
-from .window import RealTimeState, Window, WindowState, column_norms, directions_of, select
+from .window import RealTimeState, Window, WindowState, column_norms, directions_of
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that is rolled back
-FEW = 0.1  # where the error depends on less than this share of the weights that it did, they have died
+FEW = 0.1  # weights have died if the error depends on less than this share of those it did
 FEWER = 0.6  # the same while the error has not fallen to half of the first
 SMALL = 0.02  # an error below this share of the first is not worth a rollback
 
 
 class Outcome(enum.IntEnum):
-    """How a window ended. The codes are numbers, so that a program can compute them."""
+    """How a window ended, as numbers that a program can compute."""
 
-    STEPPED = 0
-    """The hyperparameters move down the hypergradient."""
-    DROPPED = 1
-    """The hypergradient is not finite, the training is: hyperparameters stay, Z begins at 0."""
-    WORSE = 2
-    """The validation error rose too far: rolled back, and away from there by the hypergradient."""
-    DIVERGED = 3
-    """The training diverged: rolled back, and away from there by the slope of the loss."""
-    DEAD = 4
-    """The error depends on few of the weights any more: rolled back, and towards 0."""
-    FAULT = 5
-    """Something is not finite that no hyperparameter is to blame for, the data say: an error."""
+    STEPPED = 0  # the hyperparameters move down the hypergradient
+    DROPPED = 1  # only the hypergradient is not finite: hyperparameters stay, Z begins at 0
+    WORSE = 2  # the validation error rose too far: rolled back, away by the hypergradient
+    DIVERGED = 3  # the training diverged: rolled back, away by the slope of the loss
+    DEAD = 4  # the error depends on few of the weights any more: rolled back, towards 0
+    FAULT = 5  # something else is not finite, the data say: an error
 
 
 class Evidence(NamedTuple):
@@ -54,7 +47,7 @@ class Evidence(NamedTuple):
     grad: PyTree  # the hypergradient
     norms: Float[Array, " m"]  # of the columns of Z
     alive: Int[Array, ""]  # how many numbers of the state the error depends on at its end
-    sound: Bool[Array, ""]  # whether data and start are finite: else they are at fault
+    sound: Bool[Array, ""]  # whether data and start are finite
     before: Float[Array, ""]  # the sum of the errors before it, where windows are rolled back
     first: Float[Array, ""]  # that before the first window
     first_alive: Int[Array, ""]  # `alive` before the first window
@@ -63,10 +56,7 @@ class Evidence(NamedTuple):
 def finish(
     window: Window, end: WindowState, last: int | Int[Array, ""]
 ) -> tuple[RealTimeState, dict[str, PyTree], Bool[Array, ""]]:
-    """Return the state after a window, its log, and whether it ended in a fault.
-
-    `last` is the place of its last minibatch in the problem.
-    """
+    """Return the state after a window with this last minibatch, its log, and if it is a fault."""
     state, system = window.state, window.system
     end = end._replace(Z=stack_columns(end.Z))
     seen = gather(window, end, last)
@@ -105,7 +95,7 @@ def finish(
 
 
 def gather(window: Window, end: WindowState, last: int | Int[Array, ""]) -> Evidence:
-    """Return what there is to judge a window by: grad f = grad E(s) Z + dE/dlambda above all."""
+    """Return what a window is judged by, grad f = grad E(s) Z + dE/dlambda above all."""
     system, state = window.system, window.state
     hparams, before = state.hparams, system.initial(state.hparams)
     directions, unravel = directions_of(hparams)
@@ -118,7 +108,7 @@ def gather(window: Window, end: WindowState, last: int | Int[Array, ""]) -> Evid
         sound &= jnp.isfinite(end.highest)
     was, first, first_alive = state.first, state.first, state.alive
     if window.tuner.rollback is not None:
-        was = _total(system.errors(before, hparams))
+        was = jax.tree.reduce(operator.add, system.errors(before, hparams))
         first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
         start = lambda: _count_alive(error_gradients(system, before, hparams)[1])  # noqa: E731
         first_alive = lax.cond(state.window == 0, start, lambda: state.alive)
@@ -134,7 +124,7 @@ def judge(rollback: float | None, end: WindowState, seen: Evidence) -> Int[Array
     otherwise = jnp.where(trained, well, Outcome.FAULT)
     if rollback is None:
         return otherwise
-    now = _total(seen.errors)
+    now = jax.tree.reduce(operator.add, seen.errors)
     first = seen.first.astype(now.dtype)
     rise = (rollback - 1) * jnp.maximum(jnp.abs(seen.before), SMALL * first)
     worse = trained & (now > seen.before + rise)
@@ -166,16 +156,13 @@ def _moved(
 ) -> tuple[PyTree, PyTree]:
     """Return the hyperparameters and the outer optimizer's state after the window."""
     tuner, before = window.tuner, (window.state.hparams, window.state.opt_state)
-    outer = Outer(tuner.optimizer, check_constraints(tuner.constraints, window.state.hparams))
+    outer = Outer(tuner.optimizer, check_constraints(tuner.constraints, before[0]))
     hparams, opt_state = select(stepped, outer.update(*before, value, direction), before)
     return select(rolled_back, _back_off(outer, before[0], direction), hparams), opt_state
 
 
 def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
-    """Return the hyperparameters after a relative step of BACK_OFF against the direction's signs.
-
-    Steps that would end below the smallest normal number, at 0 before long, are not taken.
-    """
+    """Return the hyperparameters after a relative step of BACK_OFF against the direction's signs."""
 
     def update(direction, state, u, *, scale, **_):
         scales = scale(u, jax.tree.map(jnp.zeros_like, u))
@@ -184,12 +171,11 @@ def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
     retreat = optax.GradientTransformationExtraArgs(lambda _: (), update)  # pyright: ignore
     finite = jax.tree.map(lambda d: jnp.where(jnp.isfinite(d), d, 0), direction)
     moved = Outer(retreat, outer.constraints).update(hparams, (), 0.0, finite)[0]
-    lost = lambda new, old: (jnp.abs(new) < jnp.finfo(new.dtype).tiny) & (old != 0)  # noqa: E731
-    return jax.tree.map(lambda new, old: jnp.where(lost(new, old), old, new), moved, hparams)
 
+    def kept(new, old):  # a step to below the smallest normal number is not taken
+        return jnp.where((jnp.abs(new) < jnp.finfo(new.dtype).tiny) & (old != 0), old, new)
 
-def _total(errors: tuple[Float[Array, ""], ...]) -> Float[Array, ""]:
-    return functools.reduce(operator.add, errors)
+    return jax.tree.map(kept, moved, hparams)
 
 
 def _count_alive(alpha: PyTree) -> Int[Array, ""]:

@@ -1,4 +1,4 @@
-"""Calls of an `update` that the host has not seen the end of: to look would be to wait."""
+"""Calls of an `update` that may still run on the device."""
 
 from collections import deque
 from typing import NamedTuple
@@ -26,10 +26,7 @@ class Call(NamedTuple):
 
 
 class Pending:
-    """The calls of the last runs: a call belongs to the run whose last state it was given.
-
-    A state is known by one of its arrays, which no two states share.
-    """
+    """The calls of the last runs. A run is known by an array of its last state, which none shares."""
 
     def __init__(self, most: int):
         self.most = most  # calls of a run; then the first of them is waited for

@@ -1,18 +1,16 @@
 """An outer optimizer whose steps are relative to the hyperparameters: nothing to tune.
 
-Hyperparameters differ in scale by orders of magnitude, and a good learning rate is not known in
-advance to one. So Adam runs on the scaled variable: with r_i the scale of entry i,
+Hyperparameters differ in scale by orders of magnitude. So Adam runs on the scaled variable: with r_i
+the scale of entry i,
 
     r_i = |lambda_i| + o_i   (at most the way to its upper bound),
     o_i = unit * |f| / |df/dlambda_i|   at the first gradient that is not 0,
     lambda_i <- lambda_i - step_size * r_i * Adam(r_i df/dlambda_i).
 
-Far from 0 a step changes an entry by a factor; near 0, where a factor does nothing, by a share of o_i,
-the change that would take away the share `unit` of the error if it were linear. The first gradient
-thereby gives the scale, also to a hyperparameter that starts at 0; it is trusted up to 100 times the
-starting value, or up to 1 from 0, since a hyperparameter that hardly matters yet has hardly a
-slope. Under a `Box`, steps shrink towards the upper bound (a momentum of 0.9 moves by 0.01, not by
-0.09).
+Far from 0 a step changes an entry by a factor; near 0 by a share of o_i, the change that would take
+away the share `unit` of the error if it were linear. The first gradient is trusted up to 100 times the
+starting value, or up to 1 from 0. Under a `Box`, steps shrink towards the upper bound (a momentum of
+0.9 moves by 0.01, not by 0.09).
 """
 
 import math
@@ -85,7 +83,7 @@ def relative_adam(
 
         def first_unit(o, g, h):
             natural = unit * jnp.abs(value) / jnp.where(g == 0, 1, jnp.abs(g))
-            most = jnp.where(h == 0, 1.0, FARTHEST * jnp.abs(h))  # where the slope is hardly any
+            most = jnp.where(h == 0, 1.0, FARTHEST * jnp.abs(h))
             first = jnp.minimum(natural, most).astype(o.dtype)
             return jnp.where((o == 0) & (g != 0), first, o)
 

@@ -1,6 +1,5 @@
 """A run over streams: window after window, until one of them ends."""
 
-import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from .._outer.run import Run
 from .dropped import warn_of_dropped
 from .stream import END, following
 from .updates import Updates
-from .vanished import warn_of_vanished
 from .window import RealTimeState
 
 IN_A_ROW = 10  # windows that are rolled back, after which a run warns
@@ -27,8 +25,7 @@ RECORD = {"step", "value", "gradient_norm", *NOTED}
 class RealTimeRun(Run):
     """A real-time run in progress: `step` counts finished windows.
 
-    `state` is the tuner's state after the window, `record` what belongs to the window; `window` and
-    `validation` are its data, `log` is what `update` returned, `tuner` the `RealTime`.
+    `window` and `validation` are the data of the last one, `log` is what `update` returned.
     """
 
     window: PyTree = None
@@ -37,11 +34,10 @@ class RealTimeRun(Run):
 
     def __init__(self, tuner: Updates, steps: int | None, state: RealTimeState, window: int):
         def fingerprint():  # asked for before the first window, while `state` is whole
-            settings = tuner.settings
-            static = [f.name for f in dataclasses.fields(settings) if f.metadata.get("static")]
-            constants = [name for name in static if name not in ("chunk", "mesh")]
-            return {name: str(getattr(settings, name)) for name in constants} | {
-                "constraints": repr(settings.constraints),
+            return {
+                "discount": str(tuner.settings.discount),
+                "rollback": str(tuner.settings.rollback),
+                "constraints": repr(tuner.settings.constraints),
                 "window": str(window),
                 "initial hyperparameters": digest(state.hparams),
                 "initial parameters": digest(state.train),
@@ -108,8 +104,6 @@ class Windows(Stepper[RealTimeRun]):
         """Warn of what has happened."""
         _warn_where_all_is_rolled_back(run)
         warn_of_dropped(run.carry, run.log, stacklevel=3)
-        first, ran = run.history[0]["hparams"], run.record["hparams"]
-        warn_of_vanished(first, ran, run.carry.hparams, stacklevel=3)
 
     def result(self, run: RealTimeRun) -> tuple[PyTree, PyTree, PyTree]:
         """Return the last hyperparameters, the last value and the tuner's state."""
@@ -122,24 +116,22 @@ class Windows(Stepper[RealTimeRun]):
 def _record(log: dict[str, PyTree]) -> dict[str, PyTree]:
     """Return the record of a window, which is waited for."""
     numbers = on_host(log)
-    wide = jax.tree.map(lambda g: np.asarray(g, np.float64), numbers["hypergradient"])
-    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(wide)))
-    record = {"value": numbers["value"], "gradient_norm": norm}
-    return record | {name: numbers[name] for name in NOTED}
+    gradients = (np.asarray(g, np.float64) for g in jax.tree.leaves(numbers["hypergradient"]))
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
+    noted = {name: numbers[name] for name in NOTED}
+    return {"value": numbers["value"], "gradient_norm": norm, **noted}
 
 
 def _warn_where_all_is_rolled_back(run: RealTimeRun) -> None:
-    """Warn once, when many windows in a row have been rolled back: backing off may not help."""
+    """Warn once, when many windows in a row have been rolled back."""
     recent = [record["rolled_back"] for record in run.history[-IN_A_ROW - 1 :]]
     # One more, and it has been said.
     if recent[-IN_A_ROW:] != [True] * IN_A_ROW or recent == [True] * (IN_A_ROW + 1):
         return
     warnings.warn(
-        f"the last {IN_A_ROW} windows were rolled back, because training diverged in each; the last "
-        f"ran with {run.record['hparams']!r:.200}. Hyperparameters halve with each of them, at most: "
-        "start from others (a smaller learning rate), and look at the scale of the inputs and of the "
-        "initial parameters. `RealTime(rollback=None)` rolls nothing back, and says where something is "
-        "not finite.",
+        f"the last {IN_A_ROW} windows were rolled back, because training diverged; the last ran with "
+        f"{run.record['hparams']!r:.200}. Start from a smaller learning rate, and look at the scale of "
+        "the inputs and initial parameters. `RealTime(rollback=None)` says where it is not finite.",
         RuntimeWarning,
         stacklevel=4,
     )

@@ -1,8 +1,7 @@
 """Streams of minibatches, cut into windows.
 
-Any iterable of batches will do, of known, unknown or infinite length: a list, a generator, a Grain
-or PyTorch loader. A batch is a pytree of what NumPy can read; all batches of a stream have the same
-shapes.
+A stream is any iterable of batches, of any length: a list, a generator, a Grain or PyTorch loader. A
+batch is a pytree of what NumPy can read; all batches of a stream have the same shapes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .._problem.batches import Minibatches
 from .._problem.checks import check_count, check_data, check_numbers, describe
-from .updates import shapes_of
+from .updates import differing, shapes_of
 
 END = object()  # of a stream
 
@@ -44,11 +43,15 @@ def _windows(stream: Iterable[PyTree] | Minibatches, n: int) -> Iterator[PyTree]
         if expected is None:
             check_data(batch, "batch")
         batch = jax.tree.map(_copied, batch)
-        if expected is None:
-            check_numbers(batch, f"minibatch {count}")
         shape = shapes_of(batch, "batch")
-        if expected is not None and shape != expected:
-            raise ValueError(_changed(count, expected, shape))
+        if expected is None:
+            check_numbers(batch, "minibatch 0")
+        elif path := differing(expected, shape):
+            raise ValueError(
+                f"minibatch {count} of the stream (counted from 0) differs from those before it: "
+                f"{path} is {shape.get(path, 'absent')}, it was {expected.get(path, 'absent')}. Drop "
+                "the last, smaller batch of an epoch (`drop_last=True` in most loaders), or pad it."
+            )
         expected, count = shape, count + 1
         batches.append(batch)
         if len(batches) == n:
@@ -66,29 +69,19 @@ def _stack(*leaves: Array | np.ndarray) -> Array | np.ndarray:
     return jnp.stack(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
 
 
-def _changed(index: int, expected: dict[str, str], found: dict[str, str]) -> str:
-    paths = [*expected, *(path for path in found if path not in expected)]
-    path = next(path for path in paths if expected.get(path) != found.get(path))
-    return (
-        f"minibatch {index} of the stream (counted from 0) differs from those before it: {path} is "
-        f"{found.get(path, 'absent')}, it was {expected.get(path, 'absent')}. A program is compiled "
-        "for one shape: drop the last, smaller batch of an epoch (`drop_last=True` in most loaders), "
-        "or pad it and weigh the padding with 0 in the loss."
-    )
-
-
 def check_stream(stream: object, name: str, *, minibatches: bool = False) -> None:
     """Raise where a stream is one batch, or nothing that can be iterated over."""
-    arrays = isinstance(stream, tuple | dict) and any(
-        hasattr(leaf, "shape") for leaf in (stream.values() if isinstance(stream, dict) else stream)
-    )
-    shapes = [getattr(item, "shape", None) for item in stream] if isinstance(stream, list) else []
-    arrays = arrays or (None not in shapes and len(set(shapes)) > 1)  # [x, y]: no list of batches
-    if arrays or hasattr(stream, "shape"):
+    items = stream.values() if isinstance(stream, dict) else stream
+    one = hasattr(stream, "shape")
+    if isinstance(stream, tuple | dict | list):
+        shapes = [getattr(item, "shape", None) for item in items]
+        differ = None not in shapes and len(set(shapes)) > 1  # [x, y]: no list of batches
+        one = differ if isinstance(stream, list) else any(shape is not None for shape in shapes)
+    if one:
         raise TypeError(
             f"{name} must be an iterable of batches, but it looks like one batch, of\n"
             + "\n".join(f"  {path}: {leaf}" for path, leaf in shapes_of(stream, "batch").items())
-            + "\nGive `itertools.repeat(batch)` for the same batch each time, or a list of batches."
+            + "\nGive a list of batches, or `itertools.repeat(batch)`."
         )
     if isinstance(stream, str | bytes) or not (
         isinstance(stream, Iterable) or (minibatches and isinstance(stream, Minibatches))

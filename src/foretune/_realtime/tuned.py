@@ -1,7 +1,6 @@
 """Real-time tuning as an optimizer, for a training loop that is there already.
 
-The loop continues to call `update` once for each minibatch; every few steps the hyperparameters move.
-It is `RealTime` with its window spread over calls.
+It is `RealTime` with its window spread over calls, one for each minibatch.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,14 +35,10 @@ class TunedState(NamedTuple):
     Its leaves are arrays, so that it can pass through `jax.jit`, whatever the parameters hold.
     """
 
-    log: dict[str, PyTree]
-    """The log of the last window, as of `RealTime.update`, and whether it was `dropped`; NaN before."""
-    anchor: RealTimeState
-    """The arrays of the tuner's state at the beginning of the window, without its Z."""
+    log: dict[str, PyTree]  # of the last window, as of `RealTime.update`; NaN before
+    anchor: RealTimeState  # the arrays of the state when the window began, without its Z
     window: WindowState
-    """The window under way."""
-    rest: Rest
-    """What the tuner's state holds besides arrays."""
+    rest: Rest  # what the tuner's state holds besides arrays
 
     @property
     def params(self) -> PyTree:
@@ -89,28 +84,24 @@ def tuned(
         loss: your loss, `loss(params, batch)`.
         error: the validation error, `error(params, validation)`; the loss by default.
         every: the minibatches between two updates of the constants.
-        constraints: a dict of constraints by name, as in `RealTime`; None for any number. The usual
-            names need none: Optax's, and `lr`, `wd`, `beta1` and the like. Learning rates, decays and
-            epsilons are non-negative, momenta and averages in [0, 1). Other names need one.
+        constraints: a dict of constraints by name; None for any number. The names of Optax, and `lr`,
+            `wd`, `beta1` and the like, need none: learning rates, decays and epsilons are
+            non-negative, momenta and averages in [0, 1).
         loss_hparams: constants of the loss to be tuned as well, a dict with their initial values. The
             loss is then called with a dict of their current ones, `loss(params, hparams, batch)`.
         has_state: whether the loss takes and returns a model state (batch statistics and the like):
-            `loss(params, batch, model_state) -> (loss, model_state)`. Then there are
-            `init((params, model_state))`, `error(params, validation, model_state)` and
-            `state.model_state`.
+            `loss(params, batch, model_state) -> (loss, model_state)`, `init((params, model_state))`,
+            `error(params, validation, model_state)` and `state.model_state`.
         key: a random key, for dropout say. The loss is then called with a `key=` of each step.
-        donate: reuse the memory of the state given to `update`, which is then deleted: it saves one
-            training state, and its copying. For a big model, where no earlier state is needed.
+        donate: reuse the memory of the state given to `update`, which is then deleted.
         **hparams: the constants to be tuned, with their initial values.
 
     `init(params)` returns the first state, `update(state, batch, validation)` the next one and the
-    loss of the minibatch. It is compiled, and pure: inside your own `jax.jit` it has less overhead. It
-    does not wait for the device. The parameters may be any pytree, an Equinox model for instance. A
-    window whose loss diverges is rolled back. One in which something else is not finite, the data for
-    instance, is dropped, and training continues from where the window began; there is a
-    `NonFiniteError`, at the latest `every` calls later, whose `state` is the one to continue from.
-    Inside `jit` there is no error, only `state.log["dropped"]`. Where only a derivative is not finite,
-    training continues, and a warning says so, inside `jit` too.
+    loss of the minibatch. It is compiled and pure, and does not wait for the device; inside your own
+    `jax.jit` it has less overhead. A window whose loss diverges is rolled back. One in which something
+    else is not finite, the data for instance, is dropped: there is a `NonFiniteError`, at the latest
+    `every` calls later, whose `state` is the one to continue from (inside `jit` there is only
+    `state.log["dropped"]`). Where only a derivative is not finite, training continues, with a warning.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> loss = lambda w, x: jnp.mean((w - x) ** 2)
@@ -120,24 +111,10 @@ def tuned(
     ...     state, value = optimizer.update(state, jnp.ones(4), jnp.ones(4))
     >>> round(float(state.params), 2), float(state.hparams["learning_rate"]) > 1e-3
     (1.0, True)
-
-    A constant of the loss beside one of the optimizer:
-
-    >>> optimizer = ft.tuned(
-    ...     optax.sgd, lambda w, h, x: loss(w, x) + h["l2"] * w**2, loss,
-    ...     learning_rate=0.1, loss_hparams={"l2": 0.1})
-    >>> state = optimizer.init(jnp.array(0.0))
-    >>> for step in range(50):
-    ...     state, value = optimizer.update(state, jnp.ones(4), jnp.ones(4))
-    >>> sorted(state.hparams), float(state.hparams["l2"]) < 0.1
-    (['l2', 'learning_rate'], True)
     """
     check_count(every, f"tuned(every={every!r})")
     if key is not None:
         check_key(key, "tuned(key=...)")
-    for name, given in {"constraints": constraints, "loss_hparams": loss_hparams}.items():
-        if not (given is None or isinstance(given, Mapping)):
-            raise TypeError(f"tuned({name}=...) must be a dict, got {describe(given)}.")
     of_loss = dict(loss_hparams or {})
     check_loss_and_error(loss, error, bool(of_loss), has_state, key is not None)
     judged = loss if error is None else error
@@ -164,33 +141,22 @@ class Tuned:
     """An optimizer that tunes its own constants: `init` and `update`, which are pure functions."""
 
     def __init__(
-        self,
-        tuner: RealTime,
-        start: dict[str, Array],
-        every: int,
-        has_state: bool,
-        donate: bool,
+        self, tuner: RealTime, start: dict[str, Array], every: int, has_state: bool, donate: bool
     ):
         self._tuner, self._start, self._every = tuner, start, every
         self._has_state, self._donate = has_state, donate
         self._pending = Pending(every)
         self._checked: set[tuple] = set()  # the structures and shapes that have passed the checks
-        # Not the window: its old arrays are needed until a minibatch has proved no outlier, so that to
-        # write over them takes longer than to write beside them.
+        # Not the window, whose old arrays are needed until a minibatch has proved no outlier.
         self._program = jax.jit(self._step, donate_argnums=(0,) if donate else ())
 
     def init(self, params: PyTree) -> TunedState:
         """Return the state before the first minibatch; `params` is a pair with `has_state`."""
-        model_state = None
-        if self._has_state:
-            if not (isinstance(params, tuple) and len(params) == 2):
-                raise TypeError(
-                    "tuned(has_state=True) starts from a pair, `init((params, model_state))`; got "
-                    f"{describe(params)}."
-                )
-            params, model_state = params
-        begun = (params, model_state) if self._has_state else params
-        state = self._tuner.init(begun, self._start)
+        if self._has_state and not (isinstance(params, tuple) and len(params) == 2):
+            raise TypeError(
+                f"tuned(has_state=True) needs `init((params, model_state))`, got {describe(params)}."
+            )
+        state = self._tuner.init(params, self._start)
         nan = jnp.full((), jnp.nan, jnp.result_type(float))
         log = {
             "value": nan,
@@ -238,23 +204,22 @@ class Tuned:
         arrays = {name: jax.tree.map(_readable, tree) for name, tree in data.items()}
         leaves, structure = flatten(arrays)
         key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in leaves)
-        if key not in self._checked:
-            for name, tree in data.items():
-                check_data(tree, name)
-                check_numbers(arrays[name], name)
-            self._check(state, **arrays)
-            self._checked.add(key)
-        return arrays["batch"], arrays["validation"]
-
-    def _check(self, state: TunedState, batch: PyTree, validation: PyTree) -> None:
+        batch, validation = arrays["batch"], arrays["validation"]
+        if key in self._checked:
+            return batch, validation
+        for name, tree in data.items():
+            check_data(tree, name)
+            check_numbers(arrays[name], name)
         if set(state.hparams) != set(self._start):
             raise ValueError(
-                f"this state is of another optimizer: it has the constants {sorted(state.hparams)}, "
-                f"this one tunes {sorted(self._start)}. Begin with `init` of this one."
+                f"this state is of another optimizer: it has {sorted(state.hparams)}, this one tunes "
+                f"{sorted(self._start)}. Begin with `init` of this one."
             )
         anchor, settings = state.begun(), self._tuner.settings
         check_state(settings, anchor)
         validated(settings.problem(anchor.train, _window_of(batch), validation), state.hparams)
+        self._checked.add(key)
+        return batch, validation
 
     def _begun(self, state: RealTimeState) -> tuple[RealTimeState, WindowState]:
         """Return the arrays of a state without its Z, and the window that begins there."""

@@ -5,13 +5,13 @@ After every window (hyper-batch) of Delta minibatches, the partial hypergradient
     grad f_t = grad E(s_t) Z_t + dE/dlambda,    Z_t = A_t Z_{t-1} + B_t,
 
 moves the hyperparameters, and the training continues with the new ones from where it is. The partial
-hypergradient is that of a constant lambda: exact in the first window, an estimate after an update,
-the better the slower lambda moves. So between windows Z is discounted, Z <- gamma Z, and forgets what
-earlier hyperparameters did over about 1 / (1 - gamma) windows. The paper's method is gamma = 1.
+hypergradient is that of a constant lambda: exact in the first window, an estimate after an update. So
+between windows Z is discounted, Z <- gamma Z, and forgets what earlier hyperparameters did over about
+1 / (1 - gamma) windows. The paper's method is gamma = 1.
 
 A window in which training diverges is rolled back: the training state returns to where the window
 began, Z to 0, and the hyperparameters back off in the direction that the derivative of the loss says.
-A single minibatch with a loss far above all before it is skipped, as no hyperparameter is at fault.
+A single minibatch with a loss far above all before it is skipped.
 
 Time: about that of 1 + 2m training runs for m hyperparameters, however many updates. Memory: Z, m
 states, and one more state to return to, whatever the number of steps.
@@ -53,7 +53,7 @@ class RealTime(Updates):
         objective: the error `E(state, hparams, validation) -> scalar`, or a dict of them by
             top-level hyperparameter name, each of which gets the whole `validation`.
         optimizer: the outer Optax optimizer; `relative_adam()` by default, which needs no tuning.
-        constraints: as in `minimize`; give at least `{"lr": NonNegative()}` and, for a momentum,
+        constraints: as in `minimize`; a learning rate needs `NonNegative()`, a momentum
             `Box(0.0, 0.999)`.
         discount: gamma in (0, 1], the share of Z that a window takes over from the one before. With 1
             the hypergradient is exact as long as the hyperparameters stay as they are.
@@ -61,17 +61,15 @@ class RealTime(Updates):
             it was before, or in which the training loss spikes: a quarter above the highest that a
             window has begun with, and above what it was on the same minibatch before the window. A
             single minibatch whose loss is over ten times that highest, also before the window, is
-            skipped (of two in a row the second counts). None: neither of them; a loss that is not
-            finite is then an error.
+            skipped. None: neither; a loss that is not finite is then an error.
         chunk: columns of Z in work at a time, where there are many hyperparameters.
-        donate: reuse the memory of the state given to `update`, which is then deleted: it saves one
-            state, Z included. `run` does so with its own states in any case.
+        donate: reuse the memory of the state given to `update`, which is then deleted; `run` always
+            does so with its own states.
         mesh: `foretune.mesh(data=..., tangents=...)`: `init` places the state on it, the columns of Z
             split over `tangents`, all else on every device. Place batches by `foretune.shard`.
 
-    The defaults were chosen over the tasks of `benchmarks/realtime_quality.py`;
-    `RealTime.paper(...)` has the paper's setting. Where updates can be trusted is what
-    `foretune.Bias` measures.
+    The defaults were chosen over the tasks of `benchmarks/realtime_quality.py`; `foretune.Bias`
+    measures how far updates can be trusted.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> tuner = ft.RealTime(
@@ -99,7 +97,6 @@ class RealTime(Updates):
         mesh: Mesh | None = None,
     ):
         check_optimizer(optimizer)
-        # The same checks and wrapping as for a problem that is never run.
         problem = Problem(dynamics, objective, None, FullBatch(None, steps=1))
         if not 0 < discount <= 1:
             raise ValueError(f"RealTime(discount={discount}): it must lie in (0, 1].")
@@ -143,7 +140,7 @@ class RealTime(Updates):
         """Train over one window of minibatches, then update the hyperparameters.
 
         Args:
-            state: the state, from `init` or the last update. With `donate` its memory is reused.
+            state: the state, from `init` or the last update.
             window: minibatches stacked on a leading axis, as `windows` makes them, or `Minibatches`,
                 or `FullBatch`. A window shorter than one before it runs in the same program.
             validation: what the objective gets as its third argument.
@@ -152,13 +149,13 @@ class RealTime(Updates):
             The new state, and the log, a dict: `value` and `hypergradient` after the window at the
             `hparams` it ran with, the norm of Z by hyperparameter `z_norm`, the mean training
             `loss` (None for a dynamics that reports none), whether the window was `rolled_back`, how
-            many of its minibatches were `skipped`, and whether a derivative was `dropped`: one that is
-            not finite where the training itself is counts as 0, and there is a warning, also inside
-            `jit` (`nonfinite` has, for each leaf, the first minibatch after which, or -1).
+            many of its minibatches were `skipped`, and whether a derivative was `dropped`, with a
+            warning: one that is not finite while the training is counts as 0 (`nonfinite` has, for each
+            leaf, the first minibatch after which, or -1).
 
         Raises:
-            NonFiniteError: where something is not finite, with the window and the leaf. The state
-                before the window is its attribute `state`, to continue from (its Z begins at 0 again).
+            NonFiniteError: where something is not finite. Its attribute `state` is the state before the
+                window, to continue from (its Z begins at 0 again).
         """
         new, log, fault = self.dispatch(state, window, validation, donate=self.donate)
         if not isinstance(fault, Tracer) and fault:
@@ -185,28 +182,24 @@ class RealTime(Updates):
         Args:
             train_stream: any iterable of minibatches of one shape, of any length, or `Minibatches`.
                 The next window is read, and sent to the device, while the current one runs.
-            validation_stream: an iterable of validation batches, one for each window. It is gone
-                through again where it can be (a list, a loader); where it cannot (a generator), the
-                run ends with it. `itertools.repeat(batch)` gives the same each time.
+            validation_stream: an iterable of validation batches, one for each window, gone through
+                again and again; with a generator the run ends. `itertools.repeat(batch)` for one batch.
             params: the initial parameters, as for `init`.
             hparams: the initial hyperparameters.
-            steps: the number of updates, hence of windows; until the stream ends by default.
+            steps: the number of windows; until the stream ends by default.
             window: the number of minibatches in a window.
-            callbacks: as in `minimize`; with `Checkpoint` the run resumes, and reads the streams again
-                up to where it was.
+            callbacks: as in `minimize`; a run that resumes reads the streams again up to there.
             stop: stopping rules, as in `minimize`, and `foretune.Vanished("lr")`.
             evaluate: `evaluate(state.train, hparams) -> dict` of further scalars, after each window.
             score: what `best` is lowest in, as a function of a record; by default its `value`.
 
         Returns:
-            A `Result`; its `state` is the tuner's state, with the trained weights in `state.train`.
-            `history` has a record for each window: `step` (from 1), `value`, `gradient_norm`,
-            `loss`, `hparams` (those it ran with), `z_norm`, `rolled_back`, `skipped`, `dropped`, and
-            what `evaluate` adds.
+            A `Result`; its `state` is the tuner's, with the trained weights in `state.train`. `history`
+            has a record for each window: `step` (from 1), `gradient_norm`, what `evaluate` adds, and
+            of the log of `update` all but `hypergradient` and `nonfinite`.
 
-        Where ten windows in a row are rolled back, a `RuntimeWarning` says so. Ctrl-C, or SIGTERM, ends
-        the run after the current window. `NonFiniteError` has the `run` until then and the `state`
-        before the window.
+        Ctrl-C, or SIGTERM, ends the run after the current window. `NonFiniteError` has the `run` until
+        then and the `state` before the window.
 
         >>> import foretune as ft, itertools, jax.numpy as jnp, numpy as np, optax
         >>> tuner = ft.RealTime(

@@ -1,11 +1,10 @@
 """The update of a window as a compiled program: its arguments, their checks, and its faults.
 
-A program is compiled for the shape of its window; its loop runs to the true length. So windows are
-padded to the longest so far, and a shorter one runs in the same program.
+Windows are padded to the longest so far, and the loop runs to the true length: a shorter window runs
+in the same program.
 """
 
 import functools
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -42,14 +41,6 @@ from .outcome import finish
 from .window import RealTimeState, TunerSettings, Window, begin, column_norms, directions_of
 
 
-class Updated(NamedTuple):
-    """An update that may still run: the state after it, its log, and whether it ended in a fault."""
-
-    state: RealTimeState
-    log: dict[str, PyTree]
-    fault: Bool[Array, ""]
-
-
 class Updates:
     """The updates of a tuner with these settings."""
 
@@ -60,13 +51,9 @@ class Updates:
         self._longest: dict[tuple, int] = {}  # window so far, by structure and shape
 
     def init(self, params: PyTree, hparams: PyTree) -> RealTimeState:
-        """Return the state before the first window.
+        """Return the state before the first window; `NonFiniteError` where it is not finite.
 
-        `params` are the initial parameters, or a function of the hyperparameters that returns them.
-        They are copied: `update` does not touch yours.
-
-        Raises:
-            NonFiniteError: where a hyperparameter or a parameter is NaN or infinite.
+        `params` are the initial parameters, which are copied, or a function of the hyperparameters.
         """
         settings, hparams = self.settings, check_hparams(hparams)
         constraints = check_constraints(settings.constraints, hparams)
@@ -97,12 +84,11 @@ class Updates:
 
     def dispatch(
         self, state: RealTimeState, window: PyTree, validation: PyTree, *, donate: bool = True
-    ) -> Updated:
-        """Begin an update without waiting for it; the state's memory is reused, with `donate`."""
+    ) -> tuple[RealTimeState, dict[str, PyTree], Bool[Array, ""]]:
+        """Begin an update; return, without waiting, the next state, the log, and if it is a fault."""
         if not isinstance(state, RealTimeState):
             raise TypeError(
-                "`update` takes the state that `init` or the last `update` returned, got "
-                f"{describe(state)}."
+                f"`update` takes the state that `init` or `update` returned, got {describe(state)}."
             )
         window, validation = as_arrays(window, "window"), as_arrays(validation, "validation")
         if _is_traced((state, window, validation)):
@@ -113,7 +99,7 @@ class Updates:
             return _run_window(self.settings, state, problem, jnp.array(problem.steps))
         arguments = self._flat(state, window, validation)
         new, log, fault = (_donating if donate else _keeping)(*arguments)
-        return Updated(unflatten(arguments[2], new), log, fault)
+        return unflatten(arguments[2], new), log, fault
 
     def lower(self, state: RealTimeState, window: PyTree, validation: PyTree) -> jax.stages.Lowered:
         """Return the program of an update, for its memory and cost analysis."""
@@ -132,8 +118,8 @@ class Updates:
     def fault(self, state: RealTimeState, window: PyTree, validation: PyTree) -> NonFiniteError:
         """Return the error for a window that failed, from the state before it."""
         problem = self.settings.problem(state.train, window, validation)
-        number = int(state.window)
-        error = NonFiniteError(explain_fault(problem, state.train, state.hparams, number))
+        why = explain_fault(problem, state.train, state.hparams, int(state.window))
+        error = NonFiniteError(why)
         error.state = state
         return error
 
@@ -161,9 +147,8 @@ class Updates:
         steps = check_leading_axis(xs, "window", "the minibatches") if jax.tree.leaves(xs) else 0
         if steps == 0:
             raise ValueError(
-                "the window is empty: no minibatch is on its leading axis,\n"
-                + describe_tree(xs, "window")
-                + "\nLeave it out. Where steps need no data, give `FullBatch(None, steps=...)`."
+                f"the window is empty:\n{describe_tree(xs, 'window')}\nLeave it out. Where steps need "
+                "no data, give `FullBatch(None, steps=...)`."
             )
         leaves, structure = flatten(xs)
         key = structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
@@ -188,10 +173,10 @@ def _pad(length: int, x: Array | np.ndarray) -> Array | np.ndarray:
 
 def _run_window(
     tuner: TunerSettings, state: RealTimeState, problem: Problem, count: Int[Array, ""]
-) -> Updated:
+) -> tuple[RealTimeState, dict[str, PyTree], Bool[Array, ""]]:
     window = Window(tuner, problem, make_system(problem, state.hparams, whole=True), state)
     end = window.run(begin(tuner, state), count)
-    return Updated(*finish(window, end, end.steps - 1))
+    return finish(window, end, end.steps - 1)
 
 
 def _program(
@@ -228,11 +213,10 @@ def check_state(settings: TunerSettings, state: RealTimeState) -> None:
         expected["Z"] = jax.tree.map(lambda s: jax.ShapeDtypeStruct((m, *s.shape), s.dtype), moving)
     for name, tree in expected.items():
         now, old = (shapes_of(part, f"state.{name}") for part in (getattr(state, name), tree))
-        if path := next((path for path in {**now, **old} if now.get(path) != old.get(path)), None):
+        if path := differing(now, old):
             raise ValueError(
                 f"this state does not fit this tuner: {path} is {now.get(path, 'absent')}, it should "
-                f"be {old.get(path, 'absent')}. It is that of a tuner with another optimizer, other "
-                "hyperparameters or other parameters. Begin with `init` of this one."
+                f"be {old.get(path, 'absent')}. Begin with `init` of this one."
             )
 
 
@@ -241,13 +225,19 @@ def shapes_of(tree: PyTree, name: str) -> dict[str, str]:
     return {path: describe(leaf) for path, leaf in named_leaves(tree, name).items()}
 
 
+def differing(expected: dict[str, str], found: dict[str, str]) -> str | None:
+    """Return the first path at which two results of `shapes_of` differ."""
+    paths = (path for path in expected | found if expected.get(path) != found.get(path))
+    return next(paths, None)
+
+
 def check_not_donated(tree: PyTree) -> None:
     """Raise where an `update` has reused the memory of a state."""
     arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
     if any(not isinstance(array, Tracer) and array.is_deleted() for array in arrays):
         raise ValueError(
-            "this state has been given to an `update` that reused its memory (`donate=True`). "
-            "Continue from the state that it returned, or leave `donate` out."
+            "this state was given to an `update` that reused its memory (`donate=True`). Continue "
+            "from the state that it returned, or leave `donate` out."
         )
 
 
@@ -257,14 +247,12 @@ def _placed(state: RealTimeState, mesh: Mesh) -> RealTimeState:
     if m % size:
         raise ValueError(
             f"RealTime(mesh=...): the {m} columns of Z, one for each hyperparameter, cannot be split "
-            f"evenly over the {size} devices of the mesh's axis 'tangents'. Give it a size that "
-            f"divides {m}."
+            f"evenly over the {size} devices of the mesh's axis 'tangents'."
         )
 
-    def put(leaf):
+    def put(leaf):  # what its user has placed on the mesh stays there
         placed = getattr(leaf, "sharding", None)
-        on_mesh = isinstance(placed, NamedSharding) and placed.mesh == mesh  # as its user placed it
-        if on_mesh or not eqx.is_array(leaf):
+        if not eqx.is_array(leaf) or (isinstance(placed, NamedSharding) and placed.mesh == mesh):
             return leaf
         return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
 

@@ -2,8 +2,8 @@
 
     for each minibatch:  s <- Phi(s, lambda),  Z <- A Z + B
 
-Pure functions, to be traced: `RealTime` runs them over a window in one program, `tuned` spreads them
-over calls. `outcome.py` has what follows at the end of a window.
+Pure functions: `RealTime` runs them over a window in one program, `tuned` spreads them over calls.
+`outcome.py` has what follows at the end of a window.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._engines.nonfinite import is_finite
 from .._engines.products import Unstacked, pushforward, stack_columns, unstack
+from .._outer.update import select
 from .._problem.dynamics import Continued, Dynamics
 from .._problem.problem import Problem
 from .._problem.system import System
@@ -44,7 +45,7 @@ class RealTimeState(NamedTuple):
         first: the error before the first window.
         highest: the highest loss at the beginning of a window so far.
         skipped_last: whether the last minibatch was skipped.
-        dropped: the number of windows in which a derivative was not finite, and was dropped.
+        dropped: the number of windows in which a derivative was dropped.
         alive: how many numbers of the training state the error depended on before the first window.
     """
 
@@ -118,7 +119,7 @@ def begin(tuner: TunerSettings, state: RealTimeState) -> WindowState:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The steps of a window that began at `state`; the system is the problem's, with all arrays."""
+    """The steps of a window that began at `state`; the system is the problem's."""
 
     tuner: TunerSettings
     problem: Problem
@@ -176,8 +177,8 @@ class Window:
         # The first loss of all is the highest so far, unless the second minibatch says otherwise.
         alone = self._is_second(window) & (window.highest > _raised(usual, OUTLIER))
         highest = jnp.where(alone, usual, after.highest)
-        # One minibatch far above all, also with the weights before the window, is an outlier. Two in a
-        # row are what the data has become: the second counts, as the highest loss.
+        # One minibatch far above all, also with the weights before the window, is an outlier; of two
+        # in a row the second counts, as the highest loss.
         known = jnp.where(alone, usual, window.highest)
         bound = _raised(known, OUTLIER)
         far = jnp.isfinite(known) & ~(loss <= bound) & ~(usual <= bound)
@@ -210,12 +211,7 @@ def _raised(loss: Array, times: float = SPIKE) -> Array:
 
 
 def _mended(Z: PyTree) -> tuple[PyTree, Bool[Array, " leaves"]]:
-    """Return Z with 0 for what is not finite, and the leaves that have such entries.
-
-    Left as they are they would spread to all others within a step or two. They are seen at once where a
-    derivative is infinite by construction, and what has it hardly moves: Adam's where a gradient is
-    exactly 0, say.
-    """
+    """Return Z with 0 for what is not finite, which would spread, and the leaves that have it."""
     columns = Z.columns if isinstance(Z, Unstacked) else (Z,)
     wrong = [[jnp.any(~jnp.isfinite(z)) for z in jax.tree.leaves(column)] for column in columns]
     Z = jax.tree.map(lambda z: jnp.where(jnp.isfinite(z), z, 0), Z)
@@ -232,18 +228,5 @@ def column_norms(Z: PyTree) -> Float[Array, " m"]:
     """Return the norms of the columns of Z without the loss, in single precision at least."""
     if loss_of(Z) is not None:
         Z = eqx.tree_at(lambda columns: columns.loss, Z, None)
-
-    def norm(column):
-        wide = jax.tree.map(lambda z: z.astype(np.promote_types(z.dtype, np.float32)), column)
-        return optax.tree.norm(wide)
-
-    return jax.vmap(norm)(Z)
-
-
-def select(condition: Bool[Array, ""], yes: PyTree, no: PyTree) -> PyTree:
-    """Return one of two trees, arrays by the condition; all else they have in common."""
-
-    def leaf(a, b):
-        return jnp.where(condition, a, b) if eqx.is_array(b) else b
-
-    return jax.tree.map(leaf, yes, no)
+    wide = jax.tree.map(lambda z: z.astype(np.promote_types(z.dtype, np.float32)), Z)
+    return jax.vmap(optax.tree.norm)(wide)

@@ -7,7 +7,5 @@ with needs("apps", "foretune.apps"):
 
 from ._label_cleaner import LabelCleaner as LabelCleaner
 from ._predictions import clean_labels as clean_labels
-from ._predictions import clean_values as clean_values
-from ._value_cleaner import ValueCleaner as ValueCleaner
 
-__all__ = ["LabelCleaner", "ValueCleaner", "clean_labels", "clean_values"]
+__all__ = ["LabelCleaner", "clean_labels"]

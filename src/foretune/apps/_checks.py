@@ -1,4 +1,4 @@
-"""Labels, values and predictions as users have them -> arrays, or an error that says what to mend."""
+"""Labels and predictions as users have them -> arrays, or an error that says what to mend."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,6 @@ from scipy import sparse
 
 OFF_BY = 1e-2
 """Rows of probabilities may sum to 1 with this error, as half precision has it."""
-LEAST_ROWS = 3
-"""Of a regression's values."""
 
 
 def plain_labels(labels: object, name: str) -> np.ndarray:
@@ -63,31 +61,11 @@ def listed(names: Sequence[object] | np.ndarray) -> str:
     return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def numbers(values: object, name: str) -> np.ndarray:
-    """Return finite numbers as float64, or raise with the first row that has none."""
-    try:
-        array = np.asarray(values)
-        if array.dtype.kind in "cSU":
-            raise TypeError
-        array = np.asarray(array, np.float64)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"{name} must be numbers; for classes there are `LabelCleaner` and `clean_labels`."
-        ) from None
-    bad = np.argwhere(~np.isfinite(array))
-    if len(bad):
-        raise ValueError(
-            f"{name} is missing or infinite in {len(bad)} rows, the first is row {bad[0, 0]}: give "
-            "it a number, or leave the row out."
-        )
-    return array
-
-
-def by_name(given: object, what: str, axes: int) -> dict[str, object]:
-    """Return one array, or a dict or list of arrays of that many axes, by their names in errors."""
+def by_name(given: object, what: str) -> dict[str, object]:
+    """Return one matrix, or a dict or list of matrices, by their names in errors."""
     if isinstance(given, Mapping):
         named = {f"{what}[{name!r}]": array for name, array in given.items()}
-    elif isinstance(given, list | tuple) and all(np.ndim(array) == axes for array in given):
+    elif isinstance(given, list | tuple) and all(np.ndim(array) == 2 for array in given):
         named = {f"{what}[{i}]": array for i, array in enumerate(given)}
     else:
         named = {what: given}
@@ -96,10 +74,10 @@ def by_name(given: object, what: str, axes: int) -> dict[str, object]:
     return named
 
 
-def verified_rows(checked: object, answers: object, n: int, name: str) -> np.ndarray:
+def verified_rows(checked: object, answers: object, n: int) -> np.ndarray:
     """Return the numbers of the verified rows, given by number or as a mask."""
     if (checked is None) != (answers is None):
-        raise ValueError(f"give checked and {name} together, or neither.")
+        raise ValueError("give checked and checked_labels together, or neither.")
     rows = np.zeros(0, int) if checked is None else np.asarray(checked)
     if rows.dtype == bool:
         if rows.shape != (n,):
@@ -117,7 +95,7 @@ def verified_rows(checked: object, answers: object, n: int, name: str) -> np.nda
         raise ValueError("every row is checked: there is nothing left to judge.")
     shape = np.asarray(answers).shape
     if answers is not None and shape[:1] != rows.shape:
-        raise ValueError(f"{len(rows)} rows are checked, and {name} has {shape}.")
+        raise ValueError(f"{len(rows)} rows are checked, and checked_labels has {shape}.")
     return rows.astype(int)
 
 
@@ -150,7 +128,13 @@ def probabilities(
             "probability of every class: of scores their softmax."
         )
     if n >= 50 and np.mean(p.argmax(1) == observed) > 0.999:
-        _warn_of_repetition(name, "label", "cross_val_predict(model, X, y, method='predict_proba')")
+        warnings.warn(
+            f"{name} agrees with nearly every observed label: predictions do where the model was "
+            "trained on these very rows, and no wrong label is found then. Give out-of-fold "
+            "predictions: `cross_val_predict(model, X, y, method='predict_proba')`. If they are, all "
+            "labels may be right.",
+            stacklevel=4,
+        )
     return p / sums[:, None]
 
 
@@ -166,26 +150,3 @@ def _in_order(name: str, array: object, classes: np.ndarray) -> object:
             f"{listed(wanted)}: give a column of that name for each class, and no other."
         )
     return np.asarray(array)[:, [columns.index(label) for label in wanted]]
-
-
-def predictions(name: str, array: object, y: np.ndarray) -> np.ndarray:
-    """Return out-of-fold predictions of the values y, or raise."""
-    f = numbers(array, name)
-    if f.shape != y.shape:
-        raise ValueError(
-            f"{name} has shape {f.shape}: {len(y)} values need shape ({len(y)},), or a dict or list "
-            "of such arrays."
-        )
-    spread = np.abs(y - np.median(y)).mean()
-    if len(y) >= 50 and spread > 0 and np.mean(np.abs(y - f) <= 1e-6 * spread) > 0.9:
-        _warn_of_repetition(name, "value", "cross_val_predict(model, X, y)")
-    return f
-
-
-def _warn_of_repetition(name: str, what: str, remedy: str) -> None:
-    warnings.warn(
-        f"{name} agrees with nearly every observed {what}: predictions do where the model was trained "
-        f"on these very rows, and no wrong {what} is found then. Give out-of-fold predictions: "
-        f"`{remedy}`. If they are, all {what}s may be right.",
-        stacklevel=5,
-    )

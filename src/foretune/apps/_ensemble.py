@@ -1,31 +1,26 @@
-"""Out-of-fold predictions of classifiers and regressors, which judge rows that they have not seen."""
+"""Out-of-fold probabilities of classifiers, which judge rows that they have not seen."""
 
 import sys
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, cast, runtime_checkable
 
-import jax
 import numpy as np
 from rich.progress import track
 from scipy import sparse
-from sklearn.base import BaseEstimator, clone, is_classifier, is_regressor
-from sklearn.ensemble import (
-    HistGradientBoostingClassifier,
-    HistGradientBoostingRegressor,
-    RandomForestClassifier,
-    RandomForestRegressor,
-)
-from sklearn.linear_model import LogisticRegression, Ridge, RidgeCV
+from sklearn.base import BaseEstimator, clone, is_classifier
+from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
+from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import _safe_indexing
 from sklearn.utils.validation import _check_sample_weight, has_fit_parameter
 
+from .._outer.callbacks import Progress
 from . import _noise
 from ._checks import listed
 from ._columns import Native
 from ._features import Rows
-from ._models import prepared
+from ._label_model import LabelJudgement, judge, twice
 
 MOST_TRAINED = 50_000
 """Each member trains on this many rows of a fold at most."""
@@ -42,29 +37,57 @@ TREES = 200
 """Of a forest; half as many with more than 2,000 rows."""
 SMALL = 500
 """With fewer rows than this a forest's trees are grown one after another, which is faster."""
-KERNEL_TUNED, KERNEL_STEPS, KERNEL_RATE = 1_000, 15, 0.3
-"""In the ensemble the kernel model's regularisers descend on this many observed rows, in half as many
-steps of twice the rate: five times as fast as on 3,000 rows, and as many wrong labels are found."""
+MOST_LOOKED = 100_000
+"""Rows up to which the ensemble looks twice."""
+MOST_WRONG = 0.5
+"""The share of suspects up to which it does. Where most are suspects, to train on the rest would only
+confirm it."""
 
 
 @runtime_checkable
-class Member(Protocol):
-    """A classifier or a regressor of scikit-learn."""
-
-    def fit(self, X: Rows, y: np.ndarray, **options: np.ndarray) -> "Member": ...
-    def predict(self, X: Rows) -> np.ndarray: ...
-
-
-@runtime_checkable
-class Classifier(Member, Protocol):
-    """One with probabilities."""
+class Classifier(Protocol):
+    """A classifier of scikit-learn, with probabilities."""
 
     classes_: np.ndarray
 
+    def fit(self, X: Rows, y: np.ndarray, **options: np.ndarray) -> "Classifier": ...
     def predict_proba(self, X: Rows) -> np.ndarray: ...
 
 
 Members = Mapping[str, BaseEstimator]
+
+
+class Inputs(NamedTuple):
+    """Rows with observed labels, then rows with trusted ones."""
+
+    rows: Rows
+    observed: np.ndarray
+    trusted: np.ndarray
+    known: np.ndarray
+    """The observed labels of trusted rows, which some of the observed rows were; -1 for others."""
+    weight: np.ndarray | None
+    """Of all rows; a trusted one counts as the mean observed one does."""
+    native: Native | None
+    judged: np.ndarray
+    """Where in X the observed rows are."""
+    verified: np.ndarray
+    """Where in X the first of the trusted rows are."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Observed labels, then trusted ones."""
+        return np.concatenate([self.observed, self.trusted])
+
+    def spread(self, judged: np.ndarray, verified: np.ndarray) -> np.ndarray:
+        """Return what is found of each row of X, those that were verified among them."""
+        found = np.empty((len(self.judged) + len(self.verified), *judged.shape[1:]), judged.dtype)
+        found[self.judged], found[self.verified] = judged, verified
+        return found
+
+    def trained_rows(self, right: np.ndarray) -> np.ndarray:
+        """Return the rows to train on, given the probability that each observed label is right."""
+        trust = np.concatenate([right, np.ones(len(self.trusted))])
+        return trained_rows(trust, self.labels, self.weight)
 
 
 class Folds(NamedTuple):
@@ -76,35 +99,29 @@ class Folds(NamedTuple):
     weight: np.ndarray | None
     seed: int
     progress: bool
-    classes: int | None = None
-    """None: labels are the values of a regression."""
+    classes: int
 
     def predictions(
         self, name: str, estimator: BaseEstimator, use: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return each row's class probabilities, or value, by an estimator trained on other folds.
+        """Return each row's class probabilities, by an estimator trained on other folds.
 
         Rows outside of the mask `use` are predicted, not trained on.
         """
-        n = len(self.labels)
-        found = np.zeros(n) if self.classes is None else np.zeros((n, self.classes))
+        found = np.zeros((len(self.labels), self.classes))
         rng, quiet = np.random.default_rng(self.seed), not (self.progress and sys.stderr.isatty())
         for k in track(np.unique(self.fold), f"{name}, by folds", disable=quiet, transient=True):
             train, held = self.fold != k, np.flatnonzero(self.fold == k)
             if use is not None and (train & use).any():
                 train = train & use
             model = self.trained(estimator, np.flatnonzero(train), rng, MOST_TRAINED)
-            rows = _safe_indexing(self.rows, held)
-            if self.classes is None:
-                found[held] = np.asarray(model.predict(rows)).reshape(len(held))
-            else:
-                classifier = cast(Classifier, model)
-                found[np.ix_(held, classifier.classes_)] = classifier.predict_proba(rows)
+            p = model.predict_proba(_safe_indexing(self.rows, held))
+            found[np.ix_(held, model.classes_)] = p
         return found
 
     def trained(
         self, estimator: BaseEstimator, rows: np.ndarray, rng: np.random.Generator, most: int | None
-    ) -> Member:
+    ) -> Classifier:
         """Return the estimator, trained on `most` of these rows, without those of weight 0.
 
         In a pipeline sample weights are its last step's.
@@ -117,14 +134,8 @@ class Folds(NamedTuple):
         if self.weight is not None:
             prefix = f"{model.steps[-1][0]}__" if isinstance(model, Pipeline) else ""
             options = {f"{prefix}sample_weight": self.weight[rows]}
-        return cast(Member, model).fit(
-            _safe_indexing(self.rows, rows), self.labels[rows], **options
-        )
-
-    def final(self, members: Members, rows: np.ndarray, most: int | None) -> list[Member]:
-        """Return the members, trained on these rows."""
-        rng = np.random.default_rng(self.seed)
-        return [self.trained(member, rows, rng, most) for member in members.values()]
+        classifier = cast(Classifier, model)
+        return classifier.fit(_safe_indexing(self.rows, rows), self.labels[rows], **options)
 
     def check(self, names: np.ndarray) -> None:
         """Raise where the rows outside of some fold have only one class."""
@@ -142,7 +153,7 @@ class Folds(NamedTuple):
 
 
 class Classifiers(NamedTuple):
-    """The model that an ensemble of classifiers ends with: the mean of its members."""
+    """The model that an ensemble ends with: the mean of its members."""
 
     members: list[Classifier]
     classes: int
@@ -156,6 +167,53 @@ class Classifiers(NamedTuple):
         return mean
 
 
+class Judged(NamedTuple):
+    """What `judged_by` returns."""
+
+    judgement: LabelJudgement
+    members: list[str]
+    model: Classifiers
+
+
+def judged_by(own: BaseEstimator | None, inputs: Inputs, folds: Folds) -> Judged:
+    """Judge the observed labels by out-of-fold probabilities of one's own classifier, or the ensemble.
+
+    The ensemble looks twice where it may: its classifiers are trained again without the suspects.
+    """
+    n, labels = len(inputs.observed), inputs.labels
+    kernel: dict[str, np.ndarray] = {}
+    if own is None and len(labels) <= MOST_KERNEL:
+        kernel["kernel"] = kernel_probabilities(folds, inputs.observed, inputs.trusted)
+
+    def members(of: np.ndarray) -> Members:
+        if own is not None:
+            return {"estimator": own}
+        rows, classes = inputs.rows, folds.classes
+        return classifiers_of(rows, labels[of], classes, folds.seed, inputs.native)
+
+    def look(members: Members, use: np.ndarray | None = None) -> LabelJudgement:
+        by_fold = [folds.predictions(name, each, use) for name, each in members.items()]
+        q = np.stack([*by_fold, *kernel.values()])
+        return judge(
+            *(q[:, :n], inputs.observed),
+            *(q[:, n:], inputs.trusted, inputs.known),
+            seed=folds.seed,
+            callbacks=[Progress("weighing the labels")] if folds.progress else [],
+            weight=None if inputs.weight is None else inputs.weight[:n],
+        )
+
+    first = members(np.arange(len(labels)))
+    judged = look(first)
+    wrong = np.mean(judged.right < 0.5)
+    if own is None and n <= MOST_LOOKED and 0 < wrong <= MOST_WRONG:
+        use = trained_by_fold(inputs.trained_rows(judged.right), folds)
+        judged = twice(judged, look(members(np.flatnonzero(use)), use), inputs.observed)
+    rows, rng = inputs.trained_rows(judged.right), np.random.default_rng(folds.seed)
+    most = None if own is not None else MOST_TRAINED
+    final = [folds.trained(member, rows, rng, most) for member in members(rows).values()]
+    return Judged(judged, [*first, *kernel], Classifiers(final, folds.classes))
+
+
 def classifiers_of(
     X: Rows, labels: np.ndarray, classes: int, seed: int, native: Native | None = None
 ) -> dict[str, BaseEstimator]:
@@ -163,7 +221,8 @@ def classifiers_of(
     n = len(labels)
     rarest = np.bincount(labels, minlength=classes).min()
     logistic = LogisticRegression(max_iter=1000)
-    trees, jobs = _trees(n)
+    trees = TREES if n <= 2000 else TREES // 2
+    jobs = 1 if n < SMALL else -1
     forest = RandomForestClassifier(trees, n_jobs=jobs, random_state=seed)
     if sparse.issparse(X):
         return {"logistic": logistic, "forest": forest}
@@ -175,65 +234,22 @@ def classifiers_of(
         early_stopping=bool(rarest >= COMMON and 0.08 * n >= classes),  # pyright: ignore[reportArgumentType]
         random_state=seed,
     )
-    return _dense_members("logistic", logistic, forest, boosting, X, native)
-
-
-def regressors_of(X: Rows, seed: int, native: Native | None = None) -> dict[str, BaseEstimator]:
-    """Return the regressors of the ensemble."""
-    n, width = X.shape
-    trees, jobs = _trees(n)
-    forest = RandomForestRegressor(
-        trees, n_jobs=jobs, max_features=1 / 3, min_samples_leaf=2, random_state=seed
-    )
-    if sparse.issparse(X):
-        return {"ridge": Ridge(), "forest": forest}
-    ridge = RidgeCV(np.logspace(-2, 4, 13)) if width <= WIDE else Ridge(width)
-    boosting = HistGradientBoostingRegressor(
-        early_stopping=n >= 10 * COMMON,  # pyright: ignore[reportArgumentType]
-        random_state=seed,
-    )
-    return _dense_members("ridge", ridge, forest, boosting, X, native)
-
-
-def _dense_members(
-    name: str,
-    linear: BaseEstimator,
-    forest: BaseEstimator,
-    boosting: BaseEstimator,
-    X: Rows,
-    native: Native | None,
-) -> dict[str, BaseEstimator]:
-    members = {name: make_pipeline(StandardScaler(), linear), "forest": forest}
-    if (X.shape[1] if native is None else native.width) <= WIDE:
-        members["boosting"] = natively(boosting, native)
+    members = {"logistic": make_pipeline(StandardScaler(), logistic), "forest": forest}
+    if native is None and X.shape[1] <= WIDE:
+        members["boosting"] = boosting
+    elif native is not None and native.width <= WIDE:
+        boosting.set_params(categorical_features=native.categories)
+        members["boosting"] = make_pipeline(native, boosting)
     return members
 
 
-def natively(boosting: BaseEstimator, native: Native | None) -> BaseEstimator:
-    """Return boosted trees that take rows of an encoder, with columns of categories as such."""
-    if native is None:
-        return boosting
-    return make_pipeline(native, boosting.set_params(categorical_features=native.categories))
-
-
-def _trees(n: int) -> tuple[int, int]:
-    """Return the number of a forest's trees and of the jobs that grow them."""
-    return TREES if n <= 2000 else TREES // 2, 1 if n < SMALL else -1
-
-
-def kernel_probabilities(
-    folds: Folds, observed: np.ndarray, trusted: np.ndarray, descent: _noise.Descent
-) -> np.ndarray:
+def kernel_probabilities(folds: Folds, observed: np.ndarray, trusted: np.ndarray) -> np.ndarray:
     """Return out-of-fold probabilities by the kernel model, trained through a matrix of label noise."""
-    assert folds.classes is not None
-    _, z, model = prepared("kernel", folds.rows, folds.seed)
+    z, model = _noise.kernel_model(folds.rows, folds.seed)
     data = _noise.Data.of(z, observed, trusted, folds.fold, folds.weight)
-    some = data.sample(KERNEL_TUNED, np.random.default_rng(folds.seed))
-    key = jax.random.key(folds.seed)
-    tuned = _noise.tune(model, data, folds.classes, descent, key, tuned_on=some)
-    if tuned.result.stopped == "interrupted":
-        raise KeyboardInterrupt
-    return tuned.probabilities
+    some = data.sample(_noise.MOST_TUNED, np.random.default_rng(folds.seed))
+    bar = [Progress("finding wrong labels")] if folds.progress else []
+    return _noise.tune(model, data, some, folds.classes, bar)[0]
 
 
 def trained_rows(trust: np.ndarray, labels: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
@@ -250,14 +266,14 @@ def trained_rows(trust: np.ndarray, labels: np.ndarray, weight: np.ndarray | Non
     return np.flatnonzero(use)
 
 
-def trained_by_fold(trust: np.ndarray, folds: Folds) -> np.ndarray:
-    """Return a mask of the rows that are no suspects.
+def trained_by_fold(rows: np.ndarray, folds: Folds) -> np.ndarray:
+    """Return a mask of the rows to train on.
 
     All rows of a class are trained on where too few are left outside of some fold.
     """
     labels, fold = folds.labels, folds.fold
     use = np.zeros(len(labels), bool)
-    use[trained_rows(trust, labels, folds.weight)] = True
+    use[rows] = True
     for label in np.unique(labels):
         mine = labels == label
         if min(np.sum(use & mine & (fold != k)) for k in np.unique(fold)) < LEAST_TRAINED:
@@ -265,17 +281,16 @@ def trained_by_fold(trust: np.ndarray, folds: Folds) -> np.ndarray:
     return use
 
 
-def check_estimator(estimator: object, names: tuple[str, ...], regression: bool = False) -> None:
-    """Raise unless it is one of the names, or a classifier with probabilities (or a regressor)."""
-    if isinstance(estimator, str) and estimator in names:
-        return
-    if hasattr(estimator, "fit") and not isinstance(estimator, type):
-        classifies = is_classifier(estimator) and hasattr(estimator, "predict_proba")
-        if is_regressor(estimator) if regression else classifies:
-            return
-    kind = "regressor" if regression else "classifier that has `fit` and `predict_proba`"
+def own_classifier(estimator: object) -> BaseEstimator | None:
+    """Return a classifier of the user's, None for the ensemble; raise for anything else."""
+    if isinstance(estimator, str) and estimator in ("ensemble", "pool"):
+        return None
+    is_object = hasattr(estimator, "fit") and not isinstance(estimator, type)
+    if is_object and is_classifier(estimator) and hasattr(estimator, "predict_proba"):
+        return cast(BaseEstimator, estimator)
     raise ValueError(
-        f"estimator={estimator!r:.80}: give {', '.join(map(repr, names))}, or a scikit-learn {kind}."
+        f"estimator={estimator!r:.80}: give 'ensemble', or a scikit-learn classifier that has `fit` "
+        "and `predict_proba`."
     )
 
 

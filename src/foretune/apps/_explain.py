@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, Float, PyTree
 
 from .. import Minibatches, Problem, Progress, Training, attribute
 from .._attribution.attribution import Attribution
 from ..report import Lines, RunFolder, say, write_page
-from ._features import Rows
-from ._models import prepared
+from ._features import Rows, components
 from ._shown import cell, columns_note, row_shown, write_csv
 from ._tables import DataError, Table, encoded, read_table, with_labels_alike
 
 BATCH, EPOCHS, LEAST = 100, 20, 100
+HIDDEN = 128
 RATES = {"softmax": 0.3, "mlp": 0.03}
 MOMENTUM = 0.9
 SHOWN = 20
@@ -85,7 +85,7 @@ def run(out: str | Path, settings: Settings) -> Path:
         trained.problem,
         trained.hparams,
         trained.queries,
-        folder=folder.path / "parts",
+        folder=folder.inner("parts"),
         callbacks=[Progress("queries"), Lines("queries")],
     )
     found.save(folder.path / "scores.npz")
@@ -117,20 +117,19 @@ def _trained(
     settings: Settings,
 ) -> Queried:
     """Return the training of a model, and its queries."""
-    features, z, model = prepared(settings.model, rows, settings.seed)
-    z_q = features.transform(query_rows)
+    z, z_q = components(rows, query_rows, settings.seed)
     batch = min(BATCH, len(y))
     steps = settings.steps or max(LEAST, EPOCHS * len(y) // batch)
     key = jax.random.key(settings.seed)
 
     def loss(params, hparams, examples):
-        scores = model.apply(params, examples[0])
+        scores = scores_of(params, examples[0])
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, examples[1]))
 
     problem = Problem(
         Training(loss, lambda h: optax.sgd(h["lr"], MOMENTUM)),
         lambda state, hparams, examples: loss(state.params, hparams, examples),
-        init=model.init(key, z.shape[1], classes),
+        init=start(settings.model, key, z.shape[1], classes),
         batches=Minibatches.shuffled(
             (z, y.astype(np.int32)), batch_size=batch, steps=steps, key=jax.random.fold_in(key, 1)
         ),
@@ -142,9 +141,30 @@ def _trained(
         raise DataError(
             f"the training diverges at a rate of {float(hparams['lr']):g}: give a lower one, --rate."
         )
-    predicted, fitted = (np.argmax(model.apply(state.params, jnp.asarray(x)), 1) for x in (z_q, z))
+    predicted, fitted = (np.argmax(scores_of(state.params, jnp.asarray(x)), 1) for x in (z_q, z))
     queries = z_q, (predicted if asked is None else asked).astype(np.int32)
     return Queried(problem, hparams, queries, predicted, float(np.mean(fitted == y)))
+
+
+def start(model: str, key: jax.Array, width: int, classes: int) -> PyTree:
+    """Return where softmax regression starts, or a network with one hidden layer."""
+    if model == "softmax":
+        return {"w": jnp.zeros((width, classes)), "b": jnp.zeros(classes)}
+    first, second = jax.random.split(key)
+    return {
+        # inputs have mean squared length 1
+        "hidden": np.sqrt(2.0) * jax.random.normal(first, (width, HIDDEN)),
+        "hidden_b": jnp.zeros(HIDDEN),
+        "w": jax.random.normal(second, (HIDDEN, classes)) * np.sqrt(1 / HIDDEN),
+        "b": jnp.zeros(classes),
+    }
+
+
+def scores_of(params: PyTree, x: Float[Array, "n width"]) -> Float[Array, "n classes"]:
+    """Return the class scores of either."""
+    if "hidden" in params:
+        x = jax.nn.relu(x @ params["hidden"] + params["hidden_b"])
+    return x @ params["w"] + params["b"]
 
 
 QueryLabels = tuple[np.ndarray, np.ndarray]

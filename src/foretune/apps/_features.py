@@ -2,9 +2,8 @@
 
 Columns of comparable range (pixels, counts, one-hot columns) share one scale, others are standardised
 one by one; then the whole has mean squared length 1. A rotation onto principal components changes
-nothing for a linear model, but makes its curvature nearly diagonal, which `Linear` uses. With
-`kernel=True` the components of a Gaussian kernel (Nystroem's approximation) are set beside them.
-No label is used.
+nothing for a linear model, but makes its curvature nearly diagonal, which the kernel model uses: there
+the components of a Gaussian kernel (Nystroem's approximation) are set beside them. No label is used.
 """
 
 from typing import Any
@@ -46,65 +45,43 @@ class ColumnScale:
         return self
 
     def transform(self, X: Rows) -> Rows:
-        """Scale rows."""
+        """ColumnScale rows."""
         if sparse.issparse(X):
             return X / self.length
         return (X - self.centre) / self.divisor / self.length
 
 
-class Features:
-    """Scaled rows in principal components, and those of a Gaussian kernel if asked for.
-
-    `blocks` tells for each column of the result which part it belongs to.
-    """
-
-    def __init__(self, kernel: bool, random_state: int):
-        self.kernel, self.random_state = kernel, random_state
-
-    def fit(self, X: Rows) -> "Features":
-        """Learn scale, rotation and kernel from the rows of X."""
-        with np.errstate(invalid="ignore", divide="ignore"):  # constant columns explain no variance
-            return self._fit(X)
-
-    def _fit(self, X: Rows) -> "Features":
-        self.scale = ColumnScale().fit(X)
-        scaled = self.scale.transform(X)
-        width = BESIDE_KERNEL if self.kernel else WIDEST
-        self.rotation = _rotation(scaled, width, self.random_state).fit(scaled)
-        parts = [self.rotation.transform(scaled)]
-        self.nystroem = None
-        if self.kernel:
-            self.nystroem = Nystroem(  # mean squared length is 1, so this is the usual bandwidth
-                gamma=1.0,
-                n_components=min(LANDMARKS, X.shape[0]),
-                random_state=self.random_state,
-            ).fit(scaled)
-            similar = self.nystroem.transform(scaled)
-            self.kernel_rotation = _rotation(similar, KERNEL_WIDTH, self.random_state).fit(similar)
-            parts.append(self.kernel_rotation.transform(similar))
-        self.blocks = np.concatenate([np.full(part.shape[1], i) for i, part in enumerate(parts)])
-        return self
-
-    def transform(self, X: Rows) -> np.ndarray:
-        """Return the model's inputs for the rows of X."""
-        scaled = self.scale.transform(X)
-        parts = [self.rotation.transform(scaled)]
-        if self.nystroem is not None:
-            parts.append(self.kernel_rotation.transform(self.nystroem.transform(scaled)))
-        return np.concatenate(parts, axis=1).astype(np.float32)
+def components(rows: Rows, others: Rows, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows, and other rows in the same way, scaled and in principal components."""
+    scale = ColumnScale().fit(rows)
+    scaled = scale.transform(rows)
+    rotation = _rotation(scaled, WIDEST, seed)
+    first, second = rotation.transform(scaled), rotation.transform(scale.transform(others))
+    return first.astype(np.float32), second.astype(np.float32)
 
 
-class Plain:
-    """The rows as they are: a user's own model does its own preparation."""
+def kernel_components(rows: Rows, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the components of rows and of a kernel, and for each column which of the two it is."""
+    scaled = ColumnScale().fit(rows).transform(rows)
+    # The mean squared length is 1, so this gamma is the usual bandwidth.
+    landmarks = min(LANDMARKS, rows.shape[0])
+    nystroem = Nystroem(gamma=1.0, n_components=landmarks, random_state=seed)
+    similar = nystroem.fit(scaled).transform(scaled)
+    parts = [
+        _rotation(part, width, seed).transform(part)
+        for part, width in ((scaled, BESIDE_KERNEL), (similar, KERNEL_WIDTH))
+    ]
+    blocks = np.concatenate([np.full(part.shape[1], i) for i, part in enumerate(parts)])
+    return np.concatenate(parts, axis=1).astype(np.float32), blocks
 
-    def transform(self, X: Rows) -> np.ndarray:
-        """Return X as a dense float32 array."""
-        return np.asarray(X.todense() if sparse.issparse(X) else X, np.float32)
 
-
-def _rotation(X: Rows, width: int, random_state: int) -> PCA | TruncatedSVD:
+def _rotation(X: Rows, width: int, seed: int) -> PCA | TruncatedSVD:
+    """Return the rotation onto the leading components of X."""
     rank = min(width, *X.shape)
-    if sparse.issparse(X):
-        return TruncatedSVD(max(min(rank, X.shape[1] - 1), 1), random_state=random_state)
-    solver = "covariance_eigh" if X.shape[1] <= 2000 else "auto"  # exact, and fast for few columns
-    return PCA(rank, svd_solver=solver, random_state=random_state)
+    rotation = TruncatedSVD(max(min(rank, X.shape[1] - 1), 1), random_state=seed)
+    if not sparse.issparse(X):
+        # exact, and fast for few columns
+        solver = "covariance_eigh" if X.shape[1] <= 2000 else "auto"
+        rotation = PCA(rank, svd_solver=solver, random_state=seed)
+    with np.errstate(invalid="ignore", divide="ignore"):  # constant columns explain no variance
+        return rotation.fit(X)

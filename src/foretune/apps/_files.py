@@ -6,12 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._outer.callbacks import History
-from .._outer.checkpoint import Checkpoint
 from ..report import RunFolder, curves, histogram, write_page
-from . import LabelCleaner, ValueCleaner, clean_labels
+from . import LabelCleaner, clean_labels
 from ._columns import is_frame
-from ._label_cleaner import STEPS
 from ._predictions import CleanedLabels
 from ._shown import cell, columns_note, row_shown, write_csv
 from ._tables import (
@@ -29,7 +26,7 @@ FEW_KINDS = 20
 """Labels of so few kinds are classes, whatever they look like."""
 BINS = 8
 """Groups of the reliability plot."""
-Found = LabelCleaner | ValueCleaner | CleanedLabels
+Found = LabelCleaner | CleanedLabels
 
 
 class Settings(NamedTuple):
@@ -41,80 +38,54 @@ class Settings(NamedTuple):
     text: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     image: tuple[int, ...] | None = None
-    model: str = "ensemble"
-    steps: int | None = None
-    iterations: int | None = None
     seed: int = 0
     pred_probs: str | None = None
-    values: bool | None = None
 
 
 def run(out: str | Path, settings: Settings) -> Path:
     """Clean, write the lists and the report, and return the report's path."""
-    if settings.pred_probs is not None:
-        return _run_on_predictions(out, settings)
     options = (settings.label, settings.image, settings.drop)
-    tables = [read_table(settings.train, *options)]
+    table = read_table(settings.train, *options)
+    check_classes(table)
+    if settings.pred_probs is not None:
+        return _run_on_predictions(out, settings, table)
+    tables, files = [table], [settings.train]
     if settings.clean is not None:
-        tables = [*with_labels_alike(tables[0], read_table(settings.clean, *options))]
+        tables = [*with_labels_alike(table, read_table(settings.clean, *options))]
+        files.append(settings.clean)
     check_columns(tables, settings.text)
-    values = settings.values
-    if values is None:
-        values = not settings.image and looks_numeric(tables[0].y)
     rows = encoded(tables, settings.text) if settings.text else [table.x for table in tables]
-    labels = [as_numbers(table) if values else table.y for table in tables]
-    clean = (rows[1], labels[1]) if len(tables) > 1 else (None, None)
-    cleaner: LabelCleaner | ValueCleaner = ValueCleaner(random_state=settings.seed)
-    if not values:
-        cleaner = LabelCleaner(
-            settings.model,
-            steps=settings.steps or STEPS,
-            hyper_steps=settings.iterations,
-            random_state=settings.seed,
-        )
+    clean = (rows[1], tables[1].y) if len(tables) > 1 else (None, None)
+    cleaner = LabelCleaner(random_state=settings.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fit says it again
-        cleaner.inputs(rows[0], labels[0], clean)  # before the folder is taken
-    files = [settings.train, *([settings.clean] if settings.clean else [])]
-    trusted = len(labels[1]) if len(tables) > 1 else 0
-    folder = _folder(out, settings, tables[0], trusted, files)
+        cleaner.inputs(rows[0], tables[0].y, clean)  # before the folder is taken
+    trusted = len(tables[1].y) if len(tables) > 1 else 0
+    folder = _folder(out, settings, table, trusted, files)
     if folder.result is not None:
         return write_page(folder.path)
-    if isinstance(cleaner, LabelCleaner):
-        cleaner.callbacks = [Checkpoint(folder.checkpoints, every=10), History(folder.metrics)]
-    cleaner.fit(rows[0], labels[0], *clean)
-    if cleaner.stopped_ == "interrupted":
-        raise KeyboardInterrupt
-    return _written(folder, cleaner, tables[0]._replace(y=labels[0]), trusted)
+    cleaner.fit(rows[0], tables[0].y, *clean)
+    return _written(folder, cleaner, tables[0], trusted)
 
 
-def looks_numeric(labels: np.ndarray) -> bool:
-    """Return whether labels are measurements: numbers of many kinds, some with a fraction."""
-    if len(np.unique(labels)) <= FEW_KINDS:
-        return False
+def check_classes(table: Table) -> None:
+    """Raise where labels are measurements: numbers of many kinds, some with a fraction."""
+    kinds = np.unique(table.y)
     try:
-        values = labels.astype(np.float64)
+        numbers = kinds.astype(np.float64)
     except ValueError:
-        return False
-    return bool(np.isfinite(values).all() and (values != np.round(values)).any())
+        return
+    fractions = kinds[np.isfinite(numbers) & (numbers != np.round(numbers))]
+    if len(kinds) > FEW_KINDS and len(fractions):
+        raise DataError(
+            f"{table.path}: the labels are {len(kinds):,} different numbers, some with a fraction "
+            f"({fractions[0]}): measurements, not classes. `foretune clean` judges classes: name "
+            "their column by --label, or group the numbers into classes."
+        )
 
 
-def as_numbers(table: Table) -> np.ndarray:
-    """Return labels as numbers, or raise with the first that is none."""
-    for row, label in enumerate(table.y):
-        try:
-            float(label)
-        except ValueError:
-            raise DataError(
-                f"{table.path}: the label of row {row} is {str(label)!r}, not a number (rows count "
-                "from 0): mend it, or leave --values out."
-            ) from None
-    return table.y.astype(np.float64)
-
-
-def _run_on_predictions(out: str | Path, settings: Settings) -> Path:
+def _run_on_predictions(out: str | Path, settings: Settings, table: Table) -> Path:
     """The same for class probabilities that the user brings; verified rows are rows of the table."""
-    table = read_table(settings.train, settings.label, settings.image, settings.drop)
     files, rows, right = [settings.train, str(settings.pred_probs)], None, None
     if settings.clean is not None:
         files.append(settings.clean)
@@ -191,8 +162,7 @@ def write_lists(folder: RunFolder, found: Found, table: Table) -> None:
 
 def summary(found: Found, table: Table, trusted: int) -> dict[str, object]:
     """Return the headline, notes and the table of classes."""
-    rows = []
-    names = [] if isinstance(found, ValueCleaner) else found.classes_.tolist()
+    rows, names = [], found.classes_.tolist()
     for name in names:
         mine = table.y == name
         suspects, likely = found.suspects_ & mine, "-"
@@ -203,25 +173,22 @@ def summary(found: Found, table: Table, trusted: int) -> dict[str, object]:
         rows.append([str(name), n, count, count / n, likely])
     count, n = int(found.suspects_.sum()), len(table.y)
     helped = f"with the help of {trusted:,} trusted rows" if trusted else "without trusted rows"
-    what = "labels" if names else "values"
     columns = ["observed label", "rows", "suspects", "share", "most often suggested"]
     return {
-        "headline": f"{count:,} of {n:,} {what} are suspicious ({count / n:.1%}).",
+        "headline": f"{count:,} of {n:,} labels are suspicious ({count / n:.1%}).",
         "notes": [
             f"Judged {helped}. Rows count from 0, without a header. "
             "suspects.csv lists the suspects, weights.csv every row.",
-            f"A suspect is one of the {what} that the model of data and noise holds to be wrong "
+            f"A suspect is one of the labels that the model of data and noise holds to be wrong "
             "more probably than not; look at it before you change it. By its probabilities some "
-            f"{found.unflagged_:.0f} of the other {what} are wrong too.",
+            f"{found.unflagged_:.0f} of the other labels are wrong too.",
             *(
                 f"In the two lists an apostrophe stands before {name}, which a spreadsheet would take "
                 "for a formula."
-                for name in [name for name in map(str, names) if cell(name) != name][:3]
+                for name in [name for name in map(str, names) if cell(name) == f"'{name}"][:3]
             ),
         ],
-        "tables": [{"title": "Suspects by observed label", "columns": columns, "rows": rows}]
-        if rows
-        else [],
+        "tables": [{"title": "Suspects by observed label", "columns": columns, "rows": rows}],
     }
 
 
@@ -237,7 +204,7 @@ def draw(folder: RunFolder, found: Found) -> list[dict[str, str]]:
         xlabel="weight: the probability that the label is right",
     )
     shown = [{"file": "figures/weights.svg", "title": "Weights", "caption": "All rows."}]
-    if not isinstance(found, ValueCleaner) and found.reliability_ is not None:
+    if found.reliability_ is not None:
         shown.append(draw_reliability(folder, found.reliability_))
     if found.history_:
         x, y = ([record[name] for record in found.history_] for name in ("step", "value"))

@@ -10,61 +10,54 @@ parameters theta = (a, W, b, log N) minimise
     g mean over observed labels of -log p(observed | x)  +  mean over trusted labels of -log p(true | x)
     + sum_g l2_g ||theta_g - start_g||^2,
 
-as `_regularised.py` describes; a trusted row whose observed label y is known as well adds -log N. The
-weight g of observed labels and the regularisers l2 are hyperparameters: they descend on trusted labels
-held out,
+by T steps of Adam; a trusted row whose observed label y is known as well adds -log N. The weight g of
+observed labels and the regularisers l2 are hyperparameters: with enough trusted rows they descend, by
+the exact hypergradient through those T steps, on trusted labels held out,
 
     mean of -log s_true / sum_k s_k,   s_k = p(k | x) N_ky^belief,
 
-where `belief`, in [0, 1], is one more (1 where only the matrix decides, 0 where labels go wrong in
-other ways; it is 0 where y is not known). A normal prior around their start keeps them there while
-trusted rows are few: so few change little, and many do what they show. A label's weight is then
-s_y / sum_k s_k.
+where `belief`, in [0, 1], is one more (0 where y is not known). A normal prior around their start keeps
+them there while trusted rows are few. A label's weight is then s_y / sum_k s_k.
 
-Without trusted rows the hyperparameters stay where they start, and W is 0. Rows that are hard get wrong
-labels more often than a matrix can say, and where N is nearly the identity its small entries are mere
-noise. So alternatives to the observed label are weighed by its pattern alone,
+Without trusted rows the hyperparameters stay where they start, and W is 0. Hard rows get wrong labels
+more often than a matrix can say, and where N is nearly the identity its small entries are mere noise.
+So alternatives to the observed label are weighed by its pattern alone,
 
     s_k = p(k | x) R_ky,   R_ky = (N_ky + 0.3) / mean of such off-diagonal entries,   R_yy = 1:
 
-where N says nothing, R is 1, and s is p. The matrix as it stands, s_k = p(k | x) N_ky, trusts the
-observed label more. How far it is believed follows from the share of the disagreements between labels
-and ensemble that N accounts for: log s is a mean of the two. A label's weight is s_y against its best
-alternative's, s_y / (s_y + max_{k != y} s_k). The same holds for trusted rows whose observed labels are
-not known: they show what the classes look like, not how labels go wrong, so that the share is still
-that of the fit without them.
-
-Classifiers may then be trained again without the suspects, and judge once more (`twice`).
+where N says nothing, s is p. The matrix as it stands, s_k = p(k | x) N_ky, trusts the observed label
+more. How far it is believed follows from the share of the disagreements between labels and ensemble
+that N accounts for: log s is a mean of the two. A label's weight is s_y / (s_y + max_{k != y} s_k). The
+same holds for trusted rows whose observed labels are not known: they do not show how labels go wrong,
+so that the share is that of the fit without them.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float, Int, PyTree
 from scipy.special import expit, logit
 
 from .._constraints.sets import Box
 from .._outer.callbacks import Callback
+from .._outer.minimize import minimize
 from .._outer.run import Result
-from ._noise import make_folds, start_matrix
-from ._regularised import (
-    FEW_TRUSTED,
-    FOLDS,
-    Fitting,
-    Hparams,
-    Likelihood,
-    fit,
-    left_out,
-    some,
-    tune,
-)
+from .._problem.batches import FullBatch
+from .._problem.problem import Problem
+from .._problem.training import Training
+from ._noise import descended, make_folds, start_matrix
 
+FEW_TRUSTED, FOLDS = 20, 5
+"""With fewer trusted rows the hyperparameters stay where they start; the folds of trusted rows."""
 FLOOR = 1e-3
 """No class has a lower probability: a classifier's 0 means only that it has seen none."""
-FITTING = Fitting(rate=0.1, steps=100, hyper_rate=0.4, hyper_steps=10)
+RATE, STEPS, HYPER_RATE, HYPER_STEPS = 0.1, 100, 0.4, 10
+"""Of Adam on the parameters, and on the hyperparameters."""
 MOST_TUNED, MOST_FITTED = 500, 20_000
 """Rows with observed labels that the regularisers, and the final parameters, are fitted on."""
 START_BELIEF, SPREAD = 0.5, 1.5
@@ -77,6 +70,7 @@ SHARES, BELIEFS = (0.25, 0.4, 0.8), (0.0, 0.25, 0.5)
 """How far the matrix counts, by the share of the disagreements that it accounts for."""
 SECOND = (0.4, 0.8)
 """The shares from which on a second look counts, and counts alone."""
+Hparams = dict[str, Array]
 
 
 class LabelRows(NamedTuple):
@@ -113,7 +107,7 @@ class LabelJudgement(NamedTuple):
     """Of the disagreements between labels and ensemble, what the matrix accounts for."""
 
 
-class Labels(Likelihood[LabelRows]):
+class Labels(eqx.Module):
     """p(observed label | x) by an ensemble and a matrix of how labels go wrong."""
 
     start_hparams: Hparams
@@ -161,15 +155,54 @@ class Labels(Likelihood[LabelRows]):
         """Return -log p(true | x, observed)."""
         return _negative_log(self.posterior(params, hparams, rows), rows)
 
-    def prior(self, hparams: Hparams) -> Array:
-        """Return a normal prior around the start."""
-        start = self.start_hparams
-        away = sum(jnp.square(hparams[name] - start[name]) for name in hparams)
-        return jnp.asarray(away / (2 * SPREAD**2))
-
 
 def _negative_log(log_p: Float[Array, "c K"], rows: LabelRows) -> Float[Array, " c"]:
     return -jnp.take_along_axis(log_p, rows.trusted[:, None], axis=1)[:, 0]
+
+
+class _Loss(eqx.Module):
+    """Of all folds of the trusted rows, side by side."""
+
+    model: Labels
+
+    def __call__(self, params, hparams, rows):
+        start = self.model.start(rows)
+
+        def fold(params, train):
+            value = self.model.observed_loss(params, hparams, rows)
+            if rows.train.shape[1]:
+                losses = self.model.trusted_losses(params, hparams, rows)
+                value = value + jnp.sum(train * losses) / jnp.sum(train)
+            away = {name: jnp.sum((params[name] - start[name]) ** 2) for name in params}
+            return value + sum(jnp.exp(hparams[name]) * away[name] for name in params)
+
+        return jnp.sum(jax.vmap(fold)(params, rows.train))
+
+
+class _Error(eqx.Module):
+    """The mean over trusted rows held out, and the prior of the hyperparameters."""
+
+    model: Labels
+
+    def __call__(self, state, hparams, rows):
+        losses = jax.vmap(lambda params: self.model.held_out_losses(params, hparams, rows))
+        start = self.model.start_hparams
+        away = sum(jnp.square(hparams[name] - start[name]) for name in hparams)
+        held = jnp.sum((1 - rows.train) * losses(state.params)) + away / (2 * SPREAD**2)
+        return held / rows.train.shape[1]
+
+
+def problem_of(model: Labels, rows: LabelRows, steps: int = STEPS) -> Problem:
+    """Return the bilevel problem."""
+    folds = len(rows.train)
+    start = model.start(rows)
+    return Problem(
+        dynamics=Training(_Loss(model), optax.adam(RATE, eps_root=1e-8)),
+        objective=_Error(model),
+        init=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (folds, *leaf.shape)), start),
+        batches=FullBatch(rows, steps=steps),
+        validation=rows,
+    )
 
 
 def judge(
@@ -197,7 +230,7 @@ def judge(
     rng = np.random.default_rng(seed)
 
     def rows(most: int, train: np.ndarray) -> LabelRows:
-        i = some(n, most, rng)
+        i = rng.permutation(n)[:most] if n > most else np.arange(n)
         parts = (log_q[:, i], observed[i], counts[i].astype(np.float32))
         more = (log_trusted_q, trusted, known, train.astype(np.float32))
         return LabelRows(*map(jnp.asarray, parts + more))
@@ -208,12 +241,21 @@ def judge(
         hparams["belief"] = jnp.asarray(START_BELIEF)
     model = Labels(dict(hparams))
     if c >= FEW_TRUSTED:
-        train = np.concatenate([train, left_out(make_folds(trusted, FOLDS, rng))])
-        within = {name: _interval(name, n / c) for name in hparams}
-        result = tune(model, rows(MOST_TUNED, train[1:]), hparams, FITTING, within, callbacks)
+        fold = make_folds(trusted, FOLDS, rng)
+        train = np.concatenate([train, fold[None] != np.arange(FOLDS)[:, None]])
+        result = descended(
+            minimize(
+                problem_of(model, rows(MOST_TUNED, train[1:])),
+                hparams,
+                steps=HYPER_STEPS,
+                optimizer=optax.adam(HYPER_RATE),
+                constraints={name: _interval(name, n / c) for name in hparams},
+                callbacks=list(callbacks),
+            )
+        )
         hparams = result.best.hparams
     fitted = rows(MOST_FITTED, train)  # by all trusted rows, and without each fold of them
-    folds = fit(model, fitted, hparams, FITTING)
+    folds = problem_of(model, fitted).response(hparams)[1].params
     params = jax.tree.map(lambda leaf: leaf[0], folds)
     p = np.exp(np.asarray(model.log_p(params, jnp.asarray(log_q)), np.float64))
     noise = np.asarray(jax.nn.softmax(params["noise"]), np.float64)

@@ -1,21 +1,18 @@
-"""Cleaning by a model of how labels go wrong, its matrix learnt by hypergradients.
+"""The kernel model: softmax regression through a matrix of label noise, learnt by hypergradients.
 
     p(observed label = j | x) = sum_k p_theta(k | x) N_kj,      N = softmax of the rows of a matrix
 
 Inner problem, for each of J folds: theta minimises the mean of -log p over the observed labels (through
-N) and the trusted labels (directly) outside the fold, plus 1/2 l2 ||theta||^2, by T full-batch steps.
-Outer problem: the hyperparameters N and l2 minimise, over the labels inside the folds,
+N) and the trusted labels (directly) outside the fold, plus 1/2 sum_g l2_g ||theta_g||^2, by T steps on
+all rows. Its inputs are principal components of the rows and of a kernel, each a group g. Outer
+problem: the hyperparameters N and l2 minimise, over the labels inside the folds,
 
     E = mean over trusted labels of -log p_theta(y | x) + mean over observed labels of -log p(y | x),
 
-by the exact hypergradient of the whole training. An example's weight is then the probability that
-its label is right, from the fold's model, which did not see it:
-
-    w_i = p(y_i | x_i) N_{y_i y_i} / sum_k p(k | x_i) N_{k y_i}.
-
-N starts at the confusion between the observed labels and a model of the trusted ones. It
-serves the response: as a statement about the noise it leans to more noise than there is where
-trusted labels are few. The J trainings run as one program.
+by the exact hypergradient of the whole training. N starts at the confusion between the observed labels
+and a model of the trusted ones. It serves the response: as a statement about the noise it leans to more
+noise than there is where trusted labels are few. The J trainings run as one program; models are Equinox
+modules with their arrays as leaves, so that fitting again on data of the same shape compiles nothing.
 """
 
 from collections.abc import Sequence
@@ -29,30 +26,59 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._constraints.sets import Box
-from .._engines.base import AbstractEngine
 from .._outer.callbacks import Callback
 from .._outer.minimize import minimize
 from .._outer.run import Result
 from .._problem.batches import FullBatch
 from .._problem.problem import Problem
 from .._problem.training import Training
-from ._models import Model
+from ._features import Rows, kernel_components
 
 START_RIGHT = 0.8
 """The start supposes four labels of five to be right."""
 START_L2 = 1e-4
-RATE = 0.15
-"""Of Adam: its steps are of logits and logarithms, scale-free quantities."""
+STEPS, HYPER_STEPS, RATE = 30, 15, 0.3
+"""Of each training; of the hyperparameters, and of Adam: its steps are of logits and logarithms."""
+MOST_TUNED = 1_000
+"""Observed rows that the hyperparameters descend on: with 3,000 as many wrong labels are found."""
 
 
-class Descent(NamedTuple):
-    """Steps of each training and of the hyperparameters, and what else `minimize` takes."""
+class Linear(eqx.Module):
+    """Softmax regression on principal components, of the inputs and of a kernel.
 
-    steps: int
-    hyper_steps: int
-    engine: AbstractEngine | None
-    callbacks: Sequence[Callback]
-    rate: float = RATE
+    In principal components the Hessian is nearly diagonal and below 1/2 E[z_j^2] + l2, so steps
+    divided by it converge in tens of iterations, whatever the scale of the columns.
+    """
+
+    moments: Float[Array, " width"]
+    """E[z_j^2]"""
+    blocks: Int[Array, " width"]
+    """The regulariser of each component."""
+    groups: int = eqx.field(static=True)
+
+    def apply(self, params: PyTree, z: Float[Array, "n width"]) -> Float[Array, "n classes"]:
+        """Return the class scores."""
+        return z @ params["w"].T + params["b"]
+
+    def penalty(self, params: PyTree, l2: Float[Array, " groups"]) -> Float[Array, ""]:
+        """Return the regulariser."""
+        return jnp.sum(0.5 * l2[self.blocks] * params["w"] ** 2)
+
+    def optimizer(self, l2: Float[Array, " groups"]) -> optax.GradientTransformation:
+        """Return preconditioned gradient descent with momentum."""
+        curvature = 0.5 * self.moments + l2[self.blocks]
+
+        def precondition(gradient, params=None):
+            return {"w": gradient["w"] / curvature, "b": gradient["b"] / 0.5}
+
+        return optax.chain(optax.stateless(precondition), optax.sgd(0.5, momentum=0.8))
+
+
+def kernel_model(rows: Rows, seed: int) -> tuple[np.ndarray, Linear]:
+    """Return the inputs of these rows, and the model."""
+    z, blocks = kernel_components(rows, seed)
+    squares = jnp.mean(jnp.asarray(z) ** 2, axis=0)
+    return z, Linear(squares, jnp.asarray(blocks), int(blocks.max()) + 1)
 
 
 class Data(NamedTuple):
@@ -77,7 +103,7 @@ class Data(NamedTuple):
         """Return the data, from the fold of each row."""
         train = (fold[None] != np.arange(fold.max() + 1)[:, None]).astype(np.float32)
         z_, observed_, trusted_, train_ = map(jnp.asarray, (z, observed, trusted, train))
-        weight_ = None if weight is None else mean_one(weight)
+        weight_ = None if weight is None else jnp.asarray(weight / weight.mean(), jnp.float32)
         return cls(z_, observed_, trusted_, train_, weight_)
 
     def counted(self, folds: Float[Array, "folds rows"]) -> Float[Array, "folds rows"]:
@@ -93,11 +119,6 @@ class Data(NamedTuple):
         rows = np.concatenate([some, np.arange(n, self.z.shape[0])])
         weight = None if self.weight is None else self.weight[rows]
         return Data(self.z[rows], self.observed[some], self.trusted, self.train[:, rows], weight)
-
-
-def mean_one(weight: np.ndarray) -> Array:
-    """Return weights scaled to a mean of 1."""
-    return jnp.asarray(weight / weight.mean(), jnp.float32)
 
 
 def make_folds(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.ndarray:
@@ -118,7 +139,7 @@ def start_matrix(classes: int) -> Float[Array, "classes classes"]:
 class _Part(eqx.Module):
     """A function of the problem: a module, so that equal ones share their compiled program."""
 
-    model: Model
+    model: Linear
 
     def losses(self, params, hparams, batch):
         """Return -log p of each label, by each fold's model: an array of folds x rows."""
@@ -151,76 +172,57 @@ class _Optimizer(_Part):
         return self.model.optimizer(jnp.exp(hparams["l2"]))
 
 
-def noise_problem(model: Model, data: Data, classes: int, steps: int, key: jax.Array) -> Problem:
-    """Return the bilevel problem."""
-    folds = data.train.shape[0]
-    params = model.init(key, data.z.shape[1], classes)
+def noise_problem(model: Linear, data: Data, classes: int, steps: int = STEPS) -> Problem:
+    """Return the bilevel problem; all weights start at 0."""
+    folds, width = data.train.shape[0], data.z.shape[1]
     return Problem(
         dynamics=Training(_Loss(model), _Optimizer(model)),
         objective=_Error(model),
-        init=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (folds, *leaf.shape)), params),
+        init={"w": jnp.zeros((folds, classes, width)), "b": jnp.zeros((folds, classes))},
         batches=FullBatch(data, steps=steps),
         validation=data,
     )
 
 
-class Tuned(NamedTuple):
-    """What the descent gives."""
-
-    probabilities: np.ndarray
-    """Of each class, for each example, the trusted ones last, by a model that has not seen it."""
-    noise: np.ndarray
-    l2: np.ndarray
-    result: Result
-
-
 def tune(
-    model: Model,
-    data: Data,
-    classes: int,
-    descent: Descent,
-    key: jax.Array,
-    tuned_on: Data | None = None,
-) -> Tuned:
-    """Learn the noise matrix and the regularisers; return them and the unseen probabilities.
+    model: Linear, data: Data, tuned_on: Data, classes: int, callbacks: Sequence[Callback]
+) -> tuple[np.ndarray, dict[str, Array]]:
+    """Learn the hyperparameters; return each row's probabilities by a model without it, and them.
 
-    They are learnt on `tuned_on`, some of the rows of `data`, where that is given.
+    They are learnt on `tuned_on`, some of the rows of `data`, or all.
     """
-    tuned_on = data if tuned_on is None else tuned_on
-    problem = noise_problem(model, tuned_on, classes, descent.steps, key)
     hparams = {
-        "noise": jnp.log(start_noise(model, tuned_on, classes, descent.steps, key)),
+        "noise": jnp.log(start_noise(model, tuned_on, classes)),
         "l2": jnp.full(model.groups, jnp.log(START_L2)),
     }
-    result = minimize(
-        problem,
-        hparams,
-        steps=descent.hyper_steps,
-        engine=descent.engine,
-        optimizer=optax.adam(descent.rate),
-        constraints={"l2": Box(np.log(1e-9), np.log(10.0))},
-        callbacks=list(descent.callbacks),
-    )
-    hparams = result.best.hparams
-    if tuned_on is not data:
-        # a regulariser stands beside a mean over rows: of more rows it has a smaller share
-        share = np.log(tuned_on.z.shape[0] / data.z.shape[0])
-        hparams = {**hparams, "l2": hparams["l2"] + share}
-        problem = noise_problem(model, data, classes, descent.steps, key)
-    _, state = problem.response(hparams)
+    hparams = descended(
+        minimize(
+            noise_problem(model, tuned_on, classes),
+            hparams,
+            steps=HYPER_STEPS,
+            optimizer=optax.adam(RATE),
+            constraints={"l2": Box(np.log(1e-9), np.log(10.0))},
+            callbacks=list(callbacks),
+        )
+    ).best.hparams
+    # A regulariser stands beside a mean over rows: of more rows it has a smaller share.
+    share = np.log(tuned_on.z.shape[0] / data.z.shape[0])
+    hparams = {**hparams, "l2": hparams["l2"] + share}
+    _, state = noise_problem(model, data, classes).response(hparams)
     scores = jax.vmap(model.apply, (0, None))(state.params, data.z)
     unseen = jnp.argmin(data.train, axis=0)
-    return Tuned(
-        np.asarray(jax.nn.softmax(scores[unseen, jnp.arange(len(unseen))]), np.float64),
-        np.asarray(jax.nn.softmax(hparams["noise"], axis=1), np.float64),
-        np.asarray(jnp.exp(hparams["l2"])),
-        result,
-    )
+    p = jax.nn.softmax(scores[unseen, jnp.arange(len(unseen))])
+    return np.asarray(p, np.float64), hparams
 
 
-def start_noise(
-    model: Model, data: Data, classes: int, steps: int, key: jax.Array
-) -> Float[Array, "classes classes"]:
+def descended(result: Result) -> Result:
+    """Return the result of a descent, or raise `KeyboardInterrupt` where it was interrupted."""
+    if result.stopped == "interrupted":
+        raise KeyboardInterrupt
+    return result
+
+
+def start_noise(model: Linear, data: Data, classes: int) -> Float[Array, "classes classes"]:
     """Return where N starts: the observed labels beside a model of the trusted ones.
 
     N_kj is the mean of p(k | x) over rows with the observed label j, in shares of row k. A model of
@@ -232,38 +234,12 @@ def start_noise(
     n, c = data.observed.shape[0], data.trusted.shape[0]
     if not c:
         return plain
-    labels = jnp.concatenate([data.observed, data.trusted])
-    use = np.arange(n + c) >= n
-    params = train_plain(model, data.z, labels, use, classes, steps, key)
-    p = jax.nn.softmax(model.apply(params, data.z[:n]))
+    trusted = Data(data.z[n:], jnp.zeros(0, int), data.trusted, jnp.ones((1, c)))
+    start = {"l2": jnp.full(model.groups, jnp.log(START_L2))}
+    _, state = noise_problem(model, trusted, classes).response(start)
+    p = jax.nn.softmax(jax.vmap(model.apply, (0, None))(state.params, data.z[:n])[0])
     counts = jax.nn.one_hot(data.observed, classes)
     if data.weight is not None:
         counts = counts * data.weight[:n, None]
     joint = p.T @ counts
     return (plain + joint / jnp.sum(joint, axis=1, keepdims=True)) / 2
-
-
-def true_label(probabilities: np.ndarray, noise: np.ndarray, observed: np.ndarray) -> np.ndarray:
-    """Return p(true label | x, observed label): p_k N_kj / sum_k p_k N_kj, j the observed label."""
-    joint = probabilities * noise.T[observed]
-    return joint / joint.sum(axis=1, keepdims=True)
-
-
-def train_plain(
-    model: Model,
-    z: np.ndarray | Array,
-    labels: np.ndarray | Array,
-    use: np.ndarray,
-    classes: int,
-    steps: int,
-    key: jax.Array,
-    l2: np.ndarray | None = None,
-) -> PyTree:
-    """Return the parameters after training on the labels to `use`, a mask or weights, as trusted."""
-    l2 = np.full(model.groups, START_L2) if l2 is None else l2
-    nobody, everybody = jnp.zeros(0, int), jnp.ones((1, len(use)))
-    weight = mean_one(np.asarray(use, np.float64))
-    data = Data(jnp.asarray(z), nobody, jnp.asarray(labels), everybody, weight)
-    problem = noise_problem(model, data, classes, steps, key)
-    _, state = problem.response({"l2": jnp.log(l2)})
-    return jax.tree.map(lambda leaf: leaf[0], state.params)

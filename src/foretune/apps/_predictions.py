@@ -1,4 +1,4 @@
-"""`clean_labels` and `clean_values`: what is wrong, from predictions that you have already."""
+"""`clean_labels`: which labels are wrong, from predictions that you have already."""
 
 from dataclasses import dataclass
 
@@ -6,27 +6,33 @@ import numpy as np
 
 from .._outer.callbacks import Progress
 from . import _checks
-from ._checks import LEAST_ROWS, by_name, listed, numbers, plain_labels, positions, verified_rows
+from ._checks import by_name, listed, plain_labels, positions, verified_rows
 from ._label_model import judge
-from ._value_model import Observed, judge_values, local_spread, scale_of
 
 
 @dataclass(frozen=True, repr=False)
-class Cleaned:
-    """What both return: the names are those of a fitted `LabelCleaner` or `ValueCleaner`."""
+class CleanedLabels:
+    """What `clean_labels` returns: the names are those of a fitted `LabelCleaner`."""
 
     weights_: np.ndarray
     """The probability that each label is right; 0 or 1 for verified ones."""
     ranking_: np.ndarray
     """Row numbers, the most suspicious first."""
     suggested_: np.ndarray
-    """The most probable label, or the ensemble's prediction; the right one where it is verified."""
+    """The most probable label; the right one where it is verified."""
     ensemble_: dict[str, float]
     """The weight of each set of predictions."""
     history_: list[dict[str, object]]
     """The descent of the regularisers, empty where there were too few trusted rows for one."""
     stopped_: str
     """Why it ended."""
+    noise_matrix_: np.ndarray
+    """p(observed label | true label) as learnt."""
+    classes_: np.ndarray
+    """The classes, in the order of the columns."""
+    reliability_: np.ndarray | None
+    """A row for each verified row, judged without it: the probability that its observed label is right,
+    and 1 where it is, else 0; None where there were fewer than 20."""
 
     @property
     def suspects_(self) -> np.ndarray:
@@ -55,27 +61,6 @@ class Cleaned:
         )
 
 
-@dataclass(frozen=True, repr=False)
-class CleanedLabels(Cleaned):
-    """What `clean_labels` returns."""
-
-    noise_matrix_: np.ndarray
-    """p(observed label | true label) as learnt."""
-    classes_: np.ndarray
-    """The classes, in the order of the columns."""
-    reliability_: np.ndarray | None
-    """A row for each verified row, judged without it: the probability that its observed label is right,
-    and 1 where it is, else 0; None where there were fewer than 20."""
-
-
-@dataclass(frozen=True, repr=False)
-class CleanedValues(Cleaned):
-    """What `clean_values` returns."""
-
-    spread_: np.ndarray
-    """The scale of right values around the prediction, by row; NaN for verified ones."""
-
-
 def clean_labels(
     labels: object,
     pred_probs: object,
@@ -88,6 +73,8 @@ def clean_labels(
 ) -> CleanedLabels:
     """Find the wrong labels, given class probabilities by a model that has not seen them.
 
+    What is returned has the attributes of a fitted `LabelCleaner`, but for its model's.
+
     Parameters
     ----------
     labels : array of n
@@ -97,9 +84,7 @@ def clean_labels(
         classes in sorted order, unless `classes` says otherwise, or a data frame whose columns have
         the names of the classes. Several models are combined, by weights that are learnt.
     checked : int array or bool array of n, or None
-        Rows whose label has been verified, by number or as a mask. They teach how the predictions err:
-        a regularised correction, its regularisers tuned by hypergradients on verified rows held out, so
-        that a few of them do no harm.
+        Rows whose label has been verified, by number or as a mask. They teach how the predictions err.
     checked_labels : array
         Their right labels.
     classes : array, default=None
@@ -108,12 +93,6 @@ def clean_labels(
         Show a progress bar when the output is a terminal.
     random_state : int, default=0
         The folds of verified rows follow it.
-
-    Returns
-    -------
-    An object with `weights_`, `suspects_`, `ranking_`, `suggested_`, `probability_wrong_`,
-    `noise_rate_`, `unflagged_`, `noise_matrix_`, `ensemble_`, `reliability_`, `classes_`, `history_`
-    and `stopped_`, as a fitted `LabelCleaner` has them.
 
     Examples
     --------
@@ -137,9 +116,9 @@ def clean_labels(
     observed = positions(y, names, "labels", "classes")
     q = {
         name: _checks.probabilities(name, array, names, observed)
-        for name, array in by_name(pred_probs, "pred_probs", 2).items()
+        for name, array in by_name(pred_probs, "pred_probs").items()
     }
-    rows = verified_rows(checked, checked_labels, len(y), "checked_labels")
+    rows = verified_rows(checked, checked_labels, len(y))
     right = np.zeros(0, int)
     if len(rows):
         right = positions(checked_labels, names, "checked_labels", "labels")
@@ -165,85 +144,3 @@ def clean_labels(
         names,
         found.reliability,
     )
-
-
-def clean_values(
-    values: object,
-    predictions: object,
-    checked: object = None,
-    checked_values: object = None,
-    *,
-    progress: bool = True,
-    random_state: int = 0,
-) -> CleanedValues:
-    """Find the wrong numbers, given predictions by a model that has not seen them.
-
-    Parameters
-    ----------
-    values : array of n
-        The observed values: a regression's targets.
-    predictions : array of n, or a dict or list of them
-        Out-of-fold predictions: each row by a model that was trained without it, as
-        `cross_val_predict` returns them. Several models are combined, by weights that are learnt.
-    checked, checked_values : array
-        Rows whose value has been verified, by number or as a mask, and their right values. An observed
-        value counts as right where it is equal.
-    progress, random_state
-        As in `clean_labels`.
-
-    Returns
-    -------
-    An object with the attributes of a fitted `ValueCleaner`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from foretune.apps import clean_values
-    >>> rng = np.random.default_rng(0)
-    >>> f = rng.normal(size=300)  # a model's predictions
-    >>> y = f + 0.1 * rng.normal(size=300)
-    >>> y[:15] += 2
-    >>> found = clean_values(y, f)
-    >>> int(found.suspects_[:15].sum()), bool(found.suspects_[15:].sum() < 5)
-    (15, True)
-    """
-    y = numbers(values, "values")
-    if y.ndim != 1 or len(y) < LEAST_ROWS:
-        raise ValueError(
-            f"values has shape {y.shape}: give one number for each row, {LEAST_ROWS} rows or more."
-        )
-    f = {
-        name: _checks.predictions(name, array, y)
-        for name, array in by_name(predictions, "predictions", 1).items()
-    }
-    rows = verified_rows(checked, checked_values, len(y), "checked_values")
-    right = numbers(checked_values, "checked_values") if len(rows) else np.zeros(0)
-    rest = np.setdiff1d(np.arange(len(y)), rows)
-    scale = scale_of(y)
-    scaled, stack = scale(y), scale(np.stack(list(f.values())))
-    g = local_spread(stack, scaled)
-    found = judge_values(
-        Observed(stack[:, rest], scaled[rest], g[:, rest]),
-        Observed(stack[:, rows], scale(right), g[:, rows]),
-        (scaled[rows], (y[rows] == right).astype(int)),
-        seed=random_state,
-        callbacks=[Progress("weighing the values")] if progress else (),
-    )
-    weights, suggested, spread = np.empty(len(y)), np.empty(len(y)), np.full(len(y), np.nan)
-    weights[rest], suggested[rest] = found.right, scale.back(found.expected)
-    weights[rows], suggested[rows] = y[rows] == right, right
-    spread[rest] = scale.width(found.expected, found.scale)
-    return CleanedValues(
-        weights,
-        ranked(weights, y, suggested),
-        suggested,
-        dict(zip(f, found.ensemble.tolist(), strict=True)),
-        [] if found.result is None else found.result.history,
-        "no descent" if found.result is None else found.result.stopped,
-        spread,
-    )
-
-
-def ranked(weights: np.ndarray, y: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Return row numbers, the lowest weight first; equal weights by the distance."""
-    return np.lexsort((-np.abs(y - expected), weights))

@@ -3,17 +3,21 @@
 import csv
 import io
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ..report import RunFolder, picture, write_whole
+from .._files.files import write_whole
+from ..report import RunFolder, picture, shown
 from ._columns import is_frame
 from ._tables import Table
 
 COLUMNS, LONGEST = 6, 200
 """Columns of a row, and characters of a cell, on the page."""
+_BLANK = " \t\n\r\v\f\u00a0\u200b\u2060\u3000\ufeff"
+"""What a spreadsheet may leave out before a sign."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -27,14 +31,18 @@ def write_csv(path: Path, columns: list[str], rows: Iterable[Sequence[object]]) 
 
 
 def cell(label: object) -> str:
-    """Return a label for a spreadsheet: text that it would run as a formula gets an apostrophe.
+    r"""Return a label for a spreadsheet: text that it would run as a formula gets an apostrophe.
 
-    >>> [cell(label) for label in ("cat", "-1", "=1+1", "@SUM(A1)", -2)]
-    ['cat', '-1', "'=1+1", "'@SUM(A1)", '-2']
+    Control codes and controls of direction are written out, but for tabs and ends of lines.
+
+    >>> [cell(label) for label in ("cat", "-1", "=1+1", " @SUM(A1)", -2)]
+    ['cat', '-1', "'=1+1", "' @SUM(A1)", '-2']
     """
-    text = str(label)
-    formula = text.startswith(("=", "+", "-", "@", "\t", "\r")) and not _NUMBER.fullmatch(text)
-    return f"'{text}" if formula else text
+    text = shown(str(label), allowed="\t\n\r")
+    rest = text.lstrip(_BLANK)
+    first = unicodedata.normalize("NFKC", rest[:1])  # a full-width sign is one too
+    formula = first in ("=", "+", "-", "@") or text.startswith(("\t", "\r", "\n"))
+    return f"'{text}" if formula and not _NUMBER.fullmatch(text.strip()) else text
 
 
 def row_shown(folder: RunFolder, table: Table, i: int, kind: str) -> dict[str, object]:

@@ -54,15 +54,7 @@ def read_table(
     drop: tuple[str, ...] = (),
     labelled: bool = True,
 ) -> Table:
-    """Read labelled rows from a file; with `labelled=False` labels may be missing altogether.
-
-    >>> import tempfile, numpy as np
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     np.savez(f"{folder}/a.npz", x=np.zeros((3, 8, 8)), y=np.array(["a", "b", "a"]))
-    ...     table = read_table(f"{folder}/a.npz")
-    >>> table.x.shape, table.image_shape, table.y.tolist()
-    ((3, 64), (8, 8), ['a', 'b', 'a'])
-    """
+    """Read labelled rows from a file; with `labelled=False` labels may be missing altogether."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file.")
@@ -209,13 +201,7 @@ def _labels(values: np.ndarray, path: Path) -> np.ndarray:
 
 
 def with_labels_alike(first: Table, second: Table) -> tuple[Table, Table]:
-    """Return both tables with labels that can be compared: numbers of one as text beside text.
-
-    >>> a = Table(np.zeros((2, 1)), np.array(["1", "01"]), None, "a.csv")
-    >>> b = Table(np.zeros((2, 1)), np.array([1, 2]), None, "b.parquet")
-    >>> [table.y.tolist() for table in with_labels_alike(a, b)]
-    [['1', '01'], ['1', '2']]
-    """
+    """Return both tables with labels that can be compared: numbers of one as text beside text."""
     if "U" not in (first.y.dtype.kind, second.y.dtype.kind):
         return first, second
     first, second = (

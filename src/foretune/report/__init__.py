@@ -2,12 +2,9 @@
 
 # For foretune's own commands and experiments; no public names.
 from .._files.files import RunError  # noqa: F401
-from .._files.files import write_whole as write_whole
-from ._console import Lines, Phases, command_line, plain_errors, say, show_result  # noqa: F401
-from ._figures import curves as curves
-from ._figures import drawing as drawing
-from ._figures import histogram as histogram
-from ._figures import picture as picture
+from ._console import Lines, command_line, plain_errors, say, show_result  # noqa: F401
+from ._figures import curves, histogram, picture  # noqa: F401
 from ._folder import RunFolder  # noqa: F401
 from ._page import ReportError as ReportError
 from ._page import write_page as write_page
+from ._text import shown  # noqa: F401

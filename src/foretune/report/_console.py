@@ -1,16 +1,14 @@
-"""What a command says: its phases, errors in plain words, a finished run's tables, where its page is.
+"""What a command says: errors in plain words, a finished run's tables, where its page is.
 
-A run announces itself and each of its phases in plain lines on standard error, which a log shows at
-once. Within a phase there is a progress bar on a terminal, and `Lines` elsewhere.
+Lines go to standard error at once, for a log. There is a progress bar on a terminal, and `Lines`
+elsewhere.
 """
 
 import contextlib
-import shlex
 import signal
 import sys
 import threading
 import time
-import unicodedata
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +22,7 @@ from rich.text import Text
 from .._outer.callbacks import Callback
 from .._outer.run import Run
 from ._page import read_result
-
-_TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-"""Unicode's controls of direction."""
+from ._text import shown
 
 
 def command_line(about: str) -> typer.Typer:
@@ -99,40 +95,6 @@ def say(line: str) -> None:
     print(shown(line, allowed="\n"), file=sys.stderr, flush=True)
 
 
-def shown(text: str, allowed: str = "") -> str:
-    r"""Return text that a terminal shows and does not obey: control codes are written out.
-
-    Labels, columns and file names are the user's data, and may hold what moves the cursor, colours
-    or retitles the window, or turns the direction of what follows.
-
-    >>> print(shown("a \x1b[31mred\tcat"))
-    a \x1b[31mred\tcat
-    """
-    return "".join(
-        repr(c)[1:-1]
-        if c not in allowed and (unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in _TURNS)
-        else c
-        for c in text
-    )
-
-
-class Phases:
-    """Says which of a run's phases begins, as in `[2/4] LabelCleaner`.
-
-    Args:
-        count: how many phases there are.
-        done: how many of them are there from before, in a run that is resumed.
-    """
-
-    def __init__(self, count: int, done: int = 0):
-        self.count, self.done = count, done
-
-    def begin(self, what: str) -> None:
-        """Say that the next phase begins, and what it does."""
-        self.done += 1
-        say(f"[{self.done}/{self.count}] {what}")
-
-
 class Lines(Callback):
     """Progress where there is no terminal for a bar: a line for the first step and each tenth."""
 
@@ -152,21 +114,9 @@ class Lines(Callback):
             say(f"  {run.step:,} of {run.steps or 0:,} {self.what}, {seconds:.0f} s")
 
 
-def how_to_open(page: Path) -> str:
-    """Return where the page is for a browser, and the command that opens it on this platform."""
-    opener = {"darwin": "open", "win32": "start"}.get(sys.platform, "xdg-open")
-    page = page.resolve()
-    return f"Open it in a browser: {page.as_uri()}\n  or: {opener} {shlex.quote(str(page))}"
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "" if value is None else str(value)
-
-
-def _text(text: str) -> Text:
+def _text(value: object) -> Text:
     """The user's words: as `Text` they are shown, not read as markup."""
+    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
     return Text(shown(text))
 
 
@@ -180,7 +130,7 @@ def show_result(page: Path) -> None:
         for i, name in enumerate(content["columns"]):
             table.add_column(_text(name), justify="right" if i else "left")
         for row in content["rows"]:
-            table.add_row(*(_text(_cell(value)) for value in row))
+            table.add_row(*map(_text, row))
         console.print(table)
     print(page)
-    say(how_to_open(page))
+    say(f"Open it in a browser: {page.resolve().as_uri()}")

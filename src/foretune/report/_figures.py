@@ -43,7 +43,13 @@ _STYLE = {
 _NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def curves(path: str | Path, panels: Sequence[Curve], *, xlabel: str, log: bool = False) -> Path:
+def curves(
+    path: Path,
+    panels: Sequence[Curve],
+    *,
+    xlabel: str,
+    scale: Callable[[Axes], object] | None = None,
+) -> Path:
     """Draw panels of lines, two to a row, into an SVG file, and return its path.
 
     Args:
@@ -51,26 +57,16 @@ def curves(path: str | Path, panels: Sequence[Curve], *, xlabel: str, log: bool 
         panels: each with a "title", a "ylabel" and "lines"; a line has a "label", its "x" and "y",
             and may have a "band", a pair (low, high) to be shaded. Where y is NaN, there is a gap.
         xlabel: what is along the horizontal axis of panels that have no "xlabel" of their own.
-        log: both axes are logarithmic, and points are marked.
-
-    >>> import tempfile
-    >>> from foretune import report
-    >>> line = {"label": "DH", "x": [0, 1, 2], "y": [0.9, 0.5, 0.4]}
-    >>> panel = {"title": "Validation", "ylabel": "error", "lines": [line]}
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     report.curves(f"{folder}/curves.svg", [panel], xlabel="hyper-iteration").name
-    'curves.svg'
+        scale: sets other scales of the axes; points are then marked.
     """
-    if not panels or not all(panel["lines"] for panel in panels):
-        raise ValueError("curves: no panels, or a panel without lines. Give one line or more each.")
-    checked = [[_line(panel["title"], line) for line in panel["lines"]] for panel in panels]
+    drawn = [[_line(line) for line in panel["lines"]] for panel in panels]
     labels = [[_label(line["label"]) for line in panel["lines"]] for panel in panels]
     shared = all(names == labels[0] for names in labels)
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
 
     def draw(figure: Figure) -> None:
-        for i, (panel, lines) in enumerate(zip(panels, checked, strict=True)):
+        for i, (panel, lines) in enumerate(zip(panels, drawn, strict=True)):
             axes = figure.add_subplot(rows, columns, i + 1)
             along = panel.get("xlabel", xlabel)
             axes.set(title=panel["title"], ylabel=panel["ylabel"], xlabel=along)
@@ -78,12 +74,12 @@ def curves(path: str | Path, panels: Sequence[Curve], *, xlabel: str, log: bool 
             for k, (x, y, band) in enumerate(lines):
                 colour = _COLOURS[k % len(_COLOURS)]
                 dash = ("-", "--", ":", "-.")[k // len(_COLOURS) % 4]
-                dot = "o" if log or np.isfinite(y).sum() == 1 else None
+                dot = "o" if scale or np.isfinite(y).sum() == 1 else None
                 handles += axes.plot(x, y, dash, color=colour, lw=1.6, marker=dot, ms=4)
                 if band is not None:
                     axes.fill_between(x, band[0], band[1], color=colour, alpha=0.18, lw=0)
-            if log:
-                _logarithmic(axes)
+            if scale is not None:
+                scale(axes)
             elif all(np.array_equal(x, np.round(x)) for x, _, _ in lines):
                 axes.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore
             # Beside the lines a legend would hide some of them sooner or later: it goes below.
@@ -91,38 +87,22 @@ def curves(path: str | Path, panels: Sequence[Curve], *, xlabel: str, log: bool 
                 place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.2)}
                 axes.legend(handles, labels[i], ncols=_ncols(labels[i], 46), **place)
             elif i == 0 and any(labels[0]):
-                width = 46 * columns
-                figure.legend(
-                    handles, labels[0], ncols=_ncols(labels[0], width), loc="outside lower left"
-                )
+                ncols = _ncols(labels[0], 46 * columns)
+                figure.legend(handles, labels[0], ncols=ncols, loc="outside lower left")
 
-    return _save_svg(path, (4.7 * columns, 3.1 * rows + 0.3), draw)
+    return save_svg(path, (4.7 * columns, 3.1 * rows + 0.3), draw)
 
 
-def histogram(
-    path: str | Path, groups: Mapping[str, ArrayLike], *, xlabel: str, bins: int = 40
-) -> Path:
+def histogram(path: Path, groups: Mapping[str, ArrayLike], *, xlabel: str, bins: int = 40) -> Path:
     """Draw a stacked histogram of the values of each group into an SVG file, and return its path.
 
     The axis of the counts is logarithmic when they differ by more than a factor of 100. NaN is left
     out.
-
-    >>> import tempfile
-    >>> from foretune import report
-    >>> groups = {"right labels": [0.9, 0.8, 0.95], "wrong labels": [0.1, 0.0]}
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     report.histogram(f"{folder}/weights.svg", groups, xlabel="weight").name
-    'weights.svg'
     """
     from matplotlib.patches import Patch
 
     values = [np.asarray(group, float).ravel() for group in groups.values()]
     finite = [x[np.isfinite(x)] for x in values]
-    for name, x, left in zip(groups, values, finite, strict=True):
-        if x.size and not left.size:
-            raise ValueError(f"histogram: group {name!r} has no finite value among {x.size}.")
-    if not any(x.size for x in finite):
-        raise ValueError("histogram: no values. Give one group with one value or more.")
     edges = np.histogram_bin_edges(np.concatenate(finite), bins)
     counts = np.histogram(np.concatenate(finite), edges)[0]
     log = bool(counts.max() > 100 * counts[counts > 0].min())
@@ -140,35 +120,14 @@ def histogram(
         if any(names):
             figure.legend(handles, names, ncols=_ncols(names, 54), loc="outside lower left")
 
-    return _save_svg(path, (5.4, 3.1), draw)
+    return save_svg(path, (5.4, 3.1), draw)
 
 
-def drawing(path: str | Path, draw: Callable[[Axes], object], *, size: tuple[float, float]) -> Path:
-    """Let `draw(axes)` draw on empty axes, in the style of the others, into an SVG file.
-
-    >>> import tempfile
-    >>> from foretune import report
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     report.drawing(f"{folder}/line.svg", lambda axes: axes.plot([1, 2]), size=(2.0, 2.0)).name
-    'line.svg'
-    """
-    return _save_svg(path, size, lambda figure: draw(figure.add_subplot()))
-
-
-def picture(path: str | Path, pixels: ArrayLike) -> Path:
+def picture(path: Path, pixels: ArrayLike) -> Path:
     """Write an image as a PNG file, enlarged to 84 pixels or more, and return its path.
 
-    Args:
-        path: the file to write; its folder is made if need be.
-        pixels: height x width for grey, or height x width x 1, 3 (RGB) or 4 (RGBA). uint8 and
-            floats in [0, 1] are taken as they are; all else is scaled from its minimum (black) to
-            its maximum (white).
-
-    >>> import tempfile
-    >>> from foretune import report
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     report.picture(f"{folder}/digit.png", [[0.0, 0.5], [1.0, 0.0]]).name
-    'digit.png'
+    Pixels are height x width for grey, or height x width x 1, 3 (RGB) or 4 (RGBA). uint8 and floats in
+    [0, 1] are taken as they are; all else is scaled from its minimum (black) to its maximum (white).
     """
     from matplotlib.image import imsave
 
@@ -183,49 +142,27 @@ def picture(path: str | Path, pixels: ArrayLike) -> Path:
     if x.dtype != np.uint8:
         x = x.astype(float)
         finite = x[np.isfinite(x)]
-        if not finite.size:
-            raise ValueError("picture: no pixel has a finite value.")
-        low, high = finite.min(), finite.max()
+        low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
         if low < 0 or high > 1:
             x = (x - low) / (high - low or 1)
         x = np.round(255 * np.nan_to_num(x, posinf=0.0, neginf=0.0).clip(0, 1)).astype(np.uint8)
     if x.shape[2] == 1:
         x = x.repeat(3, axis=2)
     factor = -(-84 // max(x.shape[:2]))
-    path, file = _made(path), io.BytesIO()
+    file = io.BytesIO()
     metadata: Any = {"Software": None}  # a version there would change the bytes
     imsave(file, x.repeat(factor, 0).repeat(factor, 1), format="png", metadata=metadata)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, file.getvalue())
     return path
 
 
-def _line(title: str, line: Curve) -> tuple[np.ndarray, np.ndarray, list[np.ndarray] | None]:
-    """The x, y and band of a line, checked, with NaN for all that is not finite."""
-    where = f"curves: line {line['label']!r} of panel {title!r}"
+def _line(line: Curve) -> tuple[np.ndarray, np.ndarray, list[np.ndarray] | None]:
+    """The x, y and band of a line, with NaN for a y that is not finite."""
     x, y = (np.asarray(line[name], float) for name in "xy")
     band = line.get("band")
     band = None if band is None else [np.asarray(edge, float) for edge in band]
-    for name, values in [("y", y), *(("the band", edge) for edge in band or [])]:
-        if x.ndim != 1 or values.shape != x.shape:
-            raise ValueError(
-                f"{where}: x has the shape {x.shape} and {name} {values.shape}. Give two lists of "
-                "numbers of the same length."
-            )
-    if not np.any(np.isfinite(x) & np.isfinite(y)):
-        raise ValueError(f"{where} has no finite point among {y.size}. Leave the line out.")
     return x, np.where(np.isfinite(y), y, np.nan), band
-
-
-def _logarithmic(axes: Axes) -> None:
-    from matplotlib import ticker
-
-    axes.set(xscale="log", yscale="log")
-    for axis in (axes.xaxis, axes.yaxis):
-        low, high = axis.get_view_interval()
-        subs = (1, 2, 5) if high < 100 * low else (1,)
-        axis.set_major_locator(ticker.LogLocator(subs=subs))
-        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
-        axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _label(text: object) -> str:
@@ -238,18 +175,11 @@ def _ncols(labels: list[str], width: int) -> int:
     return max(1, min(len(labels), width // (max(map(len, labels)) + 6)))
 
 
-def _made(path: str | Path) -> Path:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _save_svg(
-    path: str | Path, size: tuple[float, float], draw: Callable[[Figure], object]
-) -> Path:
+def save_svg(path: Path, size: tuple[float, float], draw: Callable[[Figure], object]) -> Path:
+    """Let `draw(figure)` draw on an empty figure into an SVG file, and return its path."""
     from matplotlib import figure, rc_context
 
-    path, file = _made(path), io.StringIO()
+    file = io.StringIO()
     # ids that are the same each time, and other than in others
     style: Any = {**_STYLE, "svg.hashsalt": path.name}
     no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -261,5 +191,6 @@ def _save_svg(
         drawn.savefig(file, format="svg", metadata=no_metadata)
     svg = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", file.getvalue())
     svg = _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", svg)  # a browser would refuse the whole image
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, svg)
     return path

@@ -1,11 +1,9 @@
-"""The folder of a run, the same for every experiment.
+"""The folder of a run.
 
 config.json     what was asked for: title, command, settings, versions, device, date
-metrics.jsonl   one measurement per line, as the run goes
 result.json     tables, figures and gallery, when it is finished
 figures/        *.svg, *.png
 report.html     the page made of these
-checkpoints/    to resume from
 
 A file of JSON ends with a digest of the rest, so that a changed number is not taken for a result.
 """
@@ -17,7 +15,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from typing import Any
 from .._files.digests import digest
 from .._files.files import RunError, locked, write_whole
 from ._console import say
-from ._page import Json, parsed, signed, write_page
+from ._page import Json, parsed, signed
 
 
 class RunFolder:
@@ -36,13 +34,7 @@ class RunFolder:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        kind: str,
-        title: str,
-        settings: Json,
-        files: Iterable[str] = (),
+        self, path: str | Path, *, kind: str, title: str, settings: Json, files: Iterable[str] = ()
     ):
         self.path = Path(path)
         digests = {name: digest(Path(name).read_bytes())[:16] for name in files}
@@ -57,7 +49,9 @@ class RunFolder:
             "settings": json.loads(json.dumps(settings)),
         }
         if self.path.is_dir() and not (self.path / "config.json").exists():
-            foreign = [p.name for p in self.path.iterdir() if not _is_remainder(p.name)]
+            # A run that was killed before it had written its settings may leave some files.
+            names = [p.name for p in self.path.iterdir()]
+            foreign = [n for n in names if n != ".lock" and not n.startswith(".config.json.")]
             if foreign:
                 raise RunError(
                     f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): "
@@ -109,17 +103,16 @@ class RunFolder:
     @property
     def figures(self) -> Path:
         """Where figures go."""
-        return self.path / "figures"
+        return self.inner("figures")
 
-    @property
-    def metrics(self) -> Path:
-        """The file of measurements."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where checkpoints go."""
-        return self.path / "checkpoints"
+    def inner(self, name: str) -> Path:
+        """Return a folder within this one, or raise where it is a link, which may lead anywhere."""
+        path = self.path / name
+        if path.is_symlink():
+            raise RunError(
+                f"{path} is a link, and a run writes in its own folder: remove the link."
+            )
+        return path
 
     @property
     def result(self) -> Json | None:
@@ -129,31 +122,11 @@ class RunFolder:
             raise self._damaged("result.json", f"it is a {type(result).__name__}")
         return result
 
-    def records(self) -> list[Json]:
-        """Return the measurements, without lines that cannot be read: an interrupt cuts one off."""
-        found = []
-        for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else []:
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return [record for record in found if isinstance(record, dict)]
-
-    def keep_metrics(self, stays: Callable[[Json], bool]) -> None:
-        """Keep the measurements that stay."""
-        self.write_metrics([record for record in self.records() if stays(record)])
-
-    def write_metrics(self, records: list[Json]) -> None:
-        """Write the measurements, one to a line, in place of those that are there."""
-        write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
-
     def write(self, name: str, content: object) -> None:
         """Write JSON, whole or not at all."""
         path = self.path / name
         path.parent.mkdir(exist_ok=True)
         write_whole(path, signed(content))
-
-    def page(self) -> Path:
-        """Write the report and return its path."""
-        return write_page(self.path)
 
     def read(self, name: str) -> Any:
         """Return what `write` wrote, or None."""
@@ -174,11 +147,6 @@ class RunFolder:
                 "checkpoints stay where they are."
             )
         return RunError(f"{self.path / name} is damaged ({why}). {advice}")
-
-
-def _is_remainder(name: str) -> bool:
-    """Whether a file may be left by a run that was killed before it had written its settings."""
-    return name == ".lock" or name.startswith(".config.json.")
 
 
 def command() -> str:
@@ -203,10 +171,5 @@ def device() -> str:
 def versions() -> dict[str, str]:
     """Return the versions that matter."""
     names = ("foretune", "jax", "jaxlib", "optax", "equinox", "numpy", "scikit-learn")
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version(), **found}

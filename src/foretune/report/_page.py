@@ -3,7 +3,8 @@
 A folder has `config.json`, `metrics.jsonl` and, once the run is finished, `result.json` and the
 figures it names. All text is escaped, nothing is fetched, no script runs, and the same folder gives
 the same bytes. Figures are images with their bytes in the page: in an image a browser runs no script,
-follows no link and fetches nothing, whatever an SVG holds.
+follows no link and fetches nothing, whatever an SVG holds. Control codes and controls of direction are
+written out.
 """
 
 import base64
@@ -17,6 +18,7 @@ from typing import Any
 
 from .._files.digests import digest
 from .._files.files import write_whole
+from ._text import shown
 
 Json = dict[str, Any]
 """What a file of JSON holds."""
@@ -41,10 +43,7 @@ _RESULT: Json = {
 _NUMERIC = re.compile(r"[-+\u2212<>]?\s?\d[\d.,eE+\u2212-]*\s?%?(\s?[±(].*)?")
 _WIDTH = re.compile(rb"viewBox=\"[\d.]+ [\d.]+ (\d{1,5})")
 
-_WHICH = (
-    "Give a folder of `foretune clean`, `foretune attribute` or of an experiment (one of checkpoints "
-    "has no report)"
-)
+_WHICH = "Give a folder of `foretune clean`, `foretune attribute` or of an experiment"
 
 
 class ReportError(ValueError):
@@ -58,16 +57,18 @@ def write_page(folder: str | Path) -> Path:
     there leaves a note in its place; anything else that is missing or broken raises `ReportError`.
 
     >>> import tempfile
-    >>> from pathlib import Path
-    >>> from foretune import report
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     config = '{"title": "Cleaning", "command": "foretune clean train.csv"}'
-    ...     _ = Path(folder, "config.json").write_text(config)
-    ...     page = report.write_page(folder)
-    ...     "foretune clean train.csv" in page.read_text()
+    ...     _ = Path(folder, "config.json").write_text('{"title": "Cleaning"}')
+    ...     "Cleaning" in write_page(folder).read_text()
     True
     """
     import jinja2  # pyright: ignore[reportMissingImports]
+    from markupsafe import Markup  # pyright: ignore[reportMissingImports]
+
+    def safe(value: object) -> object:
+        if not isinstance(value, str) or isinstance(value, Markup):
+            return value
+        return shown(value, allowed="\t\n\r")
 
     folder = Path(folder)
     if not folder.is_dir():
@@ -78,20 +79,20 @@ def write_page(folder: str | Path) -> Path:
     if (folder / "result.json").exists():
         result = read_result(folder)
         _prepare(folder, result)
-    records, series = _metrics(folder / "metrics.jsonl")
+    metrics = folder / "metrics.jsonl"
+    records = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=safe,
     )
     environment.filters |= {"plain": _plain, "percent": _percent, "when": _when}
     template = resources.files("foretune.report").joinpath("page.html").read_text(encoding="utf-8")
-    page = environment.from_string(template).render(
-        config=config, result=result, records=records, series=series
-    )
+    page = environment.from_string(template).render(config=config, result=result, records=records)
     path = folder / "report.html"
-    try:
-        write_whole(path, page.encode("utf-8", "replace"))
-    except OSError as error:
-        raise ReportError(f"cannot write {path}: {error.strerror}. Make it writable.") from error
+    write_whole(path, page.encode("utf-8", "replace"))
     return path
 
 
@@ -147,26 +148,6 @@ def _fill(value: Any, shape: Any, where: str) -> Any:
     return value
 
 
-def _metrics(path: Path) -> tuple[int, list[str]]:
-    """How many records there are, and in which series."""
-    count, broken, series = 0, 0, {}
-    if not path.exists():
-        return 0, []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if broken:  # and not the last line, which may be cut off
-                raise ReportError(f"{path}: line {broken} is not JSON. Remove that line.")
-            try:
-                record = json.loads(line)
-            except ValueError:
-                broken = number
-                continue
-            count += 1
-            if isinstance(record, dict) and "series" in record:
-                series[_plain(record["series"])] = None
-    return count, list(series)
-
-
 def _prepare(folder: Path, result: Json) -> None:
     """Put the figures themselves, and cells as they are shown, in the result."""
     for table in result["tables"]:
@@ -187,7 +168,8 @@ def _prepare(folder: Path, result: Json) -> None:
         item["html"] = _pictured(folder, item, item["observed"])
     pictures = [item for item in gallery["items"] if item["image"]]
     others = [item for item in gallery["items"] if not item["image"]]
-    gallery |= {"pictures": pictures, "others": others}
+    known = [item["wrong"] for item in gallery["items"] if isinstance(item["wrong"], bool)]
+    gallery |= {"pictures": pictures, "others": others, "known": len(known), "wrong": sum(known)}
     gallery["columns"] = list(dict.fromkeys(name for item in others for name in item["row"]))
     for comparison in result["comparisons"]:
         for group in comparison["groups"]:
@@ -195,8 +177,6 @@ def _prepare(folder: Path, result: Json) -> None:
                 item["html"] = _pictured(folder, item, item["label"])
                 item["score"] = None if item["score"] is None else _number(item["score"])
             group["columns"] = list(dict.fromkeys(n for i in group["items"] for n in i["row"]))
-    known = [item["wrong"] for item in gallery["items"] if isinstance(item["wrong"], bool)]
-    gallery |= {"known": len(known), "wrong": sum(known)}
 
 
 def _pictured(folder: Path, item: Json, label: object) -> str:
@@ -205,21 +185,14 @@ def _pictured(folder: Path, item: Json, label: object) -> str:
 
 
 def _column(values: list[object]) -> list[tuple[str, bool]]:
-    """Each value as text and whether it is a number; floats get the same number of decimals."""
-    texts = [_number(x) for x in values]
-    floats = [i for i, x in enumerate(values) if isinstance(x, float) and math.isfinite(x)]
-    if all(re.fullmatch(r"-?\d+(\.\d+)?", texts[i]) for i in floats):
-        decimals = max((len(texts[i].partition(".")[2]) for i in floats), default=0)
-        padded = {i: f"{values[i]:.{decimals}f}" for i in floats}
-        if all(len(re.sub(r"\D", "", text).lstrip("0")) <= 5 for text in padded.values()):
-            texts = [padded.get(i, text) for i, text in enumerate(texts)]
+    """Each value as text and whether it is a number."""
     number = [
         x is None
         or (isinstance(x, int | float) and not isinstance(x, bool))
         or bool(isinstance(x, str) and _NUMERIC.fullmatch(x))
         for x in values
     ]
-    return list(zip(texts, number, strict=True))
+    return list(zip(map(_number, values), number, strict=True))
 
 
 def _number(x: object) -> str:
@@ -267,7 +240,7 @@ def _embed(folder: Path, name: str, alt: str) -> str:
     kind = "png" if data.startswith(b"\x89PNG") else "svg+xml" if b"<svg" in data else None
     if kind is None:
         why = "unreadable" if path else "missing"
-        return Markup('<p class="absent">(figure {}: {})</p>').format(why, name)
+        return Markup('<p class="absent">(figure {}: {})</p>').format(why, shown(name))
     style = ""
     if kind == "svg+xml" and (size := _WIDTH.search(data)):
         # In pixels per point: text stays readable on a phone (its box scrolls) and does not get huge.
@@ -275,4 +248,4 @@ def _embed(folder: Path, name: str, alt: str) -> str:
         bounds = f"min-width:{0.84 * width:.0f}px;max-width:{1.45 * width:.0f}px"
         style = Markup(' style="width:100%;{}"').format(bounds)
     uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    return Markup('<img src="{}" alt="{}"{}>').format(uri, alt, style)
+    return Markup('<img src="{}" alt="{}"{}>').format(uri, shown(alt), style)

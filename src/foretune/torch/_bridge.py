@@ -159,11 +159,10 @@ class Bridge:
                 "with `has_state=True` they are the model state, `state.model_state` in the objective; "
                 "where they never change, give `Bridge.buffers`."
             )
-        if not isinstance(given, Mapping) or given.keys() != expected.keys():
-            names = sorted(given) if isinstance(given, Mapping) else describe(given)
+        if given.keys() != expected.keys():
             raise ValueError(
-                f"{what} must be a dict with the names of `Bridge.{what}`, {sorted(expected)}, got "
-                f"{names}."
+                f"{what} must have the names of `Bridge.{what}`, {sorted(expected)}, got "
+                f"{sorted(given)}."
             )
         for name, x in expected.items():
             if np.shape(given[name]) != x.shape:
@@ -195,9 +194,7 @@ def _output(x: torch.Tensor) -> Array:
     return x.jax() if is_jax(x) else to_jax(x)
 
 
-def _check_module(module: object) -> None:
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"give an instance of torch.nn.Module, not {describe(module)}.")
+def _check_module(module: torch.nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         raise TypeError(
             f"the module is compiled ({type(module).__name__}), which JAX cannot look into. Give the "
@@ -211,12 +208,10 @@ def _check_tensor(name: str, x: torch.Tensor) -> None:
             f"{name} has no shape yet: the module is lazy. Call it once on a batch, `module(x)`, first."
         )
     if x.device.type != "cpu":
-        remedy = (
-            "It holds no values; load them first (`module.to_empty(device='cpu')`, `load_state_dict`)"
-            if x.device.type == "meta"
-            else "Call `module.cpu()` first; JAX puts its copy on its own default device"
+        raise ValueError(
+            f"{name} is on the device {x.device}. Call `module.cpu()` first (on the device meta there "
+            "are no values yet); JAX puts its copy on its own default device."
         )
-        raise ValueError(f"{name} is on the device {x.device}. {remedy}.")
     wide = x.dtype in (torch.float64, torch.complex128)
     if wide and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(

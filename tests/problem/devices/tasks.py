@@ -6,7 +6,8 @@ import numpy as np
 import optax
 
 import foretune as ft
-from foretune._attribution.sweep import Spread, backward, ends, forward
+from foretune._attribution.queries import Queries, as_queries
+from foretune._attribution.sweep import backward, ends, forward, placed
 from foretune._attribution.weighted import weighted_problem
 from foretune._problem.problem import validated
 
@@ -59,13 +60,14 @@ def folds():
 
 def way_back(problem, hparams, mesh):
     """Return the compiled program of the adjoints of 8 errors on a mesh."""
-    one = jax.tree.map(lambda leaf: leaf[:1], VALIDATION)
-    problem = ft.shard(problem, mesh).replace(validation=one)
-    wanted, point = weighted_problem(problem, hparams, "weight", None, None)
+    problem = ft.shard(problem, mesh)
+    queries = as_queries(problem, VALIDATION)
+    wanted, point, queries = weighted_problem(problem, hparams, queries, "weight", None, None)
     arrays, structure = validated(wanted, point)
     s_T, stored = forward(ft.Reverse(), structure, arrays)
-    _, adjoint = ends(wanted, point, s_T, Spread(mesh).place(VALIDATION))
-    adjoint = Spread(mesh).place(adjoint)
+    queries = Queries(queries.objectives, placed(queries.validation, mesh), True)
+    _, adjoint = ends(wanted, point, s_T, queries)
+    adjoint = placed(adjoint, mesh)
     return backward.lower(ft.Reverse(), structure, arrays, stored, adjoint).compile().as_text()
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import foretune as ft
+from experiments.language.attention import attention
 
 from ..problems import assert_trees_close
 
@@ -38,7 +38,7 @@ def test_values_and_derivatives_of_both_orders_and_modes(chunk):
         reverse_over_reverse = jax.vjp(gradient, *qkv)[1](along)
         return f(*qkv), jax.jvp(f, qkv, along)[1], forward_over_reverse, reverse_over_reverse
 
-    found = jax.jit(lambda: derivatives(lambda *qkv: ft.attention(*qkv, chunk=chunk)))()
+    found = jax.jit(lambda: derivatives(lambda *qkv: attention(*qkv, chunk=chunk)))()
     assert_trees_close(found, jax.jit(lambda: derivatives(plain))(), 1e-9, 1e-12)
     assert_trees_close(found[2], found[3], 1e-9, 1e-12)  # a Hessian is symmetric
 
@@ -46,13 +46,13 @@ def test_values_and_derivatives_of_both_orders_and_modes(chunk):
 @pytest.mark.usefixtures("x64")
 def test_keys_of_another_length():
     q, k, v = arrays(length=7, keys=9)
-    found = ft.attention(q, k, v, causal=False, chunk=2)
+    found = attention(q, k, v, causal=False, chunk=2)
     np.testing.assert_allclose(found, plain(q, k, v, causal=False), rtol=1e-12)
 
 
 def test_low_precision_inputs_have_scores_in_float32():
     q, k, v = (leaf.astype(jnp.bfloat16) for leaf in arrays())
-    found = ft.attention(q, k, v, chunk=4)
+    found = attention(q, k, v, chunk=4)
     assert found.dtype == jnp.bfloat16
     exact = plain(*(leaf.astype(jnp.float32) for leaf in (q, k, v)))
     np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.02)
@@ -67,18 +67,6 @@ def test_memory_grows_with_the_length_not_its_square():
         compiled = program.lower((q, q, q), (q, q, q)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    chunked = lambda *qkv: ft.attention(*qkv, chunk=32)  # noqa: E731
+    chunked = lambda *qkv: attention(*qkv, chunk=32)  # noqa: E731
     assert temporary(2048, chunked) < 5 * temporary(512, chunked)  # four times as long
     assert temporary(2048, plain) > 12 * temporary(512, plain)
-
-
-def test_errors_say_which_shapes():
-    q = jnp.ones((2, 5, 3, 4))
-    with pytest.raises(ValueError, match=r"float32\[2,5,3,4\].*float32\[2,5,1,4\].*jnp.repeat"):
-        ft.attention(q, q[:, :, :1], q[:, :, :1])
-    with pytest.raises(ValueError, match="must be of one length"):
-        ft.attention(q, q[:, :4], q[:, :4])
-    with pytest.raises(ValueError, match="length, heads, size"):
-        ft.attention(q[0, 0], q, q)
-    with pytest.raises((TypeError, ValueError), match="chunk"):
-        ft.attention(q, q, q, chunk=0)

@@ -13,8 +13,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from .checks import check_count, check_flag, describe
-
 
 def attention(
     q: Float[Array, "..."],
@@ -35,16 +33,14 @@ def attention(
 
     Scores are float32 at least. It has derivatives of any order in both modes.
 
-    >>> import foretune as ft, jax, jax.numpy as jnp
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 50, 4, 8))
-    >>> whole, chunked = ft.attention(q, k, v), ft.attention(q, k, v, chunk=16)
+    >>> whole, chunked = attention(q, k, v), attention(q, k, v, chunk=16)
     >>> chunked.shape, bool(jnp.allclose(whole, chunked, atol=1e-5))
     ((2, 50, 4, 8), True)
     """
-    check_flag(causal, "attention's causal")
-    check_count(chunk, f"attention(chunk={chunk!r})")
-    _check_shapes(q, k, v, causal)
     length = q.shape[-3]
+    assert q.shape[-2:] == k.shape[-2:], "repeat shared keys and values with `jnp.repeat`"
+    assert length == k.shape[-3] or not causal
     if length <= chunk:
         return _attend(causal, q, k, v, 0)
     count = -(-length // chunk)
@@ -70,17 +66,3 @@ def _attend(causal: bool, q: Array, k: Array, v: Array, first: int | Array) -> A
         seen = jnp.broadcast_to(seen, scores.shape)
         scores = jnp.where(seen, scores, jnp.asarray(jnp.finfo(kind).min, kind))
     return jnp.einsum("...nts,...snd->...tnd", jax.nn.softmax(scores).astype(v.dtype), v)
-
-
-def _check_shapes(q: Array, k: Array, v: Array, causal: bool) -> None:
-    shown = f"q is {describe(q)}, k {describe(k)} and v {describe(v)}"
-    if not (q.ndim == k.ndim == v.ndim >= 3):
-        raise ValueError(f"attention: {shown}; give each as (..., length, heads, size).")
-    same = q.shape[:-3] == k.shape[:-3] == v.shape[:-3] and q.shape[-1] == k.shape[-1]
-    if not (same and q.shape[-2] == k.shape[-2] == v.shape[-2] and k.shape[-3] == v.shape[-3]):
-        raise ValueError(
-            f"attention: {shown}; leading axes and heads must be the same in all, sizes in q and k, "
-            "lengths in k and v. Repeat shared keys and values with `jnp.repeat`."
-        )
-    if causal and q.shape[-3] != k.shape[-3]:
-        raise ValueError(f"attention(causal=True): {shown}; q and k must be of one length.")
