@@ -365,7 +365,7 @@ class Halfway(ft.Dynamics):
     ("make", "pattern"),
     [
         (DuckTyped, r"the dynamics is a DuckTyped: give .*a subclass of `foretune.Dynamics`"),
-        (lambda: penalised, r"the dynamics is a function: give `foretune.Training"),
+        (lambda: penalised, r"the dynamics is a function.*`foretune.Dynamics`"),
         (lambda: optax.sgd(0.1), r"a subclass of `foretune.Dynamics`"),
         (lambda: None, r"the dynamics is None"),
         (lambda: Ridge, r"is a class; give an instance, `Ridge\(...\)`"),
