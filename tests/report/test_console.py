@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import types
 
 import optax
 import pytest
