@@ -62,7 +62,7 @@ def result(**changes):
                 item(
                     index=13, image="figures/suspect-12.png", wrong=False, probability_wrong=0.99999
                 ),
-                item(index=14, given=EVIL, row={"age": 39, "job": "clerk"}, wrong=True),
+                item(index=14, observed=EVIL, row={"age": 39, "job": "clerk"}, wrong=True),
             ],
         },
     } | changes
@@ -107,7 +107,7 @@ def test_a_page_has_all_sections(run):
         'alt="Curves"',
         "99.8%",
         "&gt;99.9%",
-        'aria-label="the given label is wrong"',
+        'aria-label="the observed label is wrong"',
         "(2 of 3)",
         'alt="Example 12, labelled 7"',
         "clerk",
@@ -332,7 +332,7 @@ def test_cells_are_readable(tmp_path):
     page = page_of(make_run(tmp_path, tables=[table]))
     assert [*re.findall(r"<td[^>]*>([^<]*)</td>", page)[:8]] == [
         *("0.1235", "1.5e-7", "12,346", "true"),
-        *("0.5000", "1234", "nan", "–"),  # noqa: RUF001
+        *("0.5", "1234", "nan", "–"),  # noqa: RUF001
     ]
 
 
