@@ -52,8 +52,9 @@ def blobs():
 
 @pytest.fixture
 def small(monkeypatch):
-    """An ensemble of logistic regression, a small forest and boosted trees."""
+    """An ensemble of logistic regression and a small forest, which are trained at once."""
     monkeypatch.setattr(_ensemble, "MOST_KERNEL", 0)
+    monkeypatch.setattr(_ensemble, "WIDE", 0)
     monkeypatch.setattr(_ensemble, "TREES", 10)
     return lambda **options: LabelCleaner(**{"random_state": 0, "progress": False} | options)
 

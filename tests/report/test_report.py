@@ -332,7 +332,7 @@ def test_cells_are_readable(tmp_path):
     page = page_of(make_run(tmp_path, tables=[table]))
     assert [*re.findall(r"<td[^>]*>([^<]*)</td>", page)[:8]] == [
         *("0.1235", "1.5e-7", "12,346", "true"),
-        *("0.5000", "1234", "nan", "–"),  # noqa: RUF001
+        *("0.5", "1234", "nan", "–"),  # noqa: RUF001
     ]
 
 

@@ -51,8 +51,7 @@ class Bridge:
     Attributes:
         module: the module, which only `load` changes.
         params: its trainable parameters as JAX arrays, by the names of `module.named_parameters()`.
-            A parameter used in two places is one entry. Those with `requires_grad=False` are not
-            here: they are constants, with the values they have now.
+            Those with `requires_grad=False` are constants, with the values they have now.
         buffers: its buffers (batch statistics, masks) as JAX arrays by name: the model state.
     """
 
@@ -89,13 +88,10 @@ class Bridge:
         """Return `module(*args, **kwargs)` at these parameters and buffers, a pure function in JAX.
 
         Args:
-            params: as in `Bridge.params`.
-            *args: inputs of the module's `forward`: JAX or NumPy arrays, or whatever else it takes.
-            buffers: as in `Bridge.buffers`; to be given where the module has any.
-            train: whether dropout drops and batch normalisation uses the batch, as after
-                `module.train()`. The result is then the pair (output, new buffers).
+            params, buffers: as in `Bridge.params` and `Bridge.buffers`.
+            *args, **kwargs: inputs of the module's `forward`, with JAX or NumPy arrays.
+            train: as after `module.train()`. The result is then the pair (output, new buffers).
             key: a random key, for dropout and the like.
-            **kwargs: further arguments of `forward`.
 
         >>> import foretune.torch as ftt, jax.numpy as jnp, torch
         >>> model = ftt.bridge(torch.nn.BatchNorm1d(2, affine=False))
