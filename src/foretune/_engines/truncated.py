@@ -59,8 +59,8 @@ class Truncated(TracedEngine):
     >>> hparams = {"target": jnp.array(1.0)}  # s_T = (1 - 2^-T) target
     >>> float(ft.Reverse()(problem, hparams).grad["target"])
     0.9990234375
-    >>> float(ft.Truncated(5)(problem, hparams).grad["target"])  # 1 - 2^-5
-    0.96875
+    >>> float(ft.Truncated(6)(problem, hparams).grad["target"])  # 1 - 2^-6
+    0.984375
     """
 
     other_mode: ClassVar[str | None] = FORWARD
