@@ -1,4 +1,4 @@
-"""Problems whose responses go from smooth to jagged, each with a way to draw starts.
+"""Problems whose responses go from smooth to chaotic, each with a way to draw starts.
 
 `starts` draws hyperparameters over two decades around a problem's own. Sizes are small: a hypergradient
 takes some hundredths of a second on two CPU cores. `LARGE` has transformers for one large GPU.
@@ -122,7 +122,7 @@ def edge_of_stability() -> Response:
 
 
 def recurrent(steps: int = 300) -> Response:
-    """Rate and decay of a recurrent network that remembers a sign over 30 steps: jagged."""
+    """Rate and decay of a recurrent network that remembers a sign over 30 steps: chaotic."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(600, 30)).astype(np.float32)
     y = (x[:, 0] > 0).astype(np.int32)

@@ -134,7 +134,9 @@ def gallery(
                 "observed": str(names[first.given[i]]),
                 "suggested": str(names[cleaner.suggested_[i]]),
                 "probability_wrong": float(cleaner.probability_wrong_[i]),
-                "image": write_picture(folder, "suspect", i, x.reshape(shape)) if shape else None,
+                "image": write_picture(folder, "suspect", int(i), x.reshape(shape))
+                if shape
+                else None,
                 "row": None if shape else {str(j): float(v) for j, v in enumerate(x[:6])},
                 "wrong": bool(first.wrong[i]),
             }

@@ -183,7 +183,7 @@ def attribute(
     with plain_errors(debug, out):
         from .apps import _explain
 
-        settings = _explain.Settings(
+        settings = _explain.ExplainSettings(
             train=str(train),
             queries=str(queries),
             label=label,

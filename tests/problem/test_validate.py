@@ -401,7 +401,11 @@ X, Y = np.ones((40, 3), np.float32), np.ones(40, np.float32)
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: ft.Training("mse", optax.sgd(0.1)), TypeError, "must be a function, got the str 'mse'"),
+        (
+            lambda: ft.Training("mse", optax.sgd(0.1)),
+            TypeError,
+            "must be a function, got the str 'mse'",
+        ),
         (lambda: ft.FullBatch((X[:0], Y[:0]), 3), ValueError, r"data\[0\] is float32\[0,3\]"),
         (
             lambda: ft.FullBatch([[1.0, 2.0], [3.0, 4.0]], 3),

@@ -4,13 +4,13 @@ import json
 import signal
 import subprocess
 import sys
-import types
 
 import optax
 import pytest
 import typer
 
 import foretune as ft
+from foretune._outer.run import Run
 from foretune.report import Lines, ReportError, plain_errors, say, show_result
 
 from ..problems import regression
@@ -19,10 +19,11 @@ from ..problems import regression
 def test_no_lines_beside_a_bar(monkeypatch, capsys):
     for terminal, expected in ((False, 11), (True, 0)):
         monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
-        lines = Lines("steps")
-        lines.start(None)
+        lines, run = Lines("steps"), Run(40, None, None, dict)
+        lines.start(run)
         for step in range(41):
-            lines.step(types.SimpleNamespace(step=step, steps=40))
+            run.begin_at(step)
+            lines.step(run)
         assert len(capsys.readouterr().err.splitlines()) == expected
 
 

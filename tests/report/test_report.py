@@ -62,7 +62,7 @@ def result(**changes):
                 item(
                     index=13, image="figures/suspect-12.png", wrong=False, probability_wrong=0.99999
                 ),
-                item(index=14, given=EVIL, row={"age": 39, "job": "clerk"}, wrong=True),
+                item(index=14, observed=EVIL, row={"age": 39, "job": "clerk"}, wrong=True),
             ],
         },
     } | changes
@@ -107,7 +107,7 @@ def test_a_page_has_all_sections(run):
         'alt="Curves"',
         "99.8%",
         "&gt;99.9%",
-        'aria-label="the given label is wrong"',
+        'aria-label="the observed label is wrong"',
         "(2 of 3)",
         'alt="Example 12, labelled 7"',
         "clerk",

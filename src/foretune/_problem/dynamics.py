@@ -90,7 +90,8 @@ def check_dynamics(dynamics: object) -> Dynamics:
     if not isinstance(dynamics, Dynamics):
         raise TypeError(
             f"the dynamics is {describe(dynamics)}: give `foretune.Training(...)`, or an instance of "
-            "a subclass of `foretune.Dynamics`."
+            "a subclass of `foretune.Dynamics`, with the methods `init(params, hparams)` and "
+            "`step(state, hparams, batch)`."
         )
     check_signature(dynamics.init, "dynamics.init(params, hparams)")
     check_signature(dynamics.step, "dynamics.step(state, hparams, batch)")

@@ -28,7 +28,7 @@ SHOWN = 20
 """Queries on the page."""
 
 
-class Settings(NamedTuple):
+class ExplainSettings(NamedTuple):
     """What is asked for."""
 
     train: str
@@ -54,7 +54,7 @@ class Queried(NamedTuple):
     accuracy: float
 
 
-def run(out: str | Path, settings: Settings) -> Path:
+def run(out: str | Path, settings: ExplainSettings) -> Path:
     """Train, attribute, write the lists and the report, and return the report's path."""
     options = settings.label, settings.image, settings.drop
     table = read_table(settings.train, *options)
@@ -114,7 +114,7 @@ def _trained(
     query_rows: Rows,
     asked: np.ndarray | None,
     classes: int,
-    settings: Settings,
+    settings: ExplainSettings,
 ) -> Queried:
     """Return the training of a model, and its queries."""
     z, z_q = components(rows, query_rows, settings.seed)

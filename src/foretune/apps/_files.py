@@ -143,7 +143,7 @@ def write_lists(folder: RunFolder, found: Found, table: Table) -> None:
     def judged(i: int) -> list[str]:
         return [cell(table.y[i]), cell(found.suggested_[i]), f"{found.probability_wrong_[i]:.6f}"]
 
-    suspects = [i for i in found.ranking_ if found.suspects_[i]]
+    suspects = [int(i) for i in found.ranking_ if found.suspects_[i]]
     columns = ["row", "observed", "suggested", "probability_wrong"]
     write_csv(
         folder.path / "suspects.csv",

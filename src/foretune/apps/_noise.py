@@ -153,14 +153,14 @@ class _Part(eqx.Module):
         return -jnp.concatenate([observed, trusted], axis=1)
 
 
-class _Loss(_Part):
+class _NoisyLoss(_Part):
     def __call__(self, params, hparams, batch):
         penalties = jax.vmap(self.model.penalty, (0, None))(params, jnp.exp(hparams["l2"]))
         total = jnp.sum(batch.counted(batch.train) * self.losses(params, hparams, batch))
         return total / batch.z.shape[0] + jnp.sum(penalties)
 
 
-class _Error(_Part):
+class _HeldOutError(_Part):
     def __call__(self, state, hparams, batch):
         n, c = batch.observed.shape[0], batch.trusted.shape[0]
         held = batch.counted(1 - batch.train) * self.losses(state.params, hparams, batch)
@@ -176,8 +176,8 @@ def noise_problem(model: Linear, data: Data, classes: int, steps: int = STEPS) -
     """Return the bilevel problem; all weights start at 0."""
     folds, width = data.train.shape[0], data.z.shape[1]
     return Problem(
-        dynamics=Training(_Loss(model), _Optimizer(model)),
-        objective=_Error(model),
+        dynamics=Training(_NoisyLoss(model), _Optimizer(model)),
+        objective=_HeldOutError(model),
         init={"w": jnp.zeros((folds, classes, width)), "b": jnp.zeros((folds, classes))},
         batches=FullBatch(data, steps=steps),
         validation=data,
