@@ -363,3 +363,20 @@ def test_a_start_that_is_not_finite_comes_with_the_run():
         "this was step 0 of minimize, with hparams['decay'] = 0.02, hparams['lr'] = 1e+30" in first
     )
     assert "in the attribute `run`" in second
+
+
+@pytest.mark.second_tier
+def test_a_step_that_is_not_finite_is_rejected_where_there_is_no_derivative():
+    def error(state, h, _):  # in steps, and not finite beyond 1
+        x = jax.lax.stop_gradient(h["x"])
+        return jnp.where(x > 1.0, jnp.nan, -jnp.floor(10 * x) / 10) + 0 * state.params
+
+    training = ft.Training(lambda w, h, _: w**2, optax.sgd(0.1))
+    problem = ft.Problem(training, error, jnp.array(0.0), ft.FullBatch(None, steps=1))
+    far = optax.sgd(1.0)
+    with pytest.warns(RuntimeWarning, match="is not finite"):
+        result = ft.minimize(
+            problem, {"x": jnp.array(0.7)}, steps=4, engine=ft.Evolution(0.3, 4), optimizer=far
+        )
+    assert result.history[1]["rejected"]
+    assert result.value <= -0.7 + 1e-6

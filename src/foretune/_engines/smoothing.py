@@ -39,7 +39,7 @@ from .._problem.checks import check_count, check_key, describe
 from .._problem.problem import Problem, ProblemLike
 from .._problem.system import System
 from .base import Hypergradient, Solution, TracedEngine
-from .nonfinite import NonFiniteError
+from .nonfinite import NonFiniteError, when_checked
 from .reverse import Reverse
 
 
@@ -178,7 +178,7 @@ class Neighbourhood(TracedEngine):
                 "cannot be moved inside their constraints, or not by so little in their type. Give "
                 "constraints that leave room, or a larger radius."
             )
-        if diverged:
+        if diverged and (diverged < self.samples or when_checked() is not False):
             message = (
                 f"{name}(radius={self.radius:g}): in {int(diverged)} of {self.samples} pairs of points "
                 "a training is not finite. Take a smaller radius, or constraints."

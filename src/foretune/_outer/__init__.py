@@ -1,1 +1,1 @@
-"""The outer loop: constraints, the descent on hyperparameters, and what happens beside a run."""
+"""The outer loop: one driver, the descent on hyperparameters, callbacks, stopping rules."""

@@ -54,7 +54,7 @@ class Checkpoint(Callback):
         if run.steps is not None and saved.step > run.steps:
             warnings.warn(
                 f"the run in {self.directory} has done {saved.step} steps already, not {run.steps}.",
-                stacklevel=4,
+                stacklevel=5,
             )
         carry, best = with_numbers(place, saved.arrays)
         run.resume(saved.step, carry, best, saved.history)

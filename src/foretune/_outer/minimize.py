@@ -152,7 +152,8 @@ class Descent(Stepper[Run]):
         hparams = run.carry.accepted.hparams
         if run.value is not None and not run.record["rejected"]:
             return hparams, run.value, run.state
-        hyper = self._evaluated(run.step, hparams)
+        step = next(record["step"] for record in reversed(run.history) if not record["rejected"])
+        hyper = self._evaluated(step, hparams)  # in the draw of that step
         return hparams, hyper.value, hyper.state
 
     def _problem_at(self, step: int) -> Definition | Drawn:
@@ -166,7 +167,8 @@ class Descent(Stepper[Run]):
 
     def _report(self, run: Run, step: int, hyper: Hypergradient) -> None:
         """Raise where the start is not finite; warn, once, of a step that is rejected for it."""
-        arrays, structure = validated(self._problem_at(step), run.carry.hparams)
+        smooth = self.engine.differentiates
+        arrays, structure = validated(self._problem_at(step), run.carry.hparams, smooth=smooth)
         problem, hparams = opened(structure, arrays)
         why = explain(problem, hparams, hyper, self.engine.other_mode)
         if run.begins:  # there is nothing to go back to
@@ -182,7 +184,7 @@ class Descent(Stepper[Run]):
                 f"the error or the hypergradient at step {step} of minimize is not finite, with "
                 f"{shown(hparams)}. Such steps are rejected and shortened. {why}",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def fingerprint(self, hparams: PyTree) -> dict[str, str]:

@@ -103,7 +103,7 @@ class Windows(Stepper[RealTimeRun]):
     def noted(self, run: RealTimeRun) -> None:
         """Warn of what has happened."""
         _warn_where_all_is_rolled_back(run)
-        warn_of_dropped(run.carry, run.log, stacklevel=3)
+        warn_of_dropped(run.carry, run.log, stacklevel=4)
 
     def result(self, run: RealTimeRun) -> tuple[PyTree, PyTree, PyTree]:
         """Return the last hyperparameters, the last value and the tuner's state."""
@@ -133,5 +133,5 @@ def _warn_where_all_is_rolled_back(run: RealTimeRun) -> None:
         f"{run.record['hparams']!r:.200}. Start from a smaller learning rate, and look at the scale of "
         "the inputs and initial parameters. `RealTime(rollback=None)` says where it is not finite.",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
