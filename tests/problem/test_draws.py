@@ -379,3 +379,21 @@ def test_an_array_that_differs_in_what_functions_close_over():
 
     with pytest.raises(ValueError, match="closes over other values"):
         ft.Reverse()(ft.Mean.of_draws(closes, 2), hyper(), key=KEY)
+
+
+def test_a_function_that_closes_over_what_is_drawn_is_refused():
+    def draw(key):
+        x = jax.random.normal(key, (6, 3))
+        training = ft.Training(lambda w, h, b: jnp.mean((b @ w) ** 2), optax.sgd(0.1))
+        return ft.Problem(
+            training,
+            lambda state, h, b: jnp.mean((b @ state.params) ** 2),
+            init=lambda h: h["start"] + x[0],
+            batches=ft.FullBatch(x, steps=2),
+            validation=x,
+        )
+
+    with pytest.raises(TypeError, match="closes over an array that is drawn"):
+        ft.Reverse()(draw, {"start": jnp.zeros(3)}, key=jax.random.key(0))
+    with pytest.raises(TypeError, match="takes a function draw"):
+        ft.Mean.of_draws(draw(jax.random.key(0)), 2)

@@ -89,6 +89,26 @@ def _traced(
         return arrays
 
     closed = jax.make_jaxpr(arrays_of)(key)
+    if any(map(_holds_tracer, found[0].static)):
+        raise TypeError(
+            "a function of the drawn problem (its loss, objective or init) closes over an array that "
+            "is drawn, and a draw is traced once. Pass what is drawn through `batches`, `validation` "
+            "or `init`, which may be arrays of any structure."
+        )
     with jax.ensure_compile_time_eval():  # inside `jit` too: what is remembered is of no trace
         constants = [c if isinstance(c, Tracer) else jnp.asarray(c) for c in closed.consts]
     return closed.replace(consts=constants), found[0]
+
+
+def _holds_tracer(leaf: object, seen: frozenset[int] = frozenset()) -> bool:
+    """Return whether a function closes over what was traced, itself or by another function."""
+    if isinstance(leaf, Tracer) or id(leaf) in seen:
+        return isinstance(leaf, Tracer)
+    for cell in getattr(leaf, "__closure__", None) or ():
+        try:
+            leaves = jax.tree.leaves(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+        if any(_holds_tracer(inner, seen | {id(leaf)}) for inner in leaves):
+            return True
+    return False

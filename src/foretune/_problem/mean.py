@@ -76,7 +76,7 @@ class Mean(Problem):
         )
 
     @staticmethod
-    def of_draws(draw: Draw, n: int) -> "MeanDraw":
+    def of_draws(draw: Any, n: int) -> "MeanDraw":
         """Return the draw of the mean over n draws, each with a key of its own.
 
         >>> import foretune as ft, jax, jax.numpy as jnp, optax
@@ -90,6 +90,10 @@ class Mean(Problem):
         >>> ft.Reverse()(mean, hparams, key=key).state.params.shape
         (4,)
         """
+        if isinstance(draw, Definition) or not callable(draw):
+            raise TypeError(
+                f"Mean.of_draws takes a function draw(key) -> Problem, got {describe(draw)}."
+            )
         return MeanDraw(draw, n)
 
     def values(self, state: PyTree, hparams: PyTree) -> PyTree[Float[Array, " count"]]:

@@ -117,10 +117,9 @@ def _checked(
 ) -> tuple[list[Array], Structure, tuple[str, ...]]:
     arrays, structure = flatten((problem, check_hparams(hparams)))
     shapes = tuple((array.shape, array.dtype) for array in arrays)
-    opened_structure, opened_shapes = structure, shapes
     if isinstance(problem, Drawn):
-        opened_structure, opened_shapes = _drawn_shapes(structure, shapes)
-    return arrays, structure, check_shapes(opened_structure, opened_shapes, smooth)
+        return arrays, structure, check_shapes(*_drawn_shapes(structure, shapes), smooth)
+    return arrays, structure, check_shapes(structure, shapes, smooth)
 
 
 @functools.lru_cache(maxsize=256)

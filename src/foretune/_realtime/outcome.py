@@ -79,7 +79,6 @@ def finish(
         alive=seen.first_alive,
     )
     flat, unravel = ravel_pytree(state.hparams)
-    counted = (end.steps - end.skipped).astype(end.highest.dtype)
     log = {
         "value": value,
         "hypergradient": direction,
@@ -94,6 +93,14 @@ def finish(
         "dropped": dropped,
     }
     return new, log, fault
+
+
+def _mean_loss(end: WindowState) -> Float[Array, ""] | None:
+    """Return the mean loss of the minibatches that count; where none does, the last one's."""
+    if end.total is None or end.loss is None:
+        return None
+    counted = (end.steps - end.skipped).astype(end.total.dtype)
+    return jnp.where(counted > 0, end.total / jnp.maximum(counted, 1), end.loss)
 
 
 def gather(window: Window, end: WindowState, last: int | Int[Array, ""]) -> Evidence:

@@ -71,9 +71,9 @@ def _stack(*leaves: Array | np.ndarray) -> Array | np.ndarray:
 
 def check_stream(stream: object, name: str, *, minibatches: bool = False) -> None:
     """Raise where a stream is one batch, or nothing that can be iterated over."""
-    items = stream.values() if isinstance(stream, dict) else stream
     one = hasattr(stream, "shape")
     if isinstance(stream, tuple | dict | list):
+        items = stream.values() if isinstance(stream, dict) else stream
         shapes = [getattr(item, "shape", None) for item in items]
         differ = None not in shapes and len(set(shapes)) > 1  # [x, y]: no list of batches
         one = differ if isinstance(stream, list) else any(shape is not None for shape in shapes)
