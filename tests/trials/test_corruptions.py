@@ -139,10 +139,7 @@ def cleaned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cleaned")
     jobs.write_tables(folder / "run")
     data = folder / "run-data"
-    settings = _files.Settings(
-        str(data / "train.csv"), str(data / "checked.csv"), model="softmax",
-        steps=4, iterations=12,
-    )  # fmt: skip
+    settings = _files.Settings(str(data / "train.csv"), str(data / "checked.csv"))
 
     def run(out):
         with contextlib.redirect_stderr(io.StringIO()):

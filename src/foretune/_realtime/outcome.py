@@ -84,9 +84,7 @@ def finish(
         "hypergradient": direction,
         "hparams": state.hparams,
         "z_norm": jax.tree.map(optax.tree.norm, unravel(seen.norms.astype(flat.dtype))),
-        "loss": None
-        if end.total is None
-        else jnp.where(counted > 0, end.total / counted, end.loss),
+        "loss": _mean_loss(end),
         "rolled_back": rolled_back,
         "skipped": end.skipped,
         "nonfinite": jnp.where(dropped, end.nonfinite, -1),

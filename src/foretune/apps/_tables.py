@@ -219,7 +219,13 @@ def encoded(tables: list[Table], text: tuple[str, ...] = ()) -> list[Rows]:
     first = tables[0]
     check_columns(tables, text)
     if is_frame(first.x):
-        encoder = column_encoder(first.x, text).fit(first.x)
+        try:
+            encoder = column_encoder(first.x, text).fit(first.x)
+        except ValueError as error:
+            if not text:
+                raise
+            columns = ", ".join(map(repr, text))
+            raise DataError(f"column {columns} as text: {error}") from error
         return [encoder.transform(table.x) for table in tables]
     return [check_array(table.x, dtype="float32", input_name=table.path) for table in tables]
 
