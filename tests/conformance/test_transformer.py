@@ -10,6 +10,7 @@ import pytest
 import foretune as ft
 from benchmarks.transformer import language_problem
 
+from ..conftest import setting
 from ..problems import assert_trees_close
 
 pytestmark = [
@@ -19,7 +20,6 @@ pytestmark = [
 ]
 ROWS = {
     "forward": lambda folder: ft.Forward(),
-    "forward, by chunks": lambda folder: ft.Forward(chunk=3),
     "everything": lambda folder: ft.Reverse(store="everything"),
     "gradients": lambda folder: ft.Reverse(store="gradients"),
     "states": lambda folder: ft.Reverse(store="states"),
@@ -28,6 +28,13 @@ ROWS = {
     "disk": lambda folder: ft.ReverseOnDisk(folder),
     "auto": lambda folder: ft.Auto(),
 }
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    """The programs run for a moment: spend no time on optimizing them."""
+    with setting(jax_disable_most_optimizations=True):
+        yield
 
 
 def transformer():

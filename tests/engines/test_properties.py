@@ -10,6 +10,16 @@ from hypothesis import strategies as st
 
 import foretune as ft
 
+from ..conftest import setting
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    """The programs are tiny and many: spend no time on optimizing them."""
+    with setting(jax_disable_most_optimizations=True):
+        yield
+
+
 shapes = st.lists(st.integers(1, 3), max_size=3).map(tuple)
 names = st.sampled_from(["a", "b", "c"])
 trees = st.recursive(
