@@ -219,7 +219,6 @@ class TestWhatARunSays:
         cleaning.LabelCleaner.interrupted = False  # the same command now finishes it
         cleaning.run(tmp_path / "run", settings)
         out, err = capfd.readouterr()
-        assert "  4 of 4 hyper-iterations" in err
         assert "[3/4] final trainings: Oracle, Baseline, DH-87, LabelCleaner" in err
         assert "[4/4] tables, figures and report" in err
         assert not out  # which is for results
