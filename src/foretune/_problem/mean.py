@@ -94,7 +94,7 @@ class Mean(Problem):
             raise TypeError(
                 f"Mean.of_draws takes a function draw(key) -> Problem, got {describe(draw)}."
             )
-        return MeanDraw(draw, n)
+        return MeanDraw(cast(Draw, draw), n)
 
     def values(self, state: PyTree, hparams: PyTree) -> PyTree[Float[Array, " count"]]:
         """Return the error of each problem at a final state; their mean is the value."""
