@@ -55,6 +55,6 @@ suspects = found.bottom(60)[0]
 print(f"attribute: {wrong[suspects].sum()} of 60 wrong labels among the 60 most harmful")
 
 # %% The same with the estimator
-cleaner = LabelCleaner("kernel", random_state=0).fit(x[:600], given, *checked)
+cleaner = LabelCleaner(random_state=0).fit(x[:600], given, *checked)
 first = cleaner.ranking_[:60]
 print(f"LabelCleaner: {wrong[first].sum()} of 60 among the 60 most suspicious")

@@ -93,7 +93,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         estimator: object = "ensemble",
         *,
         folds: object = 5,
-        progress: bool = True,
+        progress: object = True,
         random_state: object = None,
     ):
         self.estimator = estimator
