@@ -325,10 +325,10 @@ FAILS = {
 @pytest.mark.second_tier
 @pytest.mark.filterwarnings("ignore")
 @parametrize_with_checks(
-    [LabelCleaner(random_state=0, progress=False)], expected_failed_checks=lambda _: FAILS
+    [LabelCleaner(LogisticRegression(), random_state=0, progress=False)],
+    expected_failed_checks=lambda _: FAILS,
 )
 def test_scikit_learn_conventions(estimator, check, monkeypatch):
-    monkeypatch.setattr(_ensemble, "TREES", 20)  # forests of 200 would take a quarter of an hour
     monkeypatch.setattr(noise, "HYPER_STEPS", 2)
     with setting(jax_disable_most_optimizations=True):  # many shapes, each compiled
         check(estimator)

@@ -6,7 +6,7 @@ from typing import cast
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils import Tags, _safe_indexing, check_random_state
+from sklearn.utils import Tags, _safe_indexing, check_random_state, indexable
 from sklearn.utils._param_validation import Interval
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _num_samples, check_is_fitted, column_or_1d, validate_data
@@ -192,7 +192,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
             if self._own is None:
                 self._encoder = column_encoder(X).fit(X)
         elif self._own is not None:
-            self.n_features_in_ = getattr(X, "shape", (0, 0))[1]
+            shape = getattr(X, "shape", ())
+            self.n_features_in_ = shape[1] if len(shape) > 1 else 0  # texts are one column of none
         else:
             validate_data(self, X, accept_sparse="csr", dtype=FLOATS)
 
@@ -213,7 +214,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
         if self._encoder is not None:
             return np.asarray(self._encoder.transform(X), np.float64)
         if self._own is not None:
-            return X
+            return indexable(X)[0]
         try:
             return validate_data(self, X, reset=False, accept_sparse="csr", dtype=FLOATS)
         except ValueError as error:
