@@ -35,6 +35,7 @@ from ._outer.callbacks import Progress as Progress
 from ._outer.callbacks import TensorBoard as TensorBoard
 from ._outer.checkpoint import Checkpoint as Checkpoint
 from ._outer.minimize import minimize as minimize
+from ._outer.rehearse import rehearse as rehearse
 from ._outer.run import Result as Result
 from ._outer.run import Run as Run
 from ._outer.stopping import NoImprovement as NoImprovement

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Bool, DTypeLike, PyTree
+from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Float, PyTree
 
 from .._problem.arguments import filtered
 from .._problem.checks import describe, named_leaves
@@ -47,6 +47,10 @@ class AbstractConstraint(eqx.Module):
     def from_unconstrained(self, u: PyTree) -> PyTree:
         """Return x from the variable that the outer optimizer moves."""
         return u
+
+    def spread(self, x: PyTree, q: Float[Array, ""]) -> PyTree:
+        """Return a point of the set, for a search that starts at x; q goes from 0 to 1."""
+        return x
 
     def scale(self, u: PyTree, unit: PyTree) -> PyTree:
         """Return the natural scale of a change: |u|, and `unit` where u is near 0."""
@@ -126,20 +130,20 @@ def _name(key: Any) -> Hashable:
 
 
 def to_unconstrained(constraints: PyTree, x: PyTree) -> PyTree:
-    return _map(lambda constraint, x: constraint.to_unconstrained(x), constraints, x)
+    return map_parts(lambda constraint, x: constraint.to_unconstrained(x), constraints, x)
 
 
 def from_unconstrained(constraints: PyTree, u: PyTree) -> PyTree:
-    return _map(lambda constraint, u: constraint.from_unconstrained(u), constraints, u)
+    return map_parts(lambda constraint, u: constraint.from_unconstrained(u), constraints, u)
 
 
 def project(constraints: PyTree, x: PyTree) -> PyTree:
-    return _map(lambda constraint, x: constraint.project(x), constraints, x)
+    return map_parts(lambda constraint, x: constraint.project(x), constraints, x)
 
 
 def scales_with(constraints: PyTree, u: PyTree, units: PyTree) -> PyTree:
     """Return the scale of each entry of u, where `units` are added to its magnitude."""
-    return _map(lambda constraint, u, unit: constraint.scale(u, unit), constraints, u, units)
+    return map_parts(lambda constraint, u, unit: constraint.scale(u, unit), constraints, u, units)
 
 
 def scales(constraints: PyTree, u: PyTree) -> PyTree:
@@ -200,16 +204,26 @@ def check_starts(constraints: PyTree, x: PyTree) -> None:
         except ValueError as error:
             raise ValueError(f"hparams{jax.tree_util.keystr(path)}: {error}") from None
 
-    jax.tree_util.tree_map_with_path(check, constraints, x, is_leaf=_is_constraint)
+    jax.tree_util.tree_map_with_path(check, constraints, x, is_leaf=is_constraint)
 
 
-def _map(f: Callable[..., PyTree], constraints: PyTree, *trees: PyTree) -> PyTree:
+def map_parts(f: Callable[..., PyTree], constraints: PyTree, *trees: PyTree) -> PyTree:
     """Return f of each constraint and of its part of the trees."""
-    return jax.tree.map(f, constraints, *trees, is_leaf=_is_constraint)
+    return jax.tree.map(f, constraints, *trees, is_leaf=is_constraint)
 
 
-def _is_constraint(node: object) -> bool:
+def is_constraint(node: object) -> bool:
     return isinstance(node, AbstractConstraint)
+
+
+def over_decades(x: PyTree, q: Float[Array, ""]) -> PyTree:
+    """Return x times 1e-3 to 1e3, in logarithms evenly; 1e-5 to 10 in place of 0."""
+
+    def factor(leaf):
+        power = 10 ** (6 * q.astype(leaf.dtype) - 3)
+        return jnp.where(leaf == 0, 1e-2 * power, leaf * power)
+
+    return jax.tree.map(factor, x)
 
 
 def all_true(tree: PyTree) -> Bool[Array, ""]:

@@ -8,14 +8,14 @@ import abc
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, DTypeLike, PyTree
+from jaxtyping import Array, Bool, DTypeLike, Float, PyTree
 
-from .base import AbstractConstraint, Number, all_true, as_type, numbers_in
+from .base import AbstractConstraint, Number, all_true, as_type, numbers_in, over_decades
 
 HAIR = 1e-7  # of an interval; nearer a bound, Adam's epsilon of 1e-8 would outweigh the slope
 
 
-class _Change(AbstractConstraint):
+class Change(AbstractConstraint):
     """What `Log` and `Logit` share: x strictly between bounds, moved as another variable."""
 
     @abc.abstractmethod
@@ -52,7 +52,7 @@ class _Change(AbstractConstraint):
         return jax.tree.map(jnp.ones_like, u)
 
 
-class Log(_Change):
+class Log(Change):
     """x > 0, moved as log(x): steps are factors. For learning rates and other scales.
 
     It cannot start at 0, which no factor changes.
@@ -69,6 +69,9 @@ class Log(_Change):
         # A factor of 4 from the ends: log(x) is rounded, and exp of it must stay a normal number.
         return as_type(dtype, 4 * jnp.finfo(dtype).tiny, jnp.finfo(dtype).max / 4)
 
+    def spread(self, x: PyTree, q: Float[Array, ""]) -> PyTree:
+        return self.project(over_decades(x, q))
+
     def to_unconstrained(self, x: PyTree) -> PyTree:
         return jax.tree.map(jnp.log, x)
 
@@ -76,7 +79,7 @@ class Log(_Change):
         return jax.tree.map(jnp.exp, u)
 
 
-class Logit(_Change):
+class Logit(Change):
     """lower < x < upper, moved as log((x - lower) / (upper - x)). For momenta and shares.
 
     >>> import foretune as ft, jax.numpy as jnp
@@ -123,6 +126,15 @@ class Logit(_Change):
                     f"{lower} and {upper}. Take others, or hyperparameters of a wider type."
                 )
         super().check_start(x)
+
+    def spread(self, x: PyTree, q: Float[Array, ""]) -> PyTree:
+        """Return a point of the interval."""
+
+        def within(leaf):
+            lower, upper = self._bounds(leaf.dtype)
+            return jnp.broadcast_to(lower + q.astype(leaf.dtype) * (upper - lower), leaf.shape)
+
+        return self.project(jax.tree.map(within, x))
 
     def to_unconstrained(self, x: PyTree) -> PyTree:
         def logit(leaf):

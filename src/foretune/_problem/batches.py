@@ -123,7 +123,7 @@ class Minibatches(Batches):
                 f"steps={steps} of batch_size={batch_size} are too many indices to draw at once."
             )
         check_key(key, "the key of Minibatches.shuffled")
-        return cls(data, _shuffled(n, batch_size, steps, key))
+        return cls(data, shuffled_rows(n, batch_size, steps, key))
 
     def reshuffled(self, key: object) -> "Minibatches":
         """Draw as many minibatches of the same size anew, as `shuffled` does.
@@ -146,7 +146,7 @@ class Minibatches(Batches):
         steps, batch_size = self.indices.shape
         if batch_size > n:
             raise ValueError(f"a batch of {batch_size} cannot be drawn from {n} examples anew.")
-        return self.at(_shuffled(n, batch_size, steps, key).astype(self.indices.dtype))
+        return self.at(shuffled_rows(n, batch_size, steps, key).astype(self.indices.dtype))
 
     @property
     def steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -165,7 +165,7 @@ class Minibatches(Batches):
         return super().whole() if self.gather is not None else self.data
 
 
-def _shuffled(n: int, batch_size: int, steps: int, key: Any) -> Int[Array, "T b"]:
+def shuffled_rows(n: int, batch_size: int, steps: int, key: Any) -> Int[Array, "T b"]:
     """Return indices of minibatches, the n examples in a new order at each epoch."""
     per_epoch = n // batch_size
     keys = jax.random.split(key, -(-steps // per_epoch))

@@ -1,0 +1,364 @@
+"""The trials of a rehearsed training, as the steps of a run."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, Bool, Float, PyTree
+
+from .._constraints.base import (
+    AbstractConstraint,
+    from_unconstrained,
+    map_parts,
+    project,
+    scales,
+    to_unconstrained,
+)
+from .._constraints.sets import NonNegative
+from .._constraints.variables import Change, Log
+from .._engines.base import AbstractEngine
+from .._engines.nonfinite import NonFiniteError, check_finite, explain, is_finite
+from .._files.digests import digest
+from .._problem.arguments import filtered
+from .._problem.batches import Minibatches, shuffled_rows
+from .._problem.checks import shown
+from .._problem.definition import Definition
+from .._problem.draws import Draw, Drawn, as_problem
+from .._problem.mean import Mean
+from .._problem.problem import Problem, opened, validated
+from .._problem.system import make_system
+from .drive import Evaluation, Stepper
+from .run import Run
+from .search import candidates
+from .secant import Secant, first_secant, secant_step
+from .update import select
+
+Make = Callable[[int, Array], Definition]
+SEARCH, DESCENT, COMPARISON, PERFORMANCE = "search", "descent", "comparison", "performance"
+RISE = 0.1  # of the error: rejected
+SIZES = (1.0, 0.7)  # of the first step and of the others, in units
+UNIT = 0.4  # of its scale, for what does not move by factors
+CARRIED_ON = 0.5  # of the trend
+FARTHEST = 0.9  # that it is, in logarithms
+LOWER = 1 / 3  # scales, where the performance failed
+
+
+class Trial(NamedTuple):
+    """A step of the run: what is done, over how many steps, with how many candidates or draws."""
+
+    kind: str
+    steps: int
+    count: int
+    cost: float
+
+
+class Carry(NamedTuple):
+    """All that decides how the run continues. A point v is one of `Moves`."""
+
+    hparams: PyTree  # of the next trial
+    start: PyTree
+    origin: PyTree  # what the search found
+    accepted: PyTree  # the last v of a descent that was, and the step from there
+    step: PyTree
+    begun: Bool[Array, ""]  # whether any was
+    lowest: Float[Array, ""]  # error of a rehearsal so far
+    secant: Secant
+    ends: PyTree  # the v that the descents of each length lead to, a row each
+
+
+class Rehearsals(Stepper[Run]):
+    """The steps of a rehearsed training, a trial each."""
+
+    first = 1
+
+    def __init__(
+        self,
+        make: Make,
+        constraints: PyTree,
+        engine: AbstractEngine,
+        key: Array,
+        trials: list[Trial],
+    ):
+        self.make, self.constraints, self.engine = make, constraints, engine
+        self.key, self.trials, self.steps = key, trials, trials[-1].steps
+        self.lengths = sorted({trial.steps for trial in trials if trial.kind == DESCENT})
+        self._draw = functools.lru_cache(self._made)  # a draw is known by its function
+
+    def start(self, hparams: PyTree) -> Carry:
+        """Return the carry before the first trial."""
+        zeros = jax.tree.map(jnp.zeros_like, hparams)
+        ends = jax.tree.map(lambda leaf: jnp.stack([leaf] * len(self.lengths)), zeros)
+        none, infinite = jnp.array(False), jnp.array(jnp.inf, float)
+        secant = first_secant(zeros)
+        return Carry(hparams, hparams, hparams, zeros, zeros, none, infinite, secant, ends)
+
+    def check(self, hparams: PyTree) -> None:
+        """Raise where the problem of a trial is none."""
+        for trial in dict.fromkeys(self.trials):
+            validated(self._problem(trial), hparams, smooth=self.engine.differentiates)
+
+    def advance(self, run: Run, step: int) -> Evaluation | str:
+        """Do a trial, and find the hyperparameters of the next one."""
+        trial, carry = self.trials[step - 1], run.carry
+        if run.record.get("trial") == PERFORMANCE and not _failed(run.record["value"], carry):
+            return "performed"
+        hparams, grad, state = carry.hparams, None, None
+        if trial.kind == SEARCH:
+            value, carry = self._search(carry, trial)
+            hparams = carry.hparams
+        elif trial.kind == DESCENT:
+            value, grad, carry = self._descend(carry, step)
+        elif trial.kind == COMPARISON:
+            value, carry = self._compare(carry, trial)
+            hparams = carry.hparams
+        else:
+            value, state = _performed(self._problem(trial), hparams)
+            if step == len(self.trials) and not is_finite(value):
+                raise NonFiniteError(self._why(hparams, value))
+            lower = Moves.about(self.constraints, hparams).lowered(jnp.log(LOWER), hparams)
+            carry = carry._replace(hparams=lower)
+        record = {
+            "value": value,
+            "gradient_norm": 0.0 if grad is None else optax.tree.norm(grad),
+            "trial": trial.kind,
+            "length": trial.steps,
+            "cost": trial.cost,
+            "hparams": hparams,
+        }
+        performs = trial.kind == PERFORMANCE  # the best is one that was
+        return Evaluation(carry, hparams, value, grad, state, record, (state, hparams), performs)
+
+    def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
+        """Return what was performed, again where it is not at hand; or what would be."""
+        if run.record.get("trial") != PERFORMANCE:
+            return run.carry.hparams, run.value, None
+        if run.state is None:
+            hparams = run.best.hparams
+            return hparams, *_performed(self._problem(self.trials[-1]), hparams)
+        return run.hparams, run.value, run.state
+
+    def fingerprint(self, hparams: PyTree) -> dict[str, str]:
+        """Return what tells this run from others; functions cannot be compared."""
+        return {
+            "constraints": repr(self.constraints),
+            "initial hyperparameters": digest(hparams),
+            "key": digest(self.key),
+            "trials": repr(self.trials),
+            "data of the draw": digest(self._problem(self.trials[-1]).constants),
+        }
+
+    def _problem(self, trial: Trial) -> Drawn:
+        """Return the problem of a trial: one draw for each length."""
+        performs = trial.kind == PERFORMANCE
+        key = self.key if performs else jax.random.fold_in(self.key, trial.steps)
+        draws = trial.count if trial.kind == DESCENT else 1
+        return cast(Drawn, as_problem(self._draw(trial.steps, draws, not performs), key))
+
+    def _made(self, steps: int, draws: int, cut: bool) -> Draw:
+        make, share = self.make, steps / self.steps
+
+        def rehearsal(key):
+            problem = make(steps, key)
+            if not isinstance(problem, Problem):
+                raise TypeError(f"make({steps}, key) returned {problem!r:.80}, not a problem.")
+            if problem.steps != steps:
+                raise ValueError(
+                    f"make({steps}, key) returned a problem of {problem.steps} steps: its minibatches "
+                    "and its schedule must follow the first argument."
+                )
+            return cut_rows(problem, share, key) if cut else problem
+
+        return rehearsal if draws == 1 else Mean.of_draws(rehearsal, draws)
+
+    def _search(self, carry: Carry, trial: Trial) -> tuple[Array, Carry]:
+        """Find the best candidate."""
+        problem = self._problem(trial)
+        tried = candidates(self.constraints, carry.start, trial.count, problem.key)
+        values = _values(problem, tried)
+        best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
+        found = jax.tree.map(lambda leaf: leaf[best], tried)
+        v = Moves.about(self.constraints, found).to(found)
+        found = carry._replace(hparams=found, origin=found, accepted=v, lowest=values[best])
+        return values[best], found
+
+    def _descend(self, carry: Carry, step: int) -> tuple[Array, PyTree, Carry]:
+        """Go to where the derivatives would be 0; or back, where the error has risen."""
+        before, trial, after = self.trials[step - 2 : step + 1]
+        with check_finite(False):
+            value, grad, _ = self.engine(self._problem(trial), carry.hparams)
+        moves = Moves.about(self.constraints, carry.origin)
+        size, same = SIZES[before.kind == DESCENT], jnp.array(before.steps == trial.steps)
+        carry = _next(moves, carry, value, grad, size, same)
+        if after.steps != trial.steps or after.kind != DESCENT:
+            row, v = self.lengths.index(trial.steps), moves.to(carry.hparams)
+            ends = jax.tree.map(lambda rows, v: rows.at[row].set(v), carry.ends, v)
+            carry = carry._replace(ends=ends)
+        return sum(jax.tree.leaves(value)), grad, carry
+
+    def _compare(self, carry: Carry, trial: Trial) -> tuple[Array, Carry]:
+        """Take the better of the start and of what was found."""
+        moves = Moves.about(self.constraints, carry.origin)
+        x = jnp.log2(jnp.array(self.lengths) / self.steps)
+        found = _found(moves, carry, x)
+        tried = jax.tree.map(lambda *leaves: jnp.stack(leaves), found, carry.start)
+        values = _values(self._problem(trial), tried)
+        starts = (values[1] < values[0]) | ~jnp.isfinite(values[0])
+        hparams = select(starts, carry.start, found)
+        value = jnp.where(starts, values[1], values[0])
+        return value, carry._replace(hparams=hparams, lowest=value)
+
+    def _why(self, hparams: PyTree, value: PyTree) -> str:
+        drawn = self._problem(self.trials[-1])
+        problem, hparams = opened(*validated(drawn, hparams)[::-1])
+        why = explain(problem, hparams, (value, jax.tree.map(jnp.zeros_like, hparams), None))
+        return f"{why}\nThis was a performance, with {shown(hparams)}."
+
+
+class Moves(eqx.Module):
+    """The unconstrained variable in units, v = u / c. Scales move by factors: theirs is log(x)."""
+
+    constraints: PyTree
+    units: PyTree
+
+    @classmethod
+    def about(cls, constraints: PyTree, origin: PyTree) -> "Moves":
+        """Return the moves about a point. A scale that is 0 there cannot move by factors."""
+        constraints = map_parts(_by_factors, constraints, origin)
+        sizes = scales(constraints, to_unconstrained(constraints, origin))
+
+        def unit(constraint, sizes):
+            share = 1.0 if isinstance(constraint, Change) else UNIT
+            return jax.tree.map(lambda size: share * size, sizes)
+
+        return cls(constraints, map_parts(unit, constraints, sizes))
+
+    def to(self, hparams: PyTree) -> PyTree:
+        u = to_unconstrained(self.constraints, hparams)
+        return jax.tree.map(jnp.divide, u, self.units)
+
+    def back(self, v: PyTree) -> PyTree:
+        return project(self.constraints, self._unconfined(v))
+
+    def gradient(self, v: PyTree, grad: PyTree) -> PyTree:
+        """Return the gradient in v, from that in the hyperparameters."""
+        _, pull = jax.vjp(self._unconfined, v)
+        return pull(grad)[0]
+
+    def of_scales(self, f: Callable[..., Array], v: PyTree, *others: PyTree) -> PyTree:
+        """Return v, where it is of scales f of it and of others."""
+
+        def part(constraint, v, *others):
+            return jax.tree.map(f, v, *others) if isinstance(constraint, Log) else v
+
+        return map_parts(part, self.constraints, v, *others)
+
+    def lowered(self, by: Array, hparams: PyTree) -> PyTree:
+        return self.back(self.of_scales(lambda v: v + by.astype(v.dtype), self.to(hparams)))
+
+    def _unconfined(self, v: PyTree) -> PyTree:
+        u = jax.tree.map(jnp.multiply, v, self.units)
+        return from_unconstrained(self.constraints, u)
+
+
+def _by_factors(constraint: AbstractConstraint, part: PyTree) -> AbstractConstraint:
+    if not isinstance(constraint, NonNegative):
+        return constraint
+    positive = all(bool(jnp.all(leaf > 0)) for leaf in jax.tree.leaves(part))
+    return Log() if positive else constraint
+
+
+@filtered
+def _next(
+    moves: Moves, carry: Carry, value: PyTree, grad: PyTree, size: float, same: Bool[Array, ""]
+) -> Carry:
+    """Return the carry after a descent, which is accepted or rejected."""
+    v, error = moves.to(carry.hparams), sum(jax.tree.leaves(value)).astype(float)
+    most = carry.lowest + RISE * jnp.abs(carry.lowest)
+    accepts = is_finite((value, grad)) & ~(error > most)
+    secant = carry.secant._replace(known=carry.secant.known & same)
+    ahead, after = secant_step(secant, v, moves.gradient(v, grad), size)
+    back = jax.tree.map(lambda step: -0.5 * step, carry.step)
+    step = select(accepts, ahead, back)
+    origin = select(accepts | carry.begun, select(accepts, v, carry.accepted), v)
+    # Where none has been accepted yet, scales are too high.
+    lower = moves.of_scales(lambda step: step - 1, jax.tree.map(jnp.zeros_like, v))
+    step = select(accepts | carry.begun, step, lower)
+    hparams = moves.back(jax.tree.map(jnp.add, origin, step))
+    return carry._replace(
+        hparams=hparams,
+        accepted=origin,
+        step=step,
+        begun=carry.begun | accepts,
+        lowest=jnp.where(accepts, jnp.fmin(error, carry.lowest), carry.lowest),
+        secant=select(accepts, after, secant),
+    )
+
+
+@filtered
+def _found(moves: Moves, carry: Carry, x: Float[Array, " lengths"]) -> PyTree:
+    """Return what the descents lead to: of scales, the lower of the last two points, and the trend."""
+    centred = x - jnp.mean(x)
+
+    def trend(rows):
+        weights = (centred / jnp.maximum(jnp.sum(centred**2), 1e-9)).astype(rows.dtype)
+        slope = jnp.tensordot(weights, rows, 1)
+        return jnp.clip(CARRIED_ON * slope * -x[-1].astype(rows.dtype), -FARTHEST, 0)
+
+    def lower(v, accepted, rows):
+        return jnp.minimum(v, accepted) + trend(rows)
+
+    v = moves.to(carry.hparams)
+    return moves.back(moves.of_scales(lower, v, carry.accepted, carry.ends))
+
+
+@filtered
+def _values(drawn: Drawn, tried: PyTree) -> Float[Array, " candidates"]:
+    """Return the errors of several hyperparameters in one draw."""
+    problem = drawn.problem()
+
+    def error(hparams):
+        system = make_system(problem, hparams)
+        return jnp.sum(
+            jnp.stack(jax.tree.leaves(system.value(system.errors(system.run(hparams), hparams))))
+        )
+
+    return lax.map(error, tried).astype(float)
+
+
+@filtered
+def _performed(drawn: Drawn, hparams: PyTree) -> tuple[PyTree, PyTree]:
+    system = make_system(drawn.problem(), hparams)
+    state = system.run(hparams)
+    return system.value(system.errors(state, hparams)), system.restore(state)
+
+
+def _failed(value: PyTree, carry: Carry) -> bool:
+    """Return whether a performance is not finite, or worse than a rehearsal."""
+    error, rehearsed = sum(jax.tree.leaves(value)), float(carry.lowest)
+    return not np.isfinite(error) or error > rehearsed + RISE * abs(rehearsed)
+
+
+def cut_rows(problem: Problem, share: float, key: Array) -> Problem:
+    """Return the problem with minibatches of a share of the rows, where each is seen more than once."""
+    batches = problem.batches
+    if (
+        not isinstance(batches, Minibatches)
+        or batches.gather is not None
+        or batches.indices.ndim != 2
+    ):
+        return problem
+    steps, size = batches.indices.shape
+    n = jax.tree.leaves(batches.data)[0].shape[0]
+    kept = max(size, round(share * n))
+    if kept >= n or steps * size <= kept:
+        return problem
+    of_rows, of_batches = jax.random.split(jax.random.fold_in(key, 1))
+    rows = jax.random.permutation(of_rows, n)[:kept]
+    indices = rows[shuffled_rows(kept, size, steps, of_batches)].astype(batches.indices.dtype)
+    return problem.replace(batches=batches.at(indices))

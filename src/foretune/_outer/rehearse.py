@@ -1,0 +1,152 @@
+"""Rehearsals: a long training is tuned on short ones, and then performed once.
+
+    f_L(lambda) = E(s_L(lambda)),    L = T/32, T/16, T/8, T/4
+
+A rehearsal is a whole training of L steps, with its whole schedule and from a start of its own, on a
+share L / T of the rows: it sees each row as often as the performance will, and overfits as much. In
+this order:
+
+- *search*: of some candidates over six decades, the start among them, the lowest error at T/32;
+- *descent*: hypergradients at T/16, T/8 and T/4, each followed by a step to where the derivatives would
+  be 0 (`secant.py`). A step after which the error is higher is rejected, and half of it is tried the
+  other way: where training is about to diverge, gradients point there;
+- *comparison*: the start and what was found, in the training of T/4. The better one goes on;
+- *performance*: T steps on all rows. Where it fails, it is repeated with scales of a third.
+
+A scale that had to be lower the longer the training was is lowered on: half way along the line through
+the descents' ends against log L. (A rate that is too low costs little, one that is too high all.)
+"""
+
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Key, PyTree
+
+from .._constraints.base import check_constraints, feasible, is_constraint
+from .._engines.base import AbstractEngine, check_engine
+from .._engines.reverse import Reverse
+from .._problem.batches import users_level
+from .._problem.checks import check_count, check_hparams, check_key, check_signature
+from .callbacks import Callback
+from .checks import check_callbacks
+from .drive import drive
+from .rehearsals import COMPARISON, DESCENT, PERFORMANCE, SEARCH, Make, Rehearsals, Trial
+from .run import Result, Run
+from .search import is_scale
+
+PRICE = 3.5  # of a hypergradient, in trainings of the same length
+SHORTEST = 16  # steps of a rehearsal
+CANDIDATES = 16  # of the search, at a cost of 4
+DESCENTS = (16, 16, 16, 8, 4)  # T / L of each hypergradient, at a cost of 4
+AGAIN = 2  # performances after the first, at most
+
+
+def rehearse(
+    make: Make,
+    hparams: PyTree,
+    *,
+    steps: int,
+    constraints: PyTree = None,
+    cost: float | int = 4.0,
+    key: Key[Array, ""] | None = None,
+    engine: AbstractEngine | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Result:
+    """Tune a training on short rehearsals of it, then perform it.
+
+    Args:
+        make: `make(steps, key) -> Problem`: the training of that many steps, with its schedule, start
+            and minibatches. It is traced, as a draw is.
+        hparams: where to start. It may be far off: a learning rate by decades, or 0.
+        steps: T, the steps of the performance.
+        constraints: as in `minimize`. What is under `Log` or `NonNegative` is a scale and is searched
+            over decades: learning rates, decays. A `Box` with both bounds or a `Logit` is searched over
+            its range; all else is moved by hypergradients alone.
+        cost: what all may cost, in trainings of T steps, the performance included. More buys more
+            candidates, more hypergradients, and means over several draws. A hypergradient counts as
+            3.5 trainings of its length.
+        key: a random key; `jax.random.key(0)` by default. The performance is `make(steps, key)`.
+        engine: of the hypergradients; `Reverse()` by default.
+        callbacks: as in `minimize`. With a `Checkpoint` the run resumes.
+
+    Where `make` draws `Minibatches`, those of a rehearsal are drawn from a share of the rows. What else
+    is to be cut, `make` must cut itself.
+
+    The result is that of `minimize`, with the `value` and `state` of the performance. Its `history` has
+    a record of each trial: `trial`, `length`, `cost`, `value`, `hparams`. If it was interrupted before
+    the performance, `state` is None.
+
+    >>> import foretune as ft, jax, jax.numpy as jnp, optax
+    >>> x = jax.random.normal(jax.random.key(0), (200, 3))
+    >>> data = x, x @ jnp.array([1.0, -2.0, 3.0])
+    >>> def loss(w, h, batch):
+    ...     return jnp.mean((batch[0] @ w - batch[1]) ** 2)
+    >>> def make(steps, key):
+    ...     def optimizer(h):
+    ...         return optax.sgd(optax.cosine_decay_schedule(h["lr"], steps))
+    ...     return ft.Problem(
+    ...         ft.Training(loss, optimizer), lambda state, h, v: loss(state.params, h, v),
+    ...         init=jnp.zeros(3), validation=data,
+    ...         batches=ft.Minibatches.shuffled(data, batch_size=10, steps=steps, key=key))
+    >>> result = ft.rehearse(make, {"lr": jnp.array(1e-5)}, steps=320, constraints={"lr": ft.Log()})
+    >>> float(result.value) < 1e-3, result.history[-1]["trial"]
+    (True, 'performance')
+    """
+    hparams = check_hparams(hparams)
+    check_signature(make, "make(steps, key)")
+    check_count(steps, f"rehearse(steps={steps!r})")
+    check_engine(engine)
+    check_callbacks(callbacks)
+    if not 2 <= cost < math.inf:
+        raise ValueError(
+            f"rehearse(cost={cost!r}): give 2 at least, the performance and as much to tune it."
+        )
+    key = jax.random.key(0) if key is None else key
+    check_key(key, "the key of rehearse")
+    constraints = check_constraints(constraints, hparams)
+    hparams = feasible(constraints, hparams)
+    if not any(map(is_scale, jax.tree.leaves(constraints, is_leaf=is_constraint))):
+        warnings.warn(
+            "rehearse: no hyperparameter is a scale, so none is searched over decades. Say which is: "
+            '`constraints={"lr": ft.Log()}`.',
+            stacklevel=users_level(sys._getframe()),
+        )
+    engine = Reverse() if engine is None else engine
+    trials = plan(steps, float(cost))
+    rehearsals = Rehearsals(make, constraints, engine.within(constraints), key, trials)
+    rehearsals.check(hparams)
+    start = rehearsals.start(hparams)
+    run = Run(len(trials), start, hparams, lambda: rehearsals.fingerprint(hparams))
+    return drive(run, rehearsals, callbacks=callbacks, rules=[], evaluate=None, score=None)
+
+
+def plan(steps: int, cost: float) -> list[Trial]:
+    """Return the trials that a budget allows, the performances last."""
+
+    def length(divisor):
+        return min(steps, max(SHORTEST, steps // divisor))
+
+    def share(divisor):
+        return length(divisor) / steps
+
+    budget = cost - 1
+    most = CANDIDATES * budget / 3
+    candidates = max(4, int(min(most, budget / 6 / share(32))))
+    left = budget - candidates * share(32) - 2 * share(4)
+    rounds = max(1, int(left / sum(PRICE * share(divisor) for divisor in DESCENTS) + 1e-6))
+    draws = max(1, rounds // 4)
+    descents = []
+    for divisor in sorted(DESCENTS * (rounds // draws), reverse=True):
+        price = PRICE * share(divisor) * draws
+        if price <= left + 1e-6:
+            left -= price
+            descents.append(Trial(DESCENT, length(divisor), draws, price))
+    return [
+        Trial(SEARCH, length(32), candidates, candidates * share(32)),
+        *descents,
+        Trial(COMPARISON, length(4), 2, 2 * share(4)),
+        *[Trial(PERFORMANCE, steps, 1, 1.0)] * (1 + AGAIN),
+    ]
