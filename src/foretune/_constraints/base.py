@@ -48,8 +48,8 @@ class AbstractConstraint(eqx.Module):
         """Return x from the variable that the outer optimizer moves."""
         return u
 
-    def spread(self, x: PyTree, q: Float[Array, ""]) -> PyTree:
-        """Return a point of the set, for a search that starts at x; q goes from 0 to 1."""
+    def spread(self, x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
+        """Return a point of the set for a search about x, as q goes from 0 to 1."""
         return x
 
     def scale(self, u: PyTree, unit: PyTree) -> PyTree:
@@ -216,14 +216,14 @@ def is_constraint(node: object) -> bool:
     return isinstance(node, AbstractConstraint)
 
 
-def over_decades(x: PyTree, q: Float[Array, ""]) -> PyTree:
-    """Return x times 1e-3 to 1e3, in logarithms evenly; 1e-5 to 10 in place of 0."""
+def over_decades(x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
+    """Return x times a factor of so many decades about 1, evenly in logarithms; for 0, about 0.01."""
 
-    def factor(leaf):
-        power = 10 ** (6 * q.astype(leaf.dtype) - 3)
-        return jnp.where(leaf == 0, 1e-2 * power, leaf * power)
+    def scaled(leaf):
+        factor = 10.0 ** (decades * (q.astype(leaf.dtype) - 0.5))
+        return jnp.where(leaf == 0, 1e-2, leaf) * factor
 
-    return jax.tree.map(factor, x)
+    return jax.tree.map(scaled, x)
 
 
 def all_true(tree: PyTree) -> Bool[Array, ""]:

@@ -50,7 +50,7 @@ class Box(AbstractConstraint):
         """Return x with each entry clipped to the bounds."""
         return jax.tree.map(lambda leaf: jnp.clip(leaf, *self._bounds(leaf)), x)
 
-    def spread(self, x: PyTree, q: Float[Array, ""]) -> PyTree:
+    def spread(self, x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
         """Return a point between the bounds; x over decades, where they are 0 and more than 1."""
 
         def within(leaf):
@@ -59,7 +59,7 @@ class Box(AbstractConstraint):
             return jnp.where(
                 jnp.isfinite(upper - lower) & ((lower < 0) | (upper <= 1)),
                 lower + q_ * (upper - lower),
-                jnp.where(lower >= 0, over_decades(leaf, q), leaf),
+                jnp.where(lower >= 0, over_decades(leaf, q, decades), leaf),
             )
 
         return self.project(jax.tree.map(within, x))
@@ -92,8 +92,8 @@ class NonNegative(AbstractConstraint):
     def project(self, x: PyTree) -> PyTree:
         return optax.projections.projection_non_negative(x)
 
-    def spread(self, x: PyTree, q: Float[Array, ""]) -> PyTree:
-        return over_decades(x, q)
+    def spread(self, x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
+        return over_decades(x, q, decades)
 
 
 class Simplex(AbstractConstraint):

@@ -69,8 +69,8 @@ class Log(Change):
         # A factor of 4 from the ends: log(x) is rounded, and exp of it must stay a normal number.
         return as_type(dtype, 4 * jnp.finfo(dtype).tiny, jnp.finfo(dtype).max / 4)
 
-    def spread(self, x: PyTree, q: Float[Array, ""]) -> PyTree:
-        return self.project(over_decades(x, q))
+    def spread(self, x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
+        return self.project(over_decades(x, q, decades))
 
     def to_unconstrained(self, x: PyTree) -> PyTree:
         return jax.tree.map(jnp.log, x)
@@ -127,7 +127,7 @@ class Logit(Change):
                 )
         super().check_start(x)
 
-    def spread(self, x: PyTree, q: Float[Array, ""]) -> PyTree:
+    def spread(self, x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
         """Return a point of the interval."""
 
         def within(leaf):

@@ -41,6 +41,7 @@ from .update import select
 
 Make = Callable[[int, Array], Definition]
 SEARCH, DESCENT, COMPARISON, PERFORMANCE = "search", "descent", "comparison", "performance"
+DECADES = (8.0, 2.0)  # of the two searches
 RISE = 0.1  # of the error: rejected
 SIZES = (1.0, 0.7)  # of the first step and of the others, in units
 UNIT = 0.4  # of its scale, for what does not move by factors
@@ -67,7 +68,7 @@ class Carry(NamedTuple):
     accepted: PyTree  # the last v of a descent that was, and the step from there
     step: PyTree
     begun: Bool[Array, ""]  # whether any was
-    lowest: Float[Array, ""]  # error of a rehearsal so far
+    lowest: Float[Array, ""]  # error of a descent so far; before, what it should be below
     secant: Secant
     ends: PyTree  # the v that the descents of each length lead to, a row each
 
@@ -93,7 +94,8 @@ class Rehearsals(Stepper[Run]):
     def start(self, hparams: PyTree) -> Carry:
         """Return the carry before the first trial."""
         zeros = jax.tree.map(jnp.zeros_like, hparams)
-        ends = jax.tree.map(lambda leaf: jnp.stack([leaf] * len(self.lengths)), zeros)
+        count = len(self.lengths)
+        ends = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), hparams)
         none, infinite = jnp.array(False), jnp.array(jnp.inf, float)
         secant = first_secant(zeros)
         return Carry(hparams, hparams, hparams, zeros, zeros, none, infinite, secant, ends)
@@ -110,7 +112,7 @@ class Rehearsals(Stepper[Run]):
             return "performed"
         hparams, grad, state = carry.hparams, None, None
         if trial.kind == SEARCH:
-            value, carry = self._search(carry, trial)
+            value, carry = self._search(carry, step)
             hparams = carry.hparams
         elif trial.kind == DESCENT:
             value, grad, carry = self._descend(carry, step)
@@ -131,7 +133,7 @@ class Rehearsals(Stepper[Run]):
             "cost": trial.cost,
             "hparams": hparams,
         }
-        performs = trial.kind == PERFORMANCE  # the best is one that was
+        performs = state is not None and is_finite(value)  # the best is one that was
         return Evaluation(carry, hparams, value, grad, state, record, (state, hparams), performs)
 
     def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
@@ -176,16 +178,20 @@ class Rehearsals(Stepper[Run]):
 
         return rehearsal if draws == 1 else Mean.of_draws(rehearsal, draws)
 
-    def _search(self, carry: Carry, trial: Trial) -> tuple[Array, Carry]:
-        """Find the best candidate."""
+    def _search(self, carry: Carry, step: int) -> tuple[Array, Carry]:
+        """Find the best candidate, first widely about the start, then about what was found."""
+        trial, decades = self.trials[step - 1], DECADES[step - 1]
         problem = self._problem(trial)
-        tried = candidates(self.constraints, carry.start, trial.count, problem.key)
+        key = jax.random.fold_in(problem.key, step)
+        tried = candidates(self.constraints, carry.hparams, trial.count, decades, key)
         values = _values(problem, tried)
         best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
         found = jax.tree.map(lambda leaf: leaf[best], tried)
         v = Moves.about(self.constraints, found).to(found)
-        found = carry._replace(hparams=found, origin=found, accepted=v, lowest=values[best])
-        return values[best], found
+        # In another draw the best is still better than half of them, of those far and wide.
+        typical = jnp.nanmedian(jnp.where(jnp.isfinite(values), values, jnp.nan))
+        lowest = (values[best] + typical) / 2 if step == 1 else carry.lowest
+        return values[best], carry._replace(hparams=found, origin=found, accepted=v, lowest=lowest)
 
     def _descend(self, carry: Carry, step: int) -> tuple[Array, PyTree, Carry]:
         """Go to where the derivatives would be 0; or back, where the error has risen."""
@@ -204,8 +210,8 @@ class Rehearsals(Stepper[Run]):
     def _compare(self, carry: Carry, trial: Trial) -> tuple[Array, Carry]:
         """Take the better of the start and of what was found."""
         moves = Moves.about(self.constraints, carry.origin)
-        x = jnp.log2(jnp.array(self.lengths) / self.steps)
-        found = _found(moves, carry, x)
+        x = jnp.log2(jnp.array(self.lengths, float) / self.steps)
+        found = _found(moves, carry, x) if self.lengths else carry.hparams
         tried = jax.tree.map(lambda *leaves: jnp.stack(leaves), found, carry.start)
         values = _values(self._problem(trial), tried)
         starts = (values[1] < values[0]) | ~jnp.isfinite(values[0])
@@ -279,7 +285,7 @@ def _next(
 ) -> Carry:
     """Return the carry after a descent, which is accepted or rejected."""
     v, error = moves.to(carry.hparams), sum(jax.tree.leaves(value)).astype(float)
-    most = carry.lowest + RISE * jnp.abs(carry.lowest)
+    most = carry.lowest + RISE * jnp.abs(carry.lowest)  # NaN, where all candidates diverged
     accepts = is_finite((value, grad)) & ~(error > most)
     secant = carry.secant._replace(known=carry.secant.known & same)
     ahead, after = secant_step(secant, v, moves.gradient(v, grad), size)

@@ -6,7 +6,8 @@ A rehearsal is a whole training of L steps, with its whole schedule and from a s
 share L / T of the rows: it sees each row as often as the performance will, and overfits as much. In
 this order:
 
-- *search*: of some candidates over six decades, the start among them, the lowest error at T/32;
+- *search*: of some candidates over eight decades, the start among them, and then of some over two
+  decades about the best, the lowest error at T/32;
 - *descent*: hypergradients at T/16, T/8 and T/4, each followed by a step to where the derivatives would
   be 0 (`secant.py`). A step after which the error is higher is rejected, and half of it is tried the
   other way: where training is about to diverge, gradients point there;
@@ -39,7 +40,7 @@ from .search import is_scale
 
 PRICE = 3.5  # of a hypergradient, in trainings of the same length
 SHORTEST = 16  # steps of a rehearsal
-CANDIDATES = 16  # of the search, at a cost of 4
+CANDIDATES = 8  # of each search, at a cost of 4
 DESCENTS = (16, 16, 16, 8, 4)  # T / L of each hypergradient, at a cost of 4
 AGAIN = 2  # performances after the first, at most
 
@@ -134,8 +135,8 @@ def plan(steps: int, cost: float) -> list[Trial]:
 
     budget = cost - 1
     most = CANDIDATES * budget / 3
-    candidates = max(4, int(min(most, budget / 6 / share(32))))
-    left = budget - candidates * share(32) - 2 * share(4)
+    candidates = max(4, int(min(most, budget / 12 / share(32))))
+    left = budget - 2 * candidates * share(32) - 2 * share(4)
     rounds = max(1, int(left / sum(PRICE * share(divisor) for divisor in DESCENTS) + 1e-6))
     draws = max(1, rounds // 4)
     descents = []
@@ -145,7 +146,7 @@ def plan(steps: int, cost: float) -> list[Trial]:
             left -= price
             descents.append(Trial(DESCENT, length(divisor), draws, price))
     return [
-        Trial(SEARCH, length(32), candidates, candidates * share(32)),
+        *[Trial(SEARCH, length(32), candidates, candidates * share(32))] * 2,
         *descents,
         Trial(COMPARISON, length(4), 2, 2 * share(4)),
         *[Trial(PERFORMANCE, steps, 1, 1.0)] * (1 + AGAIN),

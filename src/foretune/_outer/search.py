@@ -14,8 +14,10 @@ def is_scale(constraint: AbstractConstraint) -> bool:
     return isinstance(constraint, Log | NonNegative)
 
 
-def candidates(constraints: PyTree, start: PyTree, count: int, key: Array) -> PyTree:
-    """Return `count` hyperparameters, stacked.
+def candidates(
+    constraints: PyTree, start: PyTree, count: int, decades: float, key: Array
+) -> PyTree:
+    """Return `count` hyperparameters, stacked, the scales over so many decades.
 
     In every second one all parts are spread, in the others one scale alone, each in its turn. A part's
     places are one in each of `count` equal shares of its range, in an order of its own.
@@ -30,9 +32,10 @@ def candidates(constraints: PyTree, start: PyTree, count: int, key: Array) -> Py
     stacked = []
     for i, (constraint, part) in enumerate(parts):
         order, within = jax.random.split(jax.random.fold_in(key, i))
-        q = (jax.random.permutation(order, count) + jax.random.uniform(within, (count,))) / count
+        q = jax.random.permutation(order, jnp.arange(count, dtype=float))
+        q = (q + jax.random.uniform(within, (count,), float)) / count
         moved = (number > 0) & ((number % 2 == 0) | (turn == i))
-        spread = jax.vmap(constraint.spread, (None, 0))(part, q)
+        spread = jax.vmap(constraint.spread, (None, 0, None))(part, q, decades)
         stacked.append(jax.tree.map(lambda s, x, m=moved: _where(m, s, x), spread, part))
     return jax.vmap(lambda h: project(constraints, h))(structure.unflatten(stacked))
 

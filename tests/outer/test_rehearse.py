@@ -1,0 +1,229 @@
+"""Rehearsals: any start, the right cost, the performance that was asked for, and resuming."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import foretune as ft
+from foretune._outer.rehearsals import PERFORMANCE, cut_rows
+from foretune._outer.rehearse import plan
+from foretune._outer.search import candidates
+from foretune._outer.secant import first_secant, secant_step
+
+T = 512
+X = jax.random.normal(jax.random.key(0), (96, 4))
+Y = X @ jnp.array([1.0, -1.0, 2.0, 0.5])
+LOG = {"lr": ft.Log()}
+
+
+def loss(w, h, batch):
+    return jnp.mean((batch[0] @ w - batch[1]) ** 2)
+
+
+def make(steps, key):
+    def optimizer(h):
+        return optax.sgd(optax.cosine_decay_schedule(h["lr"], steps))
+
+    return ft.Problem(
+        ft.Training(loss, optimizer),
+        lambda state, h, batch: loss(state.params, h, batch),
+        init=jnp.zeros(4),
+        batches=ft.Minibatches.shuffled((X, Y), batch_size=8, steps=steps, key=key),
+        validation=(X, Y),
+    )
+
+
+def rehearsed(lr=0.01, constraints=None, **options):
+    start = {"lr": jnp.array(lr)}
+    return ft.rehearse(make, start, steps=T, constraints=constraints or LOG, **options)
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-2, 1e3])
+def test_a_start_that_is_off_by_decades(lr):
+    """Too low, fair, and diverging in the first steps."""
+    key = jax.random.key(3)
+    result = rehearsed(lr, key=key)
+    value, _ = make(T, key).response(result.hparams)
+    plain, _ = make(T, key).response({"lr": jnp.array(lr)})
+    assert result.value < 1e-3
+    assert not plain < result.value  # nor where the start is not finite
+    np.testing.assert_allclose(result.value, value, rtol=1e-5)
+    assert result.state.params.shape == (4,)
+    assert result.stopped == "performed"
+
+
+def test_a_start_at_0():
+    result = rehearsed(0.0, {"lr": ft.NonNegative()})
+    assert result.value < 1e-3
+    assert result.hparams["lr"] > 0
+
+
+def test_the_history_is_an_account():
+    result = rehearsed()
+    kinds = [record["trial"] for record in result.history]
+    assert kinds[0] == "search"
+    assert kinds[-2:] == ["comparison", "performance"]
+    assert kinds[1] == "search"
+    assert set(kinds[2:-2]) == {"descent"}
+    assert sum(record["cost"] for record in result.history) <= 4
+    assert result.history[-1]["length"] == T
+    assert result.history[-1]["hparams"] == {"lr": float(result.hparams["lr"])}
+    assert int(result.best.step) == len(kinds)
+
+
+@pytest.mark.parametrize("steps", [1, 20, 100, 1000, 12345])
+@pytest.mark.parametrize("cost", [2.0, 3.0, 4.0, 10.0, 60.0])
+def test_a_plan_is_within_its_cost(steps, cost):
+    trials = plan(steps, cost)
+    first = next(i for i, trial in enumerate(trials) if trial.kind == PERFORMANCE)
+    spent = sum(trial.cost for trial in trials[: first + 1])
+    assert trials[-1].steps == steps
+    if steps >= 1000:  # else the shortest rehearsals cost more than their share
+        assert spent <= cost + 1e-6
+        assert cost < 4 or spent > 0.8 * cost
+
+
+def test_rows_are_cut_to_the_share():
+    """As many epochs as the performance has, on rows of its own."""
+    problem = cut_rows(make(32, jax.random.key(0)), 0.25, jax.random.key(1))
+    rows, counts = np.unique(problem.batches.indices, return_counts=True)
+    assert len(rows) == 24
+    assert problem.batches.indices.shape == (32, 8)
+    assert set(counts) <= {10, 11}  # 32 minibatches of 8, of 24 rows
+    whole = make(4, jax.random.key(0))  # no row is seen twice
+    assert cut_rows(whole, 0.5, jax.random.key(1)) is whole
+
+
+def test_where_the_performance_fails_it_is_repeated_lower():
+    """A training that diverges only when it is long."""
+
+    def brittle(steps, key):
+        problem = make(steps, key)
+
+        def error(state, h, batch):
+            high = jnp.where((h["lr"] > 0.1) & (steps == T), jnp.inf, 0.0)
+            return loss(state.params, h, batch) + high + h["lr"]
+
+        return problem.replace(objective=error)
+
+    result = ft.rehearse(brittle, {"lr": jnp.array(2e-3)}, steps=T, constraints=LOG)
+    kinds = [record["trial"] for record in result.history]
+    assert kinds.count("performance") in (2, 3)
+    lrs = [record["hparams"]["lr"] for record in result.history if record["trial"] == "performance"]
+    np.testing.assert_allclose(lrs[1] / lrs[0], 1 / 3, rtol=1e-4)
+
+
+def test_nothing_finite_is_an_error():
+    def broken(steps, key):
+        return make(steps, key).replace(objective=lambda s, h, b: jnp.inf * h["lr"])
+
+    with pytest.raises(ft.NonFiniteError, match="performance"):
+        ft.rehearse(broken, {"lr": jnp.array(0.1)}, steps=32, constraints=LOG)
+
+
+def test_a_run_resumes_to_the_bit(tmp_path):
+    class Stop(ft.Callback):
+        def step(self, run):
+            if run.step == 3:
+                raise KeyboardInterrupt
+
+    whole = rehearsed()
+    with pytest.raises(KeyboardInterrupt):
+        rehearsed(callbacks=[ft.Checkpoint(tmp_path), Stop()])
+    resumed = rehearsed(callbacks=[ft.Checkpoint(tmp_path)])
+    again = rehearsed(callbacks=[ft.Checkpoint(tmp_path)])
+    for result in (resumed, again):
+        assert result.history == whole.history
+        assert float(result.value) == float(whole.value)
+        np.testing.assert_array_equal(result.state.params, whole.state.params)
+    with pytest.raises(ValueError, match="trials"):
+        rehearsed(callbacks=[ft.Checkpoint(tmp_path)], cost=6)
+
+
+def test_more_cost_means_over_draws():
+    trials = plan(1024, 40.0)
+    assert max(trial.count for trial in trials if trial.kind == "descent") > 1
+    result = rehearsed(cost=30)
+    assert result.value < 1e-3
+
+
+def test_several_hyperparameters_and_objectives():
+    def made(steps, key):
+        problem = make(steps, key)
+        training = ft.Training(
+            lambda w, h, batch: loss(w, h, batch) + h["decay"] * jnp.sum(w**2),
+            lambda h: optax.sgd(h["lr"], h["momentum"]),
+        )
+        error = problem.objective
+        return problem.replace(
+            dynamics=training, objective={"lr": error, "decay": error, "momentum": error}
+        )
+
+    start = {"lr": jnp.array(1e-4), "decay": jnp.array(1.0), "momentum": jnp.array(0.0)}
+    sets = {"lr": ft.Log(), "decay": ft.NonNegative(), "momentum": ft.Box(0.0, 0.95)}
+    result = ft.rehearse(made, start, steps=T, constraints=sets)
+    before, _ = made(T, jax.random.key(0)).response(start)
+    assert sum(result.value.values()) < 0.2 * sum(before.values())
+
+
+def test_the_secant_finds_the_root():
+    """Of 0.5 h (v - r)^2, the second step ends at r; no step is longer than its size."""
+    slope, root = jnp.array([2.0, 0.5]), jnp.array([0.3, -0.4])
+    v, secant = jnp.zeros(2), first_secant(jnp.zeros(2))
+    for _ in range(2):
+        step, secant = secant_step(secant, v, slope * (v - root), 1.0)
+        assert jnp.max(jnp.abs(step)) <= 1
+        v = v + step
+    np.testing.assert_allclose(v, root, atol=1e-6)
+
+
+def test_candidates_are_spread_and_inside():
+    sets = {
+        "lr": ft.Log(),
+        "m": ft.Box(0.0, 0.9),
+        "p": ft.Logit(0.0, 1.0),
+        "w": ft.Simplex(),
+        "f": None,
+    }
+    start = {"lr": jnp.array(0.1), "m": jnp.array(0.5), "p": jnp.array(0.5)}
+    start |= {"w": jnp.full(3, 1 / 3), "f": jnp.array(2.0)}
+    sets = ft._constraints.base.check_constraints(sets, start)
+    found = candidates(sets, start, 32, 6.0, jax.random.key(0))
+    for name, leaf in found.items():
+        np.testing.assert_allclose(leaf[0], start[name], rtol=1e-6)
+    assert found["lr"].min() < 1e-3
+    assert found["lr"].max() > 10
+    assert found["m"].min() >= 0
+    assert found["m"].max() <= 0.9
+    assert jnp.std(found["m"]) > 0.1
+    assert found["p"].min() > 0
+    assert found["p"].max() < 1
+    np.testing.assert_allclose(found["w"], jnp.full((32, 3), 1 / 3), rtol=1e-6)
+    np.testing.assert_array_equal(found["f"], jnp.full(32, 2.0))
+
+
+def test_no_scale_is_noted():
+    with pytest.warns(UserWarning, match="no hyperparameter is a scale"):
+        ft.rehearse(make, {"lr": jnp.array(0.05)}, steps=32)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        (lambda steps: None, TypeError, r"make\(steps, key\)"),
+        (lambda steps, key: 3, TypeError, "not a problem"),
+        (lambda steps, key: make(7, key), ValueError, "a problem of 7 steps"),
+        (make(3, jax.random.key(0)), TypeError, "make"),
+    ],
+)
+def test_what_is_no_make(wrong, error, said):
+    with pytest.raises(error, match=said):
+        ft.rehearse(wrong, {"lr": jnp.array(0.1)}, steps=T, constraints=LOG)
+
+
+@pytest.mark.parametrize("cost", [1, 0, -1, float("nan"), float("inf")])
+def test_a_cost_that_is_none(cost):
+    with pytest.raises(ValueError, match="cost="):
+        rehearsed(cost=cost)
