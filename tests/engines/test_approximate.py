@@ -171,18 +171,21 @@ class TestImplicit:
         assert_trees_close(found, ft.Reverse(store=20)(problem, hparams).grad, 1e-6, 1e-9)
 
     def test_a_fixed_point_that_is_no_training(self):
+        mixing = jnp.array([[0.5, 0.3, 0.0], [0.0, 0.4, 0.6], [0.2, -0.5, 0.1]])
+
         class Average(ft.Dynamics):
-            """s = 0.5 s + 0.5 cos(lambda s)."""
+            """s = 0.5 s + 0.5 cos(a M s), with a count of the steps."""
 
             def init(self, params, hparams):
-                return params
+                return params, jnp.array(0)
 
             def step(self, state, hparams, batch):
-                return 0.5 * state + 0.5 * jnp.cos(hparams["a"] * state)
+                s, count = state
+                return 0.5 * s + 0.5 * jnp.cos(hparams["a"] * (mixing @ s)), count + 1
 
         problem = ft.Problem(
             Average(),
-            lambda s, h, v: jnp.sum(s**2),
+            lambda state, h, v: jnp.sum(state[0] ** 2),
             jnp.ones(3),
             ft.FullBatch(jnp.zeros(1), steps=100),
             jnp.zeros(1),
