@@ -7,7 +7,6 @@ holds for all its numbers together, as one vector; `None`, or a name left out, m
 """
 
 import abc
-import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -20,6 +19,7 @@ from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Float, PyTree
 
 from .._problem.arguments import filtered
 from .._problem.checks import describe, named_leaves
+from .._problem.warn import warn
 
 Number: TypeAlias = object  # a real number of any type; `numbers_in` reports what is none
 
@@ -184,10 +184,9 @@ def feasible(constraints: PyTree, hparams: PyTree) -> PyTree:
     for (path, given), after in zip(leaves, jax.tree.leaves(inside), strict=True):
         distance = float(jnp.linalg.norm(jnp.ravel(given - after)))
         if distance > 1e-5 * max(1.0, float(jnp.linalg.norm(jnp.ravel(given)))):
-            warnings.warn(
+            warn(
                 f"{path} starts outside its constraint, at a distance of {distance:.3g}; it is "
                 "projected onto it.",
-                stacklevel=4,
             )
     return inside
 

@@ -16,7 +16,6 @@ import math
 import operator
 import os
 import re
-import warnings
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +36,7 @@ from .._problem.checks import check_count
 from .._problem.draws import Drawn, as_problem
 from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
+from .._problem.warn import warn
 from .base import AbstractEngine, Hypergradient
 from .memory import free_bytes, parse_bytes, tree_bytes
 from .nonfinite import FORWARD, NonFiniteError, explain, is_finite, when_checked
@@ -351,10 +351,9 @@ class _Files:
             try:
                 header = load_header(path)
             except Damaged:
-                warnings.warn(
+                warn(
                     f"{path} is no file of ReverseOnDisk, or damaged, and is kept as "
                     f"{set_aside(path).name}.",
-                    stacklevel=4,
                 )
                 continue
             if header.get("fingerprint") != self.fingerprint:

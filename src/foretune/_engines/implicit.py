@@ -18,8 +18,6 @@ et al., AISTATS 2020.
 
 import math
 import operator
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,10 +29,10 @@ import optax
 from jax.interpreters import partial_eval
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .._problem.batches import users_level
 from .._problem.checks import check_count, named_leaves
 from .._problem.problem import Problem
 from .._problem.system import System, owners
+from .._problem.warn import warn
 from .base import Solution, TracedEngine, check_not_problem
 from .nonfinite import is_finite
 from .products import error_gradients, pull_rows
@@ -162,17 +160,15 @@ class Implicit(TracedEngine):
         if not (report.sound and math.isfinite(share)):
             return  # what is not finite began before this: `NonFiniteError` says where
         if not share <= self.stationarity:
-            warnings.warn(
+            warn(
                 "Implicit: the training has not converged. Its last gradient (or step) over all the "
                 f"data has {100 * share:.3g} % of the length of the first (expected: at most "
                 f"{100 * self.stationarity:g} %). Train longer, or use `Reverse()`.",
-                stacklevel=users_level(sys._getframe()),
             )
         if not residual <= 10 * self.tolerance:
-            warnings.warn(
+            warn(
                 f"Implicit: the linear system is solved to a relative residual of {residual:.3g} after "
                 f"{self.iterations} iterations (asked for: {self.tolerance:g}). Give more iterations.",
-                stacklevel=users_level(sys._getframe()),
             )
 
 

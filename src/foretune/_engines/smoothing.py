@@ -20,8 +20,6 @@ ICML 2019; Salimans et al., Evolution Strategies, 2017.
 """
 
 import math
-import sys
-import warnings
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -34,10 +32,10 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._constraints.base import check_constraints, moved
 from .._problem.arguments import flatten, unflatten
-from .._problem.batches import users_level
 from .._problem.checks import check_count, check_key, describe
 from .._problem.problem import Problem, ProblemLike
 from .._problem.system import System
+from .._problem.warn import warn
 from .base import Hypergradient, Solution, TracedEngine
 from .nonfinite import NonFiniteError, when_checked
 from .reverse import Reverse
@@ -187,7 +185,7 @@ class Neighbourhood(TracedEngine):
             if diverged == self.samples:
                 raise NonFiniteError(message)
             message += " These pairs are left out."
-            warnings.warn(message, RuntimeWarning, stacklevel=users_level(sys._getframe()))
+            warn(message, RuntimeWarning)
 
 
 class Evolution(Neighbourhood):

@@ -11,7 +11,6 @@ has another name is left alone.
 
 import contextlib
 import json
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from .._problem.warn import warn
 from .digests import digest, is_digest
 from .files import RunError, locked, make_folder, remove_unfinished, set_aside
 from .records import Record, Records
@@ -110,10 +110,9 @@ class Checkpoints:
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                 raise
             _read_through(self._folder(step))  # raises where the disk is to blame
-            warnings.warn(
+            warn(
                 f"the checkpoint of step {step} in {self.folder} cannot be used "
                 f"({type(error).__name__}: {error!s:.200}) and is skipped.",
-                stacklevel=2,
             )
             return None
 
@@ -142,9 +141,8 @@ class Checkpoints:
         path = self._records.path
         where = f"the file is kept as {set_aside(path).name}" if path.exists() else "it is gone"
         shown = ", ".join(map(str, lost[:5])) + ", ..." * (len(lost) > 5)
-        warnings.warn(
+        warn(
             f"records {shown} (counted from 0) of {path} are missing in the history; {where}.",
-            stacklevel=4,
         )
 
     def _folder(self, step: int) -> Path:
