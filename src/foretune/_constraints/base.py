@@ -37,8 +37,8 @@ class AbstractConstraint(eqx.Module):
         off = jax.tree.map(lambda a, b: jnp.abs(a - b).astype(float), x, self.project(x))
         return all_true(jax.tree.map(lambda d: d <= tolerance * jnp.max(jnp.stack(sizes)), off))
 
-    def check_start(self, x: PyTree) -> None:
-        """Raise where a run can start neither from x nor from its projection."""
+    def check_start(self, x: PyTree, path: str = "x") -> None:
+        """Raise where a run can start neither from x, which is at `path`, nor from its projection."""
 
     def to_unconstrained(self, x: PyTree) -> PyTree:
         """Return the variable that the outer optimizer moves: x itself, for a set."""
@@ -198,10 +198,7 @@ def check_starts(constraints: PyTree, x: PyTree) -> None:
     """Raise where a part of x starts where its constraint cannot move it."""
 
     def check(path, constraint, part):
-        try:
-            constraint.check_start(part)
-        except ValueError as error:
-            raise ValueError(f"hparams{jax.tree_util.keystr(path)}: {error}") from None
+        constraint.check_start(part, f"hparams{jax.tree_util.keystr(path)}")
 
     jax.tree_util.tree_map_with_path(check, constraints, x, is_leaf=is_constraint)
 

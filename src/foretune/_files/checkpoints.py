@@ -104,7 +104,7 @@ class Checkpoints:
         """Return what `_read` does, or None, with a warning, where the checkpoint is damaged."""
         try:
             return self._read(manager, step, like)
-        except (_AnotherRun, MemoryError):
+        except (RunError, MemoryError):
             raise
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
@@ -127,7 +127,7 @@ class Checkpoints:
         if meta.pop("digest") != _digest_of(meta) or meta["step"] != step:
             raise ValueError("its metadata are not those that were saved")
         if meta["belongs_to"] != self._belongs_to:
-            raise _AnotherRun(self.folder, meta["belongs_to"], self._belongs_to)
+            raise _another_run(self.folder, meta["belongs_to"], self._belongs_to)
         named = {str(i): array for i, array in enumerate(like)}
         only_arrays = ocp.args.Composite(carry=ocp.args.StandardRestore(named))
         restored = manager.restore(step, args=only_arrays)["carry"]
@@ -175,25 +175,22 @@ class Checkpoints:
             ) from error
 
 
-class _AnotherRun(ValueError):
-    """The folder belongs to another run."""
-
-    def __init__(self, folder: Path, theirs: dict[str, str], ours: dict[str, str]):
-        # The settings of the run first, then the leaves of its carry, whose paths begin with a dot.
-        names = sorted({*theirs, *ours}, key=lambda name: (name.startswith("."), name))
-        lines = [
-            f"  the {name}: other numbers"
-            if is_digest(ours.get(name, ""))
-            else f"  {name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
-            for name in names
-            if theirs.get(name) != ours.get(name)
-        ]
-        rest = [f"  ... and {len(lines) - 8} more"] if len(lines) > 8 else []
-        super().__init__(
-            f"{folder} holds another run, with another problem or optimizer. What differs:\n"
-            + "\n".join(lines[:8] + rest)
-            + "\nGive another directory, or remove this one."
-        )
+def _another_run(folder: Path, theirs: dict[str, str], ours: dict[str, str]) -> RunError:
+    # The settings of the run first, then the leaves of its carry, whose paths begin with a dot.
+    names = sorted({*theirs, *ours}, key=lambda name: (name.startswith("."), name))
+    lines = [
+        f"  the {name}: other numbers"
+        if is_digest(ours.get(name, ""))
+        else f"  {name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    ]
+    rest = [f"  ... and {len(lines) - 8} more"] if len(lines) > 8 else []
+    return RunError(
+        f"{folder} holds another run, with another problem or optimizer. What differs:\n"
+        + "\n".join(lines[:8] + rest)
+        + "\nGive another directory, or remove this one."
+    )
 
 
 def _digest_of(meta: dict[str, object]) -> str:

@@ -44,6 +44,13 @@ class Batches(eqx.Module):
             "`FullBatch(data, steps)` or `Minibatches(data, indices)`."
         )
 
+    def reshuffled(self, key: object) -> "Minibatches":
+        """Return other minibatches of the same data, where they can be drawn."""
+        raise TypeError(
+            f"there are no minibatches to draw anew in {type(self).__name__}: give the problem "
+            "`Minibatches.shuffled(data, ...)`."
+        )
+
 
 class Minibatches(Batches):
     """T minibatches as indices into data that lies on the device once, whatever T is.

@@ -7,6 +7,7 @@ a function from the key to the problem's arrays, and becomes a part of the progr
 key compiles nothing, and the arrays that it closes over are inputs of the program, on the device once.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -89,7 +90,7 @@ def _traced(
         return arrays
 
     closed = jax.make_jaxpr(arrays_of)(key)
-    if any(map(_holds_tracer, found[0].static)):
+    if set().union(*map(_tracers, found[0].static)) - _tracers(draw):  # of no program around it
         raise TypeError(
             "a function of the drawn problem (its loss, objective or init) closes over an array that "
             "is drawn, and a draw is traced once. Pass what is drawn through `batches`, `validation` "
@@ -100,15 +101,14 @@ def _traced(
     return closed.replace(consts=constants), found[0]
 
 
-def _holds_tracer(leaf: object, seen: frozenset[int] = frozenset()) -> bool:
-    """Return whether a function closes over what was traced, itself or by another function."""
+def _tracers(leaf: object, seen: frozenset[int] = frozenset()) -> set[int]:
+    """Return the ids of what is traced and closed over by a function, itself or by another function."""
+    leaf = getattr(leaf, "draw", leaf)  # of a mean over draws
     if isinstance(leaf, Tracer) or id(leaf) in seen:
-        return isinstance(leaf, Tracer)
+        return {id(leaf)} if isinstance(leaf, Tracer) else set()
+    found = set()
     for cell in getattr(leaf, "__closure__", None) or ():
-        try:
-            leaves = jax.tree.leaves(cell.cell_contents)
-        except ValueError:  # not filled yet
-            continue
-        if any(_holds_tracer(inner, seen | {id(leaf)}) for inner in leaves):
-            return True
-    return False
+        with contextlib.suppress(ValueError):  # not filled yet
+            for inner in jax.tree.leaves(cell.cell_contents):
+                found |= _tracers(inner, seen | {id(leaf)})
+    return found

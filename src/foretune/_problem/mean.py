@@ -24,6 +24,8 @@ from .dynamics import Wrapper
 from .equality import same
 from .problem import Problem
 
+OF_DRAWS = "The mean over n draws is `Mean.of_draws(draw, n)`."
+
 
 class Mean(Problem):
     """The mean response of several problems under the same hyperparameters.
@@ -58,7 +60,9 @@ class Mean(Problem):
 
     count: int = eqx.field(static=True)
 
-    def __init__(self, problems: object):
+    def __init__(self, problems: object, *n: object):
+        if n:
+            raise TypeError(f"Mean takes a list of problems alone. {OF_DRAWS}")
         problems = _checked(problems)
         self.count = len(problems)
         objective = _combine([p.objective for p in problems], "objective")
@@ -243,13 +247,17 @@ def _each(f: Callable[..., PyTree], count: int, *arguments: PyTree) -> PyTree:
 
 def _checked(problems: object) -> list[Definition]:
     if not isinstance(problems, Sequence) or not problems:
+        got = "an empty one" if isinstance(problems, Sequence) else describe(problems)
+        more = f" {OF_DRAWS}" if callable(problems) else ""
         raise TypeError(
             "Mean takes a list of problems, `Mean([problem_of(k) for k in range(5)])`; got "
-            f"{describe(problems)}."
+            f"{got}.{more}"
         )
     for k, problem in enumerate(problems):
         if not isinstance(problem, Definition) or isinstance(problem, Mean):
-            more = " Give all their problems in one list." if isinstance(problem, Mean) else ""
+            more = f" {OF_DRAWS}" if callable(problem) else ""
+            if isinstance(problem, Mean):
+                more = " Give all their problems in one list."
             raise TypeError(f"Mean takes problems; fold {k} is {describe(problem)}.{more}")
         if problem.trajectory != problems[0].trajectory:
             raise ValueError(f"trajectory is {problem.trajectory} in fold {k}, but not in fold 0.")
