@@ -219,17 +219,6 @@ class Stacked(Batches):
         return x
 
 
-class Whole(Batches):
-    """All the data of other batches, as the batch of a single step."""
-
-    batches: Batches
-    xs: None = None
-    steps: int = eqx.field(static=True, default=1)
-
-    def batch(self, x: None) -> PyTree:
-        return self.batches.whole()
-
-
 def warn_of_rows(batches: Batches, validation: PyTree) -> None:
     """Warn where stacked batches look like a whole data set: as many steps, each of a single row.
 

@@ -7,7 +7,6 @@ a function from the key to the problem's arrays, and becomes a part of the progr
 key compiles nothing, and the arrays that it closes over are inputs of the program, on the device once.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 
@@ -22,6 +21,7 @@ from jaxtyping import Array
 from .arguments import Structure, flatten, unflatten
 from .checks import check_key, check_signature, describe
 from .definition import Definition
+from .equality import closed_over
 from .validation import noting
 
 REMEMBERED = 8  # draws, with the arrays that they close over
@@ -106,9 +106,5 @@ def _tracers(leaf: object, seen: frozenset[int] = frozenset()) -> set[int]:
     leaf = getattr(leaf, "draw", leaf)  # of a mean over draws
     if isinstance(leaf, Tracer) or id(leaf) in seen:
         return {id(leaf)} if isinstance(leaf, Tracer) else set()
-    found = set()
-    for cell in getattr(leaf, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # not filled yet
-            for inner in jax.tree.leaves(cell.cell_contents):
-                found |= _tracers(inner, seen | {id(leaf)})
-    return found
+    parts = jax.tree.leaves(closed_over(leaf))
+    return set().union(*(_tracers(part, seen | {id(leaf)}) for part in parts))

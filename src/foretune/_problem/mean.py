@@ -13,10 +13,9 @@ from typing import Any, cast
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from .batches import Batches, FullBatch, Minibatches, Whole
+from .batches import Batches, FullBatch, Minibatches
 from .checks import check_count, check_signature, describe, named_leaves
 from .definition import Definition
 from .draws import Draw
@@ -166,7 +165,8 @@ class MeanDynamics(Wrapper):
     def _call(self, method: str, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         def one(dynamics, s, h, batch):
             source, x = batch
-            return getattr(dynamics, method)(s, h, source.batch(x))
+            batch = source.whole() if x is None else source.batch(x)  # the same for a full batch
+            return getattr(dynamics, method)(s, h, batch)
 
         h = hparams if self.shared else _per_fold(hparams)
         return _each(one, self.count, self.dynamics, _per_fold(state), h, batch)
@@ -213,7 +213,7 @@ class MeanBatches(Batches):
 
     def whole(self) -> PyTree:
         """Return the source and no entry, for the whole data of each problem."""
-        return Whole(batches=self.source), None
+        return self.source, None
 
 
 def _source(batches: Batches) -> Batches:
@@ -280,7 +280,10 @@ def _combine(parts: Sequence[PyTree], name: str, axis: int = 0) -> PyTree:
         for (path, old), new, column in zip(first.items(), leaves.values(), columns, strict=True):
             _check_leaf(path, k, old, new)
             column.append(new)
-    merged = [c[0] if _is_shared(c) else PerFold(jnp.stack(c, axis)) for c in columns]
+    merged = [
+        c[0] if all(same(c[0], leaf) for leaf in c[1:]) else PerFold(jnp.stack(c, axis))
+        for c in columns
+    ]
     return jax.tree.unflatten(structure, merged)
 
 
@@ -297,16 +300,3 @@ def _check_leaf(path: str, k: int, old: object, new: object) -> None:
             f"{path} is {describe(new)} in fold {k}, {describe(old)} in fold 0. Folds need equal "
             "shapes: keep all rows in each, with a mask of those to use."
         )
-
-
-def _is_shared(column: Sequence[object]) -> bool:
-    return not eqx.is_array(column[0]) or all(_equal(column[0], leaf) for leaf in column[1:])
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if a is b or isinstance(a, Tracer) or isinstance(b, Tracer):
-        return a is b
-    with jax.ensure_compile_time_eval():  # inside a draw too
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        return bool(jnp.array_equal(a, b, equal_nan=bool(jnp.issubdtype(a.dtype, jnp.inexact))))
