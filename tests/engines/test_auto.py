@@ -62,6 +62,27 @@ def test_it_chooses_inside_jit_where_nothing_was_chosen_before():
 
 
 @pytest.mark.second_tier
+def test_a_key_of_another_generator_is_traced_as_one():
+    auto._CHOICES.clear()
+
+    def grad(key):
+        problem, hparams = regression(
+            steps=2,
+            dynamics=ft.Training(
+                lambda w, h, b, key: (
+                    h["decay"] * jnp.sum((w["w"] - jax.random.normal(key, (3,))) ** 2)
+                ),
+                optax.sgd(0.1),
+                key=key,
+            ),
+        )
+        return ft.Auto()(problem, {"decay": hparams["decay"]}).grad
+
+    key = jax.random.key(0, impl="rbg")
+    assert_trees_close(jax.jit(grad)(key), grad(key), 1e-5)
+
+
+@pytest.mark.second_tier
 @pytest.mark.usefixtures("timeless")
 def test_budgets_are_respected():
     problem, hparams, state = network(400)

@@ -299,7 +299,7 @@ def test_what_it_cannot_do_is_said(tmp_path):
     problem, hparams = regression(steps=4)
     with pytest.raises(TypeError, match=r"jax\.jit.*segments"):
         jax.jit(lambda h: ft.ReverseOnDisk(tmp_path)(problem, h).grad)(hparams)
-    with pytest.raises(TypeError, match="give a folder"):
+    with pytest.raises(TypeError, match=r"`ReverseOnDisk\(folder\)\(problem, hparams\)`"):
         ft.ReverseOnDisk(problem)
     with pytest.raises(ValueError, match="the path has no name"):
         ft.ReverseOnDisk("")

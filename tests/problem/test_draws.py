@@ -397,3 +397,27 @@ def test_a_function_that_closes_over_what_is_drawn_is_refused():
         ft.Reverse()(draw, {"start": jnp.zeros(3)}, key=jax.random.key(0))
     with pytest.raises(TypeError, match="takes a function draw"):
         ft.Mean.of_draws(draw(jax.random.key(0)), 2)
+
+
+def test_a_function_may_close_over_what_the_program_around_it_traces():
+    def response(scale):
+        def draw(key):
+            x = jax.random.normal(key, (6, 3))
+            return ft.Problem(
+                ft.Training(lambda w, h, b: scale * jnp.mean((b @ w - 1) ** 2), optax.sgd(0.1)),
+                lambda state, h, b: jnp.mean((b @ state.params) ** 2),
+                init=lambda h: h["start"],
+                batches=ft.FullBatch(x, steps=2),
+                validation=x,
+            )
+
+        found = [
+            ft.Reverse()(each, {"start": jnp.ones(3)}, key=jax.random.key(0)).grad["start"]
+            for each in (draw, ft.Mean.of_draws(draw, 1))
+        ]
+        return found[0], found[1]
+
+    scale = jnp.array(0.5)
+    one, mean = jax.jit(response)(scale)
+    np.testing.assert_allclose(one, response(scale)[0], rtol=1e-5)
+    np.testing.assert_allclose(mean, response(scale)[1], rtol=1e-5)

@@ -211,3 +211,23 @@ class TestGather:
             ft.Minibatches(made.data, made.indices, gather=3)
         with pytest.raises(TypeError, match="integer array"):
             ft.Minibatches(made.data, made.indices / 2, gather=self.context)
+
+
+def test_a_partial_function_is_a_start_by_a_function():
+    def start(scale, hparams):
+        return scale * hparams["start"]
+
+    scale = jnp.arange(3.0)
+    grads = [
+        ft.Forward()(
+            ft.Problem(
+                ft.Training(lambda w, h, x: jnp.sum((w - 1) ** 2), optax.sgd(0.1)),
+                lambda state, h, x: jnp.sum(state.params**2),
+                init,
+                ft.FullBatch(None, steps=2),
+            ),
+            {"start": jnp.array(0.5)},
+        ).grad
+        for init in (lambda h: start(scale, h), jax.tree_util.Partial(start, scale))
+    ]
+    assert_trees_close(grads[1], grads[0], 1e-6)

@@ -72,8 +72,6 @@ ROWS = [
     ("truncated to half a step", lambda: ft.Truncated(1.5), ValueError, "steps=1.5"),
     ("truncated to nothing", lambda: ft.Truncated(None), ValueError, "steps=None"),
     ("truncated, store of another name", lambda: ft.Truncated(2, store="all"), ValueError, "store='all'"),
-    ("an implicit solver that is none", lambda: ft.Implicit(solver="gauss"), ValueError, "solver='gauss'", "cg"),
-    ("an implicit solver that is None", lambda: ft.Implicit(solver=None), ValueError, "solver=None"),
     ("no implicit iterations", lambda: ft.Implicit(iterations=0), ValueError, "iterations=0"),
     ("an implicit engine far from a minimum", lambda: solve({"decay": 0.1}, ft.Implicit(), dynamics=ft.Training(penalised, optax.sgd(0.01))), Warning, "Implicit"),
     ("an implicit tolerance of NaN", lambda: ft.Implicit(tolerance=NAN), ValueError, "tolerance=nan"),

@@ -211,6 +211,11 @@ ROWS = [
     ("NaN in the data, truncated", lambda: solve(engine=ft.Truncated(2), batches=ft.FullBatch((holed(X), Y), 3)), ft.NonFiniteError, "The data hold NaN or infinity: batches", "[0]"),
     ("a rate that diverges", lambda: solve({"lr": 1e4, "decay": 0.0}, steps=40), ft.NonFiniteError, "diverges", "smaller learning rate"),
     # Folds
+    ("no folds", lambda: ft.Mean([]), TypeError, "an empty one"),
+    ("folds of a draw", lambda: ft.Mean(lambda key: problem(), 4), TypeError, "Mean.of_draws(draw, n)"),
+    ("folds of one draw", lambda: ft.Mean(lambda key: problem()), TypeError, "Mean.of_draws(draw, n)"),
+    ("folds that are draws", lambda: ft.Mean([lambda key: problem()] * 2), TypeError, "fold 0 is a function", "Mean.of_draws(draw, n)"),
+    ("full batches drawn anew", lambda: problem().batches.reshuffled(KEY), TypeError, "FullBatch", "Minibatches.shuffled"),
     ("folds of a problem", lambda: ft.Mean(problem()), TypeError, "a list of problems"),
     ("a fold that is nothing", lambda: ft.Mean([problem(), None]), TypeError, "fold 1 is None"),
     ("draws by no key", lambda: ft.Mean.of_draws(lambda: problem(), 2), TypeError, "draw(key)"),

@@ -46,6 +46,7 @@ ROWS = [
     ("a logit of arrays", lambda: ft.Logit(np.zeros(2), 1.0), TypeError, "a real number", "float64[2]"),
     ("a logit of text", lambda: ft.Logit("0", "1"), TypeError, "a real number"),
     ("a log from 0", lambda: minimized({"lr": 0.0, "decay": 0.1}, constraints={"lr": ft.Log()}), ValueError, "hparams['lr']", "Start inside"),
+    ("a log from 0 in all", lambda: minimized({"lr": 0.0, "decay": 0.1}, constraints=ft.Log()), ValueError, "hparams['lr']: it starts at 0.0", "Start inside"),
     ("a log from below 0", lambda: minimized({"lr": -0.1, "decay": 0.1}, constraints={"lr": ft.Log()}), ValueError, "hparams['lr']", "Start inside"),
     ("a log from NaN", lambda: minimized({"lr": NAN, "decay": 0.1}, constraints={"lr": ft.Log()}), ValueError, "hparams['lr']"),
     ("a logit from its border", lambda: minimized({"lr": 1.0, "decay": 0.1}, constraints={"lr": ft.Logit(0.0, 1.0)}), ValueError, "hparams['lr']", "Start inside"),

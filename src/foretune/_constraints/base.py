@@ -7,7 +7,6 @@ holds for all its numbers together, as one vector; `None`, or a name left out, m
 """
 
 import abc
-import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -20,6 +19,7 @@ from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Float, PyTree
 
 from .._problem.arguments import filtered
 from .._problem.checks import describe, named_leaves
+from .._problem.warn import warn
 
 Number: TypeAlias = object  # a real number of any type; `numbers_in` reports what is none
 
@@ -37,8 +37,8 @@ class AbstractConstraint(eqx.Module):
         off = jax.tree.map(lambda a, b: jnp.abs(a - b).astype(float), x, self.project(x))
         return all_true(jax.tree.map(lambda d: d <= tolerance * jnp.max(jnp.stack(sizes)), off))
 
-    def check_start(self, x: PyTree) -> None:
-        """Raise where a run can start neither from x nor from its projection."""
+    def check_start(self, x: PyTree, path: str = "x") -> None:
+        """Raise where a run can start neither from x, which is at `path`, nor from its projection."""
 
     def to_unconstrained(self, x: PyTree) -> PyTree:
         """Return the variable that the outer optimizer moves: x itself, for a set."""
@@ -184,10 +184,9 @@ def feasible(constraints: PyTree, hparams: PyTree) -> PyTree:
     for (path, given), after in zip(leaves, jax.tree.leaves(inside), strict=True):
         distance = float(jnp.linalg.norm(jnp.ravel(given - after)))
         if distance > 1e-5 * max(1.0, float(jnp.linalg.norm(jnp.ravel(given)))):
-            warnings.warn(
+            warn(
                 f"{path} starts outside its constraint, at a distance of {distance:.3g}; it is "
                 "projected onto it.",
-                stacklevel=4,
             )
     return inside
 
@@ -199,10 +198,7 @@ def check_starts(constraints: PyTree, x: PyTree) -> None:
     """Raise where a part of x starts where its constraint cannot move it."""
 
     def check(path, constraint, part):
-        try:
-            constraint.check_start(part)
-        except ValueError as error:
-            raise ValueError(f"hparams{jax.tree_util.keystr(path)}: {error}") from None
+        constraint.check_start(part, f"hparams{jax.tree_util.keystr(path)}")
 
     jax.tree_util.tree_map_with_path(check, constraints, x, is_leaf=is_constraint)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, PyTree
 
+from .._problem.checks import named_leaves
 from .base import AbstractConstraint, Number, all_true, as_type, numbers_in, over_decades
 
 HAIR = 1e-7  # of an interval; nearer a bound, Adam's epsilon of 1e-8 would outweigh the slope
@@ -39,13 +40,13 @@ class Change(AbstractConstraint):
 
         return all_true(jax.tree.map(inside, x))
 
-    def check_start(self, x: PyTree) -> None:
-        if not self.contains(x):
-            starts = ", ".join(str(np.asarray(leaf)) for leaf in jax.tree.leaves(x))
-            raise ValueError(
-                f"a hyperparameter under {self} starts at {starts:.100}, outside it or on its "
-                "border, from where it cannot move. Start inside."
-            )
+    def check_start(self, x: PyTree, path: str = "x") -> None:
+        for name, leaf in named_leaves(x, path).items():
+            if not self.contains(leaf):
+                raise ValueError(
+                    f"{name}: it starts at {np.asarray(leaf)!s:.100}, outside {self} or on its border, "
+                    "from where it cannot move. Start inside."
+                )
 
     def scale(self, u: PyTree, unit: PyTree) -> PyTree:
         """Return 1: a change of the variable is relative already."""
@@ -117,15 +118,15 @@ class Logit(Change):
         low = jnp.maximum(lower + hair(lower), jnp.nextafter(lower, upper))
         return low, jnp.minimum(upper - hair(upper), jnp.nextafter(upper, lower))
 
-    def check_start(self, x: PyTree) -> None:
-        for leaf in jax.tree.leaves(x):
+    def check_start(self, x: PyTree, path: str = "x") -> None:
+        for name, leaf in named_leaves(x, path).items():
             (lower, upper), (low, high) = self._bounds(leaf.dtype), self._ends(leaf.dtype)
             if not (lower < low <= high < upper and jnp.isfinite(upper - lower)):
                 raise ValueError(
-                    f"{leaf.dtype} has no numbers between the bounds of {self}, which it rounds to "
-                    f"{lower} and {upper}. Take others, or hyperparameters of a wider type."
+                    f"{name}: {leaf.dtype} has no numbers between the bounds of {self}, which it "
+                    f"rounds to {lower} and {upper}. Take others, or hyperparameters of a wider type."
                 )
-        super().check_start(x)
+        super().check_start(x, path)
 
     def spread(self, x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
         """Return a point of the interval."""

@@ -257,8 +257,8 @@ def _shortened(system: System, hparams: PyTree) -> System:
 
 def _concrete(array: Array) -> Array:
     """Return the array, or one of its shape where it is being traced."""
-    if not isinstance(array, Tracer | jax.ShapeDtypeStruct):
+    if not isinstance(array, Tracer):
         return array
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.key(0), array.shape)
+        return jnp.broadcast_to(jax.random.key(0, impl=jax.random.key_impl(array)), array.shape)
     return jnp.zeros(array.shape, array.dtype)

@@ -122,10 +122,10 @@ def check_engine(engine: object) -> None:
         raise TypeError(f"engine must be an engine, `foretune.Reverse()` say; got {engine!r:.100}.")
 
 
-def check_not_problem(engine: str, option: object) -> None:
+def check_not_problem(engine: str, option: object, needed: str = "") -> None:
     """Raise where a problem was given to the class instead of to an engine."""
     if isinstance(option, Problem):
-        call = f"`{engine}()(problem, hparams)`"
+        call = f"`{engine}({needed})(problem, hparams)`"
         raise TypeError(f"the problem goes to the engine, not to its class: {call}.")
 
 

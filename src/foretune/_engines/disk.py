@@ -14,9 +14,7 @@ import contextlib
 import functools
 import math
 import operator
-import os
 import re
-import warnings
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -37,7 +35,8 @@ from .._problem.checks import check_count
 from .._problem.draws import Drawn, as_problem
 from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
-from .base import AbstractEngine, Hypergradient
+from .._problem.warn import warn
+from .base import AbstractEngine, Hypergradient, check_not_problem
 from .memory import free_bytes, parse_bytes, tree_bytes
 from .nonfinite import FORWARD, NonFiniteError, explain, is_finite, when_checked
 from .products import error_gradients, pull_rows
@@ -80,8 +79,7 @@ class ReverseOnDisk(AbstractEngine):
     folder: str
     segment: int | None
     memory: int | None
-    store: str | int
-    transpose: str
+    within_segment: Reverse
 
     def __init__(
         self,
@@ -92,21 +90,12 @@ class ReverseOnDisk(AbstractEngine):
         store: str | int = "gradients",
         transpose: str = "forward",
     ):
-        if not isinstance(folder, str | os.PathLike):
-            raise TypeError(
-                f"ReverseOnDisk({folder!r:.60}): give a folder, as text or `pathlib.Path`, then the "
-                "problem: `ReverseOnDisk(folder)(problem, hparams)`."
-            )
+        check_not_problem("ReverseOnDisk", folder, "folder")
         if segment is not None:
             check_count(segment, f"ReverseOnDisk(segment={segment})")
         self.folder, self.segment = str(as_path(folder, "ReverseOnDisk")), segment
         self.memory = None if memory is None else parse_bytes(memory, "ReverseOnDisk")
-        self.store, self.transpose = store, transpose
-        _ = self._within.schedule  # its checks
-
-    @property
-    def _within(self) -> Reverse:
-        return Reverse(self.store, transpose=self.transpose)
+        self.within_segment = Reverse(store, transpose=transpose)
 
     def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         """Return the largest of the programs: the way back through one segment."""
@@ -114,7 +103,7 @@ class ReverseOnDisk(AbstractEngine):
         s = jax.eval_shape(functools.partial(_initial, structure), arrays)
         length = self._length(opened(structure, arrays)[0].steps, s)
         _, adjoint = jax.eval_shape(functools.partial(_at_end, structure), arrays, s)
-        return _back.lower(self._within, structure, length, arrays, s, np.int32(0), adjoint)
+        return _back.lower(self.within_segment, structure, length, arrays, s, np.int32(0), adjoint)
 
     def __call__(
         self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
@@ -136,7 +125,7 @@ class ReverseOnDisk(AbstractEngine):
         with _Files(Path(self.folder), fingerprint) as files:
             call = _Call(files, structure, arrays, s_0, steps, length)
             s_T = call.forward()
-            found = call.backward(self._within, s_T)
+            found = call.backward(self.within_segment, s_T)
             files.remove()
         if when_checked() is not False and not is_finite((found.value, found.grad)):
             raise NonFiniteError(explain(*opened(structure, arrays), found, self.other_mode))
@@ -351,10 +340,9 @@ class _Files:
             try:
                 header = load_header(path)
             except Damaged:
-                warnings.warn(
+                warn(
                     f"{path} is no file of ReverseOnDisk, or damaged, and is kept as "
                     f"{set_aside(path).name}.",
-                    stacklevel=4,
                 )
                 continue
             if header.get("fingerprint") != self.fingerprint:

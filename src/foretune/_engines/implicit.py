@@ -1,17 +1,15 @@
 """Implicit differentiation: the hypergradient at a minimum of the inner problem.
 
-At a minimum of the loss, grad_w J(w, lambda) = 0, the implicit function theorem gives
+Where a training ends, an equation F(x, lambda) = 0 holds, and the implicit function theorem gives
 
-    grad f = dE/dlambda - grad E(w) H^-1 d(grad_w J)/dlambda,    H = d^2 J / dw^2,
+    grad f = dE/dlambda - v dF/dlambda,    v dF/dx = grad E(x).
 
-with the system H v = grad E(w) solved by conjugate gradients. For any other dynamics at a fixed point,
-s = Phi(s, lambda), with A = dPhi/ds and B = dPhi/dlambda,
+At a minimum of a loss J(w, lambda) the equation is F = grad_w J; its dF/dw is the Hessian, and the
+system is solved by conjugate gradients. At a fixed point of any other dynamics, s = Phi(s, lambda), it
+is F = s - Phi(s, lambda), and the system is solved by GMRES.
 
-    grad f = dE/dlambda + grad E(s) (I - A)^-1 B,    (I - A)^-1 = I + A + A^2 + ...    (Neumann).
-
-Away from the minimum both are biased, and nothing of the way there (a learning rate, the initial
-state, when training stopped) has a derivative: a hyperparameter that is neither in grad_w J (in
-Phi) nor in E is refused.
+Away from the end both are biased, and nothing of the way there (a learning rate, the initial state,
+when training stopped) has a derivative: a hyperparameter that is neither in F nor in E is refused.
 
 Time: a training run, and two gradients for each iteration of the solver. Memory: a few states.
 References: Bengio, Gradient-Based Optimization of Hyperparameters, 2000; Pedregosa, ICML 2016; Lorraine
@@ -20,8 +18,6 @@ et al., AISTATS 2020.
 
 import math
 import operator
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,20 +26,18 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import optax
-from jax import lax
 from jax.interpreters import partial_eval
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .._problem.batches import Whole, users_level
 from .._problem.checks import check_count, named_leaves
 from .._problem.problem import Problem
-from .._problem.system import System, make_system, owners
+from .._problem.system import System, owners
+from .._problem.warn import warn
 from .base import Solution, TracedEngine, check_not_problem
 from .nonfinite import is_finite
 from .products import error_gradients, pull_rows
 
 norm = optax.tree.norm
-SOLVERS = ("cg", "neumann")
 INDEFINITE = (
     "Implicit: conjugate gradients met negative curvature in the Hessian of the loss{found}: the "
     "training did not end at a minimum.{share} Train longer, add a regulariser, or use `Reverse()`."
@@ -55,8 +49,17 @@ class Report(NamedTuple):
 
     stationarity: Float[Array, ""]  # the last inner gradient (or step) as a share of the first
     residual: Float[Array, ""]  # of the linear system, relative to its right-hand side
-    curvature: Float[Array, ""]  # v H v / |v|^2 of its solution v; 0 for "neumann"
-    sound: Bool[Array, ""] | bool = True  # whether the error's gradient is finite
+    curvature: Float[Array, ""]  # v H v / |v|^2 of its solution v; 0 at a fixed point
+    sound: Bool[Array, ""]  # whether the error's gradient is finite
+
+
+class Equation(NamedTuple):
+    """F(x, lambda) = 0, which holds where a training ends, in a part x of the state."""
+
+    F: Callable[[PyTree, PyTree], PyTree]
+    part: Callable[[PyTree], PyTree]  # s -> x
+    put: Callable[[PyTree], PyTree]  # x -> the last state, with x in its place
+    is_minimum: bool  # then dF/dx is symmetric
 
 
 class Implicit(TracedEngine):
@@ -67,10 +70,10 @@ class Implicit(TracedEngine):
     training has not converged, and refuses learning rates and whatever else changes only the way
     there. The training may have any batches; the loss at its end is that of all the data.
 
+    For a dynamics without the method `gradient`, it is that of the fixed point of its step.
+
     Args:
-        solver: "cg", conjugate gradients with the Hessian of the loss, for `Training`; or "neumann",
-            the Neumann series of the dynamics' own step, for any dynamics that contracts.
-        iterations: of the solver, at most.
+        iterations: of the solver of the linear system, at most.
         tolerance: of the solver, relative.
         stationarity: warn where the inner gradient is above this share of what it was at the
             beginning.
@@ -89,25 +92,20 @@ class Implicit(TracedEngine):
     -1.0000
     """
 
-    solver: str
-    iterations: int
+    iterations: Any  # a number
     tolerance: float
     stationarity: float
 
     def __init__(
         self,
-        solver: Any = "cg",
+        iterations: Any = 100,
         *,
-        iterations: int = 100,
         tolerance: float = 1e-5,
         stationarity: float = 0.01,
     ):
-        check_not_problem("Implicit", solver)
-        if solver not in SOLVERS:
-            raise ValueError(f"Implicit(solver={solver!r}): give one of {', '.join(SOLVERS)}.")
-        check_count(iterations, f"Implicit(iterations={iterations})")
-        self.solver, self.iterations, self.tolerance = solver, iterations, tolerance
-        self.stationarity = stationarity
+        check_not_problem("Implicit", iterations)
+        check_count(iterations, f"Implicit(iterations={iterations!r:.60})")
+        self.iterations, self.tolerance, self.stationarity = iterations, tolerance, stationarity
         for name, size in {"tolerance": tolerance, "stationarity": stationarity}.items():
             if not (isinstance(size, int | float) and size > 0):
                 raise ValueError(f"Implicit({name}={size!r:.60}): it must be a number above 0.")
@@ -120,10 +118,30 @@ class Implicit(TracedEngine):
             )
         s = system.run(hparams)
         errors, alpha, g = error_gradients(system, s, hparams)
-        solve = _by_conjugate_gradients if self.solver == "cg" else _by_series
-        more, report = solve(self, problem, system, hparams, s, alpha)
-        rows = jax.tree.map(operator.add, g, more)
-        return Solution(errors, rows, s, report._replace(sound=is_finite(alpha)))
+        F, part, _, is_minimum = equation = _equation(problem, system, hparams, s)
+        _check_influence(problem, system, hparams, equation, part(s))
+        at_end, pull = jax.vjp(F, part(s), hparams)
+
+        def times(v):
+            return pull(v)[0]
+
+        limits = {"rtol": self.tolerance, "atol": 0.0, "max_steps": self.iterations}
+        solver = lx.CG(**limits) if is_minimum else lx.GMRES(**limits)
+        tags = lx.positive_semidefinite_tag if is_minimum else ()
+        matrix = lx.FunctionLinearOperator(times, jax.eval_shape(lambda: at_end), tags)
+
+        def row(alpha):
+            v = lx.linear_solve(matrix, alpha, solver, throw=False).value
+            product = times(v)
+            residual = norm(optax.tree.sub(product, alpha)) / _safe(norm(alpha))
+            return v, residual, optax.tree.vdot(v, product) / _safe(norm(v) ** 2)
+
+        v, residual, curvature = jax.vmap(row)(part(alpha))
+        rows = jax.tree.map(operator.sub, g, pull_rows(pull, v)[1])
+        share = norm(at_end) / _safe(norm(F(part(system.initial(hparams)), hparams)))
+        curvature = jnp.min(curvature) if is_minimum else jnp.zeros(())
+        report = Report(share, jnp.max(residual), curvature, is_finite(alpha))
+        return Solution(errors, rows, s, report)
 
     def review(self, report: Report) -> None:
         if _indefinite(report):
@@ -142,18 +160,15 @@ class Implicit(TracedEngine):
         if not (report.sound and math.isfinite(share)):
             return  # what is not finite began before this: `NonFiniteError` says where
         if not share <= self.stationarity:
-            what = "gradient" if self.solver == "cg" else "step"
-            warnings.warn(
-                f"Implicit: the training has not converged. Its last {what} over all the data has "
-                f"{100 * share:.3g} % of the length of the first (expected: at most "
+            warn(
+                "Implicit: the training has not converged. Its last gradient (or step) over all the "
+                f"data has {100 * share:.3g} % of the length of the first (expected: at most "
                 f"{100 * self.stationarity:g} %). Train longer, or use `Reverse()`.",
-                stacklevel=users_level(sys._getframe()),
             )
         if not residual <= 10 * self.tolerance:
-            warnings.warn(
+            warn(
                 f"Implicit: the linear system is solved to a relative residual of {residual:.3g} after "
                 f"{self.iterations} iterations (asked for: {self.tolerance:g}). Give more iterations.",
-                stacklevel=users_level(sys._getframe()),
             )
 
 
@@ -163,22 +178,50 @@ def _indefinite(report: Report) -> Bool[Array, ""]:
     return sound & ~(report.curvature >= 0)
 
 
-def _check_influence(
-    problem: Problem,
-    system: System,
-    hparams: PyTree,
-    F: Callable[..., PyTree],
-    s: Callable[..., PyTree],
-) -> None:
-    """Raise for a hyperparameter that is neither in the equation F of the minimum nor in its error.
+def _equation(problem: Problem, system: System, hparams: PyTree, s: PyTree) -> Equation:
+    """Return the equation of a minimum, or of a fixed point where the dynamics has no gradient."""
+    batch, dynamics = problem.batches.whole(), problem.dynamics
 
-    Asked is whether the program of E(s + F(lambda), lambda) passes a derivative back to it at all;
-    every entry of the state is moved by all of F, since H^-1 may mix them.
+    def floats(tree):
+        return eqx.filter(tree, eqx.is_inexact_array)
+
+    def like(x, tree):  # without the arrays that no step changes
+        return eqx.filter(tree, jax.tree.map(eqx.is_array, x, is_leaf=lambda leaf: leaf is None))
+
+    def with_weights(weights):
+        return s._replace(params=eqx.combine(weights, s.params))
+
+    def gradient(weights, hparams):
+        state = system.restore(with_weights(weights))
+        return like(weights, dynamics.gradient(state, hparams, batch))
+
+    def with_floats(x):
+        return eqx.combine(x, s)
+
+    def change(x, hparams):
+        after = dynamics.step(system.restore(with_floats(x)), hparams, batch)
+        return optax.tree.sub(x, like(x, after))
+
+    try:
+        eqx.filter_eval_shape(dynamics.gradient, system.restore(s), hparams, batch)
+    except NotImplementedError:
+        return Equation(change, floats, with_floats, is_minimum=False)
+    return Equation(gradient, lambda s: floats(s.params), with_weights, is_minimum=True)
+
+
+def _check_influence(
+    problem: Problem, system: System, hparams: PyTree, equation: Equation, x: PyTree
+) -> None:
+    """Raise for a hyperparameter that is neither in the equation of the end nor in its error.
+
+    Asked is whether the program of E(x + F(x, lambda), lambda) passes a derivative back to it at all;
+    every entry of x is moved by all of F, since the inverse of dF/dx may mix them.
     """
 
     def errors(hparams):
-        floats = jax.tree.leaves(eqx.filter(F(hparams), eqx.is_inexact_array))
-        return system.errors(s(sum(jnp.sum(leaf) for leaf in floats)), hparams)
+        shift = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(equation.F(x, hparams)))
+        moved = jax.tree.map(lambda leaf: leaf + jnp.asarray(shift, leaf.dtype), x)
+        return system.errors(equation.put(moved), hparams)
 
     def pull(hparams, rows):
         return jax.vjp(errors, hparams)[1](rows)[0]
@@ -196,90 +239,6 @@ def _check_influence(
             f"Implicit: {', '.join(idle)} has no influence on the minimum that the training ends "
             "at. Use `Reverse()` or `Forward()`, or leave it out."
         )
-
-
-def _shifted(tree: PyTree, shift: Float[Array, ""]) -> PyTree:
-    def moved(leaf):
-        return leaf + jnp.asarray(shift, leaf.dtype) if eqx.is_inexact_array(leaf) else leaf
-
-    return jax.tree.map(moved, tree)
-
-
-def _by_conjugate_gradients(engine, problem, system, hparams, s, alpha):
-    """Return -v d(grad J)/dlambda with H v = alpha, for each of K rows, and the report."""
-    gradient = problem.dynamics.gradient
-    batch, state = problem.batches.whole(), system.restore(s)
-    try:
-        eqx.filter_eval_shape(gradient, state, hparams, batch)
-    except NotImplementedError:
-        raise TypeError(
-            "Implicit(solver='cg') needs a dynamics with a method `gradient(state, hparams, batch)`, "
-            "as `Training` has. Use Implicit(solver='neumann')."
-        ) from None
-    weights = eqx.filter(s.params, eqx.is_inexact_array)
-    trained = jax.tree.map(eqx.is_array, weights, is_leaf=lambda leaf: leaf is None)
-
-    def G(weights, hparams):  # in the weights that the training moves
-        params = eqx.combine(weights, state.params)
-        return eqx.filter(gradient(state._replace(params=params), hparams, batch), trained)
-
-    def H(v):
-        return jax.jvp(lambda w: G(w, hparams), (weights,), (v,))[1]
-
-    def moved(shift):
-        return s._replace(params=_shifted(s.params, shift))
-
-    _check_influence(problem, system, hparams, lambda h: G(weights, h), moved)
-    shape = jax.eval_shape(lambda: weights)
-    hessian = lx.FunctionLinearOperator(H, shape, tags=lx.positive_semidefinite_tag)
-    solver = lx.CG(rtol=engine.tolerance, atol=0.0, max_steps=engine.iterations)
-
-    def row(alpha):
-        v = lx.linear_solve(hessian, alpha, solver, throw=False).value
-        Hv = H(v)
-        residual = norm(optax.tree.sub(Hv, alpha)) / _safe(norm(alpha))
-        return v, residual, optax.tree.vdot(v, Hv) / _safe(norm(v) ** 2)
-
-    v, residual, curvature = jax.vmap(row)(eqx.filter(alpha.params, eqx.is_inexact_array))
-    at_end, pull = jax.vjp(lambda h: G(weights, h), hparams)
-    (more,) = pull_rows(pull, v)
-    start = eqx.filter(system.initial(hparams).params, eqx.is_inexact_array)
-    share = norm(at_end) / _safe(norm(G(start, hparams)))
-    report = Report(share, jnp.max(residual), jnp.min(curvature))
-    return jax.tree.map(jnp.negative, more), report
-
-
-def _by_series(engine, problem, system, hparams, s, alpha):
-    """Return alpha (I + A + A^2 + ...) B for each of K rows, and the report."""
-    on_all = eqx.tree_at(lambda p: p.batches, problem, Whole(batches=problem.batches))
-    whole = make_system(on_all, hparams)
-
-    def phi(s, hparams):
-        return whole.step(s, hparams, None)
-
-    _check_influence(problem, system, hparams, lambda h: phi(s, h), lambda x: _shifted(s, x))
-    after, pull = eqx.filter_vjp(phi, s, hparams)
-
-    def term(carry):
-        k, term, total, _ = carry
-        term, _ = pull_rows(pull, term)
-        total = jax.tree.map(operator.add, total, term)
-        return k + 1, term, total, norm(term) / _safe(norm(total))
-
-    _, _, v, residual = lax.while_loop(
-        lambda carry: (carry[0] < engine.iterations) & (carry[3] > engine.tolerance),
-        term,
-        (0, alpha, alpha, jnp.ones(())),
-    )
-    _, more = pull_rows(pull, v)
-
-    def distance(*states):
-        a, b = (eqx.filter(s, eqx.is_inexact_array) for s in states)
-        return norm(optax.tree.sub(a, b))
-
-    s_0 = system.initial(hparams)
-    share = distance(after, s) / _safe(distance(phi(s_0, hparams), s_0))
-    return more, Report(share, residual, jnp.zeros(()))
 
 
 def _safe(x: Array) -> Array:

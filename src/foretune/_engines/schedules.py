@@ -16,6 +16,7 @@ Where no gradient is stored, the adjoint itself runs the step to differentiate i
 
 import abc
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -186,23 +187,14 @@ def binomial_plan(steps: int, states: int) -> Plan:
     return Plan(Row(*columns), np.array(lengths or [0], np.int32), np.array(top[::-1], np.int32))
 
 
-def _repetitions(steps: int, states: int) -> int:
-    """The least r with beta(states, r) = C(states + r, states) >= steps."""
-    r = 0
-    while math.comb(states + r, states) < steps:
-        r += 1
-    return r
-
-
 def _split(steps: int, states: int) -> int:
-    """Where to store next, of `steps` steps, when `states` states may be held with the first.
+    """Where to store next, of 2 steps or more, when `states` states may be held with the first.
 
     With beta(s, r) = C(s + r, s), the steps that s states reverse by computing none more than r times,
     and r the least with beta(s, r) >= steps, the halves k and steps - k must need r - 1 and r.
     """
-    r = _repetitions(steps, states)
-    most = math.comb(states + r - 1, states) if r >= 1 else 1
-    rest = math.comb(states - 1 + r - 1, states - 1) if r >= 1 else 1
+    r = next(r for r in itertools.count(1) if math.comb(states + r, states) >= steps)
+    most, rest = math.comb(states + r - 1, states), math.comb(states + r - 2, states - 1)
     return max(1, min(most, steps - rest, steps - 1))
 
 

@@ -20,9 +20,7 @@ ICML 2019; Salimans et al., Evolution Strategies, 2017.
 """
 
 import math
-import sys
-import warnings
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -34,10 +32,10 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._constraints.base import check_constraints, moved
 from .._problem.arguments import flatten, unflatten
-from .._problem.batches import users_level
 from .._problem.checks import check_count, check_key, describe
 from .._problem.problem import Problem, ProblemLike
 from .._problem.system import System
+from .._problem.warn import warn
 from .base import Hypergradient, Solution, TracedEngine
 from .nonfinite import NonFiniteError, when_checked
 from .reverse import Reverse
@@ -51,7 +49,7 @@ class Space:
         self.arrays = [np.asarray(array) for array in arrays]
 
     @property
-    def constraints(self) -> PyTree:
+    def tree(self) -> PyTree:
         return unflatten(self.structure, self.arrays)
 
     def __eq__(self, other: object) -> bool:
@@ -63,7 +61,7 @@ class Space:
         return hash(self.structure)
 
     def __repr__(self) -> str:
-        return repr(self.constraints)
+        return repr(self.tree)
 
 
 def balanced_signs(key: Key[Array, ""], n: int, m: int) -> Int[Array, "n m"]:
@@ -96,37 +94,40 @@ class Sampling(NamedTuple):
     diverged: Int[Array, ""]  # pairs in which a training is not finite
 
 
+def _seed(key: Any) -> tuple[int, int]:
+    """Return a random key, or a number for one, as constants of a program."""
+    with jax.ensure_compile_time_eval():  # inside `jit` too
+        if isinstance(key, int | np.integer) and not isinstance(key, bool):
+            key = jax.random.key(int(key))
+        check_key(key, "the key of the points (key=...)")
+        data = np.asarray(jax.random.key_data(key))
+        if data.size != 2:  # of another generator
+            data = np.asarray(jax.random.bits(key, (2,)))
+    return int(data[0]), int(data[1])
+
+
 class Neighbourhood(TracedEngine):
     """What `Smoothed` and `Evolution` share: points in pairs around the hyperparameters."""
 
-    radius: float
-    samples: int
-    seed: tuple[int, ...]
-    space: Space
+    radius: eqx.AbstractVar[Any]
+    samples: eqx.AbstractVar[Any]
+    key: eqx.AbstractVar[Any]
+    constraints: eqx.AbstractVar[Any]
 
-    def __init__(self, radius: object, samples: object, key: object, constraints: PyTree):
-        name = type(self).__name__
+    def __check_init__(self):
+        name, radius, samples = type(self).__name__, self.radius, self.samples
         number = isinstance(radius, int | float | np.floating | np.integer)
         if not number or isinstance(radius, bool) or not 0 < radius < math.inf:
             raise ValueError(
                 f"{name}(radius={radius!r:.60}): give a positive number, 0.1 for a tenth."
             )
-        self.radius, self.space = float(radius), Space(constraints)
-        self.samples = check_count(samples, f"{name}(samples={samples!r:.60})")
-        with jax.ensure_compile_time_eval():  # inside `jit` too
-            if isinstance(key, int | np.integer) and not isinstance(key, bool):
-                key = jax.random.key(int(key))
-            check_key(key, f"{name}(key=...)")
-            data = np.asarray(jax.random.key_data(key))  # pyright: ignore[reportArgumentType]
-            if data.size != 2:  # of another generator
-                data = np.asarray(jax.random.bits(key, (2,)))  # pyright: ignore[reportArgumentType]
-        self.seed = tuple(map(int, data))
+        check_count(samples, f"{name}(samples={samples!r:.60})")
 
     def within(self, constraints: PyTree) -> "Neighbourhood":
         """Return the engine with its points inside constraints, unless it has some already."""
-        if self.space != Space():
+        if self.constraints != Space():
             return self
-        return eqx.tree_at(lambda engine: engine.space, self, Space(constraints))
+        return eqx.tree_at(lambda engine: engine.constraints, self, Space(constraints))
 
     def estimate(
         self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
@@ -137,27 +138,25 @@ class Neighbourhood(TracedEngine):
         found, report = self.reported(problem, hparams, key)
         return found, report.standard_error
 
-    def points(
-        self, hparams: PyTree, uniform: bool
-    ) -> tuple[PyTree, Float[Array, "n m"], Float[Array, " m"]]:
-        """Return n pairs of points, with axes of 2 and n, and the differences between them."""
+    def points(self, hparams: PyTree, uniform: bool) -> tuple[PyTree, Float[Array, "n m"]]:
+        """Return n points, followed by the n opposite ones, and the differences between them."""
         flat, unravel = ravel_pytree(hparams)
         # The key depends on the numbers: each step of a descent draws other points.
         bits = lax.bitcast_convert_type(flat.astype(jnp.float32), jnp.uint32)
         odd = 2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1
-        seed = jax.random.wrap_key_data(jnp.array(self.seed, jnp.uint32))
+        seed = jax.random.wrap_key_data(jnp.array(self.key, jnp.uint32))
         key = jax.random.fold_in(seed, jnp.sum(bits * odd))
         U = balanced_signs(key, self.samples, flat.size).astype(flat.dtype)
         if uniform:
             U = U * jax.random.uniform(jax.random.fold_in(key, 1), U.shape, flat.dtype)
-        constraints = check_constraints(self.space.constraints, hparams)
+        constraints = check_constraints(self.constraints.tree, hparams)
 
         def at(u):
             return moved(constraints, hparams, unravel(self.radius * u))
 
-        both = jax.vmap(jax.vmap(at))(jnp.stack([U, -U]))
-        rows = jax.vmap(jax.vmap(lambda h: ravel_pytree(h)[0]))(both)
-        return both, rows[0] - rows[1], flat
+        points = jax.vmap(at)(jnp.concatenate([U, -U]))
+        rows = jax.vmap(lambda h: ravel_pytree(h)[0])(points)
+        return points, rows[: self.samples] - rows[self.samples :]
 
     def solution(
         self, system: System, hparams: PyTree, mean: Array, error: Array, d: Array, used: Array
@@ -186,7 +185,7 @@ class Neighbourhood(TracedEngine):
             if diverged == self.samples:
                 raise NonFiniteError(message)
             message += " These pairs are left out."
-            warnings.warn(message, RuntimeWarning, stacklevel=users_level(sys._getframe()))
+            warn(message, RuntimeWarning)
 
 
 class Evolution(Neighbourhood):
@@ -216,30 +215,23 @@ class Evolution(Neighbourhood):
     -2.000
     """
 
-    chunk: int | None
+    radius: Any = 0.1
+    samples: Any = 8
+    key: Any = eqx.field(default=0, converter=_seed)
+    constraints: Any = eqx.field(default=None, converter=Space, kw_only=True)
+    chunk: Any = eqx.field(default=None, kw_only=True)
     differentiates: ClassVar[bool] = False  # an accuracy will do
 
-    def __init__(
-        self,
-        radius: object = 0.1,
-        samples: object = 8,
-        key: object = 0,
-        *,
-        constraints: PyTree = None,
-        chunk: int | None = None,
-    ):
-        super().__init__(radius, samples, key, constraints)
-        self.chunk = chunk
-        if chunk is not None:
-            check_count(chunk, f"Evolution(chunk={chunk})")
+    def __check_init__(self):
+        if self.chunk is not None:
+            check_count(self.chunk, f"Evolution(chunk={self.chunk})")
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
-        both, d, _ = self.points(hparams, uniform=False)
+        points, d = self.points(hparams, uniform=False)
 
         def errors_at(h):
             return jnp.stack(system.errors(system.run(h), h))
 
-        points = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), both)
         values = lax.map(errors_at, points, batch_size=self.chunk or 2 * self.samples)
         values = values.reshape(2, self.samples, -1)
         used = jnp.isfinite(values).all((0, 2))
@@ -272,36 +264,28 @@ class Smoothed(Neighbourhood):
     -2.000
     """
 
-    engine: TracedEngine
+    engine: Any = eqx.field(default=None, converter=lambda e: Reverse() if e is None else e)
+    radius: Any = 0.1
+    samples: Any = 4
+    key: Any = eqx.field(default=0, converter=_seed)
+    constraints: Any = eqx.field(default=None, converter=Space, kw_only=True)
 
-    def __init__(
-        self,
-        engine: object = None,
-        radius: object = 0.1,
-        samples: object = 4,
-        key: object = 0,
-        *,
-        constraints: PyTree = None,
-    ):
-        engine = Reverse() if engine is None else engine
-        if not isinstance(engine, TracedEngine):
+    def __check_init__(self):
+        if not isinstance(self.engine, TracedEngine):
             raise TypeError(
-                f"Smoothed's engine is {describe(engine)}; give one that is a single program, as in "
-                "`Smoothed(Reverse(), radius=0.1)`."
+                f"Smoothed's engine is {describe(self.engine)}; give one that is a single program, as "
+                "in `Smoothed(Reverse(), radius=0.1)`."
             )
-        self.engine = engine
-        super().__init__(radius, samples, key, constraints)
-        if self.samples < 2:
+        if self.samples == 1:
             raise ValueError("Smoothed(samples=1): variances need two samples or more.")
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
-        both, d, flat = self.points(hparams, uniform=True)
-        points = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), both)
+        points, d = self.points(hparams, uniform=True)
 
         def at(h):
             solution = self.engine.solve(problem, system, h)
             rows = jax.vmap(lambda row: ravel_pytree(row)[0])(solution.rows)
-            return jnp.stack(solution.errors), rows.astype(flat.dtype)
+            return jnp.stack(solution.errors), rows.astype(d.dtype)
 
         values, rows = lax.map(at, points)  # one after another: each holds what its engine needs
         values = values.reshape(2, self.samples, -1)

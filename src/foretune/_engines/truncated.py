@@ -17,8 +17,6 @@ Time: a training run, and k steps more than once. Memory: k states, whatever T i
 Reference: Shaban et al., Truncated Back-propagation for Bilevel Optimization, AISTATS 2019.
 """
 
-import sys
-import warnings
 from typing import Any, ClassVar
 
 import jax
@@ -26,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._problem.batches import users_level
 from .._problem.checks import check_count, named_leaves
 from .._problem.problem import Problem
 from .._problem.system import System
+from .._problem.warn import warn
 from .base import Solution, TracedEngine, check_not_problem
 from .nonfinite import FORWARD
 from .products import error_gradients
@@ -109,12 +107,11 @@ class Truncated(TracedEngine):
         if much and self.steps > 1:
             parts = [f"{share:.0%} of the gradient of {name}" for name, share in much.items()]
             more = f" and of {len(parts) - 3} more" if len(parts) > 3 else ""
-            warnings.warn(
+            warn(
                 f"Truncated({self.steps}): the older half of these steps still has "
                 f"{', '.join(parts[:3])}{more}; those left out would have about as much. Take more "
                 "steps, or `Reverse(store=...)`, which is exact in as little memory.",
                 RuntimeWarning,
-                stacklevel=users_level(sys._getframe()),
             )
 
 

@@ -11,7 +11,6 @@ has another name is left alone.
 
 import contextlib
 import json
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from .._problem.warn import warn
 from .digests import digest, is_digest
 from .files import RunError, locked, make_folder, remove_unfinished, set_aside
 from .records import Record, Records
@@ -104,16 +104,15 @@ class Checkpoints:
         """Return what `_read` does, or None, with a warning, where the checkpoint is damaged."""
         try:
             return self._read(manager, step, like)
-        except (_AnotherRun, MemoryError):
+        except (RunError, MemoryError):
             raise
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                 raise
             _read_through(self._folder(step))  # raises where the disk is to blame
-            warnings.warn(
+            warn(
                 f"the checkpoint of step {step} in {self.folder} cannot be used "
                 f"({type(error).__name__}: {error!s:.200}) and is skipped.",
-                stacklevel=2,
             )
             return None
 
@@ -128,7 +127,7 @@ class Checkpoints:
         if meta.pop("digest") != _digest_of(meta) or meta["step"] != step:
             raise ValueError("its metadata are not those that were saved")
         if meta["belongs_to"] != self._belongs_to:
-            raise _AnotherRun(self.folder, meta["belongs_to"], self._belongs_to)
+            raise _another_run(self.folder, meta["belongs_to"], self._belongs_to)
         named = {str(i): array for i, array in enumerate(like)}
         only_arrays = ocp.args.Composite(carry=ocp.args.StandardRestore(named))
         restored = manager.restore(step, args=only_arrays)["carry"]
@@ -142,9 +141,8 @@ class Checkpoints:
         path = self._records.path
         where = f"the file is kept as {set_aside(path).name}" if path.exists() else "it is gone"
         shown = ", ".join(map(str, lost[:5])) + ", ..." * (len(lost) > 5)
-        warnings.warn(
+        warn(
             f"records {shown} (counted from 0) of {path} are missing in the history; {where}.",
-            stacklevel=4,
         )
 
     def _folder(self, step: int) -> Path:
@@ -177,25 +175,22 @@ class Checkpoints:
             ) from error
 
 
-class _AnotherRun(ValueError):
-    """The folder belongs to another run."""
-
-    def __init__(self, folder: Path, theirs: dict[str, str], ours: dict[str, str]):
-        # The settings of the run first, then the leaves of its carry, whose paths begin with a dot.
-        names = sorted({*theirs, *ours}, key=lambda name: (name.startswith("."), name))
-        lines = [
-            f"  the {name}: other numbers"
-            if is_digest(ours.get(name, ""))
-            else f"  {name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
-            for name in names
-            if theirs.get(name) != ours.get(name)
-        ]
-        rest = [f"  ... and {len(lines) - 8} more"] if len(lines) > 8 else []
-        super().__init__(
-            f"{folder} holds another run, with another problem or optimizer. What differs:\n"
-            + "\n".join(lines[:8] + rest)
-            + "\nGive another directory, or remove this one."
-        )
+def _another_run(folder: Path, theirs: dict[str, str], ours: dict[str, str]) -> RunError:
+    # The settings of the run first, then the leaves of its carry, whose paths begin with a dot.
+    names = sorted({*theirs, *ours}, key=lambda name: (name.startswith("."), name))
+    lines = [
+        f"  the {name}: other numbers"
+        if is_digest(ours.get(name, ""))
+        else f"  {name}: {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    ]
+    rest = [f"  ... and {len(lines) - 8} more"] if len(lines) > 8 else []
+    return RunError(
+        f"{folder} holds another run, with another problem or optimizer. What differs:\n"
+        + "\n".join(lines[:8] + rest)
+        + "\nGive another directory, or remove this one."
+    )
 
 
 def _digest_of(meta: dict[str, object]) -> str:

@@ -19,8 +19,6 @@ the descents' ends against log L. (A rate that is too low costs little, one that
 """
 
 import math
-import sys
-import warnings
 from collections.abc import Sequence
 
 import jax
@@ -29,8 +27,8 @@ from jaxtyping import Array, Key, PyTree
 from .._constraints.base import check_constraints, feasible, is_constraint
 from .._engines.base import AbstractEngine, check_engine
 from .._engines.reverse import Reverse
-from .._problem.batches import users_level
 from .._problem.checks import check_count, check_hparams, check_key, check_signature
+from .._problem.warn import warn
 from .callbacks import Callback
 from .checks import check_callbacks
 from .drive import drive
@@ -110,10 +108,9 @@ def rehearse(
     constraints = check_constraints(constraints, hparams)
     hparams = feasible(constraints, hparams)
     if not any(map(is_scale, jax.tree.leaves(constraints, is_leaf=is_constraint))):
-        warnings.warn(
+        warn(
             "rehearse: no hyperparameter is a scale, so none is searched over decades. Say which is: "
             '`constraints={"lr": ft.Log()}`.',
-            stacklevel=users_level(sys._getframe()),
         )
     engine = Reverse() if engine is None else engine
     trials = plan(steps, float(cost))

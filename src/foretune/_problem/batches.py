@@ -1,9 +1,6 @@
 """Batches: what the steps train on, one entry for each of T steps."""
 
 import abc
-import sys
-import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +21,8 @@ from .checks import (
     check_signature,
     describe,
 )
+from .warn import warn
 
-LIBRARY = ("foretune", "equinox", "jaxtyping", "beartype")  # which call each other
 MOST_INDICES = 2**31  # drawn at once: 8 GiB
 ROWS = 20  # steps of a row each, from which on they are suspected to be a whole data set
 
@@ -45,6 +42,13 @@ class Batches(eqx.Module):
         raise TypeError(
             f"all the data as one batch is needed, not {type(self).__name__}: give the problem "
             "`FullBatch(data, steps)` or `Minibatches(data, indices)`."
+        )
+
+    def reshuffled(self, key: object) -> "Minibatches":
+        """Return other minibatches of the same data, where they can be drawn."""
+        raise TypeError(
+            f"there are no minibatches to draw anew in {type(self).__name__}: give the problem "
+            "`Minibatches.shuffled(data, ...)`."
         )
 
 
@@ -215,17 +219,6 @@ class Stacked(Batches):
         return x
 
 
-class Whole(Batches):
-    """All the data of other batches, as the batch of a single step."""
-
-    batches: Batches
-    xs: None = None
-    steps: int = eqx.field(static=True, default=1)
-
-    def batch(self, x: None) -> PyTree:
-        return self.batches.whole()
-
-
 def warn_of_rows(batches: Batches, validation: PyTree) -> None:
     """Warn where stacked batches look like a whole data set: as many steps, each of a single row.
 
@@ -239,17 +232,8 @@ def warn_of_rows(batches: Batches, validation: PyTree) -> None:
         for a, b in zip(rows, others, strict=True)
     )
     if same and any(leaf.ndim > 1 for leaf in rows):
-        warnings.warn(
+        warn(
             f"batches has one row for each of {batches.steps} steps, of the shape of a validation row: "
             "it looks like a whole data set. Give `FullBatch(data, steps=T)` or "
             "`Minibatches.shuffled(data, ...)`, or stack minibatches, (T, batch size, ...).",
-            stacklevel=users_level(sys._getframe()),
         )
-
-
-def users_level(frame: types.FrameType) -> int:
-    """Return the stack level, for a warning in this frame, of the first code outside of the library."""
-    level = 1
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARY:
-        frame, level = frame.f_back, level + 1
-    return level

@@ -8,7 +8,7 @@ misses random numbers that come in as data, and draws in another form (`floor(un
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .jaxprs import equations, subjaxprs
 
-Parameters = dict[str, Any]  # of an operation
 # What a variable is made from is a set, held as the bits of a number: `|` joins two of them.
 GIVEN = 1  # any input of the program, hyperparameters included
 RANDOM = 2  # random numbers
@@ -66,19 +65,64 @@ class _Search:
 
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
-            name, params, n = equation.primitive.name, equation.params, len(equation.outvars)
-            if name in CALLS:
-                results, more = CALLS[name](self, params, operands)
-            elif subjaxprs(params):
-                results, more = _call(self, params, operands)
+            if subjaxprs(equation.params):
+                results, more = self._call(equation, operands)
             else:
-                results, more = [_result(equation, operands)] * n, _chosen(name, operands)
-            if len(results) != n:
-                results = [_join(operands)] * n
+                results = [_result(equation, operands)] * len(equation.outvars)
+                more = _chosen(equation.primitive.name, operands)
             found |= more
             for variable, result in zip(equation.outvars, results, strict=True):
                 origin[variable] = result if _is_float(variable) else _flat(result)
         return [read(atom) for atom in jaxpr.outvars], found
+
+    def _call(self, equation: JaxprEqn, operands: list[int]) -> tuple[list[int], int]:
+        """The functions of an operation; of a loop, until what is carried is made from no more."""
+        name, n, carried = equation.primitive.name, len(equation.outvars), _carried(equation)
+        chosen_by = operands[:1] if name == "cond" else []
+        while True:
+            outcomes = [self(f, given) for f, given in _functions(equation, operands)]
+            returned = [results for results, _ in outcomes if len(results) == n]
+            results = [_join((*chosen_by, *each)) for each in zip(*returned, strict=True)]
+            before, operands = operands, list(operands)
+            for i, result in zip(carried, results, strict=False):  # a scan returns more
+                operands[i] |= result
+            if operands == before:
+                break
+        if name in ("custom_jvp_call", "custom_vjp_call"):
+            found = 0  # its author, who wrote its derivative, knows of the choices in it
+        else:
+            found = _join(found for _, found in outcomes)
+        return results or [_join(operands)] * n, found
+
+
+def _functions(equation: JaxprEqn, operands: list[int]) -> list[tuple[Jaxpr, list[int]]]:
+    """Return the functions of an operation, each with its operands."""
+    name, params = equation.primitive.name, equation.params
+    if name == "while":
+        of_condition, carried = operands[: params["cond_nconsts"]], _carried(equation)
+        return [
+            (params["body_jaxpr"].jaxpr, operands[len(of_condition) :]),
+            (params["cond_jaxpr"].jaxpr, of_condition + operands[carried.start :]),
+        ]
+    operands = operands[1:] if name == "cond" else operands
+    return [
+        (f, operands if len(f.invars) == len(operands) else [_join(operands)] * len(f.invars))
+        for f in subjaxprs(params)
+    ]
+
+
+def _carried(equation: JaxprEqn) -> range:
+    """Return which operands of a loop its body returns anew, beginning with its first result."""
+    name, params = equation.primitive.name, equation.params
+    if name == "while":
+        return range(params["cond_nconsts"] + params["body_nconsts"], len(equation.invars))
+    if name != "scan":
+        return range(0)
+    if "ft_in" in params:  # JAX 0.11: constants, what is carried, and what is scanned over
+        first, count = map(len, params["ft_in"].unpack()[:2])
+    else:
+        first, count = params["num_consts"], params["num_carry"]
+    return range(first, first + count)
 
 
 def _is_drawn(origin: int) -> bool:
@@ -109,62 +153,6 @@ def _result(equation: JaxprEqn, operands: list[int]) -> int:
     return joined if name in MOVES else joined & ~SHIFTED
 
 
-def _call(search: _Search, params: Parameters, operands: list[int]) -> tuple[list[int], int]:
-    """A function that is called as it is (jit, remat), and any other operation with functions."""
-    inner = subjaxprs(params)
-    if len(inner) == 1 and len(inner[0].invars) == len(operands):
-        return search(inner[0], operands)
-    return [], _join(search(f, [_join(operands)] * len(f.invars))[1] for f in inner)
-
-
-def _own_derivative(search: _Search, params: Parameters, operands: list[int]):
-    """A function with a derivative by its author (`jax.custom_jvp`), who knows of the choices in it."""
-    return _call(search, params, operands)[0], 0
-
-
-def _scan(search: _Search, params: Parameters, operands: list[int]) -> tuple[list[int], int]:
-    if "ft_in" in params:  # JAX 0.11: constants, what is carried, and what is scanned over
-        first, carried = map(len, params["ft_in"].unpack()[:2])
-    else:
-        first, carried = params["num_consts"], params["num_carry"]
-    last = first + carried
-    body, constants, xs = subjaxprs(params)[0], operands[:first], operands[last:]
-    return _loop(lambda carry: search(body, constants + carry + xs), operands[first:last])
-
-
-def _while(search: _Search, params: Parameters, operands: list[int]) -> tuple[list[int], int]:
-    first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
-    carry, found = _loop(lambda carry: search(body, operands[first:last] + carry), operands[last:])
-    return carry, found | search(condition, operands[:first] + carry)[1]
-
-
-def _cond(search: _Search, params: Parameters, operands: list[int]) -> tuple[list[int], int]:
-    which, rest = operands[0], operands[1:]
-    outcomes = [search(branch.jaxpr, rest) for branch in params["branches"]]
-    results = [_join((which, *each)) for each in zip(*(r for r, _ in outcomes), strict=True)]
-    return results, _join(found for _, found in outcomes)
-
-
-CALLS: dict[str, Callable[..., tuple[list[int], int]]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "custom_jvp_call": _own_derivative,
-    "custom_vjp_call": _own_derivative,
-}
-
-
-def _loop(body: Callable[..., tuple[list[int], int]], carry: list[int]) -> tuple[list[int], int]:
-    """Repeat until what is carried is made from no more than before."""
-    while True:
-        results, found = body(carry)
-        new = [a | b for a, b in zip(carry, results, strict=False)]  # a scan returns more
-        if new == carry:
-            return carry + results[len(carry) :], found
-        carry = new
-
-
 def _join(origins: Iterable[int]) -> int:
     return functools.reduce(operator.or_, origins, 0)
 
@@ -173,10 +161,10 @@ def _flat(origin: int) -> int:
     return origin & (GIVEN | RANDOM)
 
 
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
 def _is_float(atom: Var | Literal) -> bool:
     return _is_inexact(getattr(atom.aval, "dtype", None))  # a token has none
-
-
-@functools.cache
-def _is_inexact(dtype: Hashable) -> bool:  # of a key, it is no `numpy.dtype`
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)  # pyright: ignore

@@ -21,6 +21,7 @@ from jaxtyping import Array
 from .arguments import Structure, flatten, unflatten
 from .checks import check_key, check_signature, describe
 from .definition import Definition
+from .equality import closed_over
 from .validation import noting
 
 REMEMBERED = 8  # draws, with the arrays that they close over
@@ -89,7 +90,7 @@ def _traced(
         return arrays
 
     closed = jax.make_jaxpr(arrays_of)(key)
-    if any(map(_holds_tracer, found[0].static)):
+    if set().union(*map(_tracers, found[0].static)) - _tracers(draw):  # of no program around it
         raise TypeError(
             "a function of the drawn problem (its loss, objective or init) closes over an array that "
             "is drawn, and a draw is traced once. Pass what is drawn through `batches`, `validation` "
@@ -100,15 +101,10 @@ def _traced(
     return closed.replace(consts=constants), found[0]
 
 
-def _holds_tracer(leaf: object, seen: frozenset[int] = frozenset()) -> bool:
-    """Return whether a function closes over what was traced, itself or by another function."""
+def _tracers(leaf: object, seen: frozenset[int] = frozenset()) -> set[int]:
+    """Return the ids of what is traced and closed over by a function, itself or by another function."""
+    leaf = getattr(leaf, "draw", leaf)  # of a mean over draws
     if isinstance(leaf, Tracer) or id(leaf) in seen:
-        return isinstance(leaf, Tracer)
-    for cell in getattr(leaf, "__closure__", None) or ():
-        try:
-            leaves = jax.tree.leaves(cell.cell_contents)
-        except ValueError:  # not filled yet
-            continue
-        if any(_holds_tracer(inner, seen | {id(leaf)}) for inner in leaves):
-            return True
-    return False
+        return {id(leaf)} if isinstance(leaf, Tracer) else set()
+    parts = jax.tree.leaves(closed_over(leaf))
+    return set().union(*(_tracers(part, seen | {id(leaf)}) for part in parts))

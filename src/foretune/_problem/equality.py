@@ -12,6 +12,7 @@ import types
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -43,7 +44,11 @@ def _same(a: Any, b: Any, seen: tuple[tuple[int, int], ...]) -> bool:
     if eqx.is_array(a) or isinstance(a, np.ndarray | np.generic):
         if isinstance(a, Tracer) or isinstance(b, Tracer):
             return False
-        return a.dtype == b.dtype and a.shape == b.shape and bool(jnp.all(jnp.asarray(a == b)))
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        with jax.ensure_compile_time_eval():  # inside a program too
+            equal = (a == b) | ((a != a) & (b != b))  # NaN is NaN
+            return bool(jnp.all(jnp.asarray(equal)))
     if hasattr(a, "__wrapped__"):  # jitted
         return _same(a.__wrapped__, b.__wrapped__, seen)
     plain = type(a).__eq__ is object.__eq__ or dataclasses.is_dataclass(a)
@@ -58,20 +63,21 @@ def _same(a: Any, b: Any, seen: tuple[tuple[int, int], ...]) -> bool:
 def _parts(a: Any) -> tuple[Any, ...]:
     """Return what a function, a partial one or a container is made of, besides its code."""
     if isinstance(a, types.FunctionType):
-        return a.__defaults__ or (), _parts(a.__kwdefaults__ or {}), _cells(a)
+        return a.__defaults__ or (), _parts(a.__kwdefaults__ or {}), closed_over(a)
     if isinstance(a, functools.partial):
         return a.func, a.args, _parts(a.keywords)
     return tuple(a) if not isinstance(a, dict) else tuple(x for item in a.items() for x in item)
 
 
-def _cells(function: types.FunctionType) -> tuple[object, ...]:
-    cells = []
-    for cell in function.__closure__ or ():
+def closed_over(function: object) -> tuple[object, ...]:
+    """Return what a function closes over, with None for what is not known yet."""
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
         try:
-            cells.append(cell.cell_contents)
+            found.append(cell.cell_contents)
         except ValueError:  # not filled yet
-            cells.append(None)
-    return tuple(cells)
+            found.append(None)
+    return tuple(found)
 
 
 _OPTIMIZERS: collections.deque[optax.GradientTransformation] = collections.deque(maxlen=32)

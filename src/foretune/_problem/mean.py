@@ -13,16 +13,17 @@ from typing import Any, cast
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from .batches import Batches, FullBatch, Minibatches, Whole
+from .batches import Batches, FullBatch, Minibatches
 from .checks import check_count, check_signature, describe, named_leaves
 from .definition import Definition
 from .draws import Draw
 from .dynamics import Wrapper
 from .equality import same
 from .problem import Problem
+
+OF_DRAWS = "The mean over n draws is `Mean.of_draws(draw, n)`."
 
 
 class Mean(Problem):
@@ -58,7 +59,9 @@ class Mean(Problem):
 
     count: int = eqx.field(static=True)
 
-    def __init__(self, problems: object):
+    def __init__(self, problems: object, *n: object):
+        if n:
+            raise TypeError(f"Mean takes a list of problems alone. {OF_DRAWS}")
         problems = _checked(problems)
         self.count = len(problems)
         objective = _combine([p.objective for p in problems], "objective")
@@ -162,7 +165,8 @@ class MeanDynamics(Wrapper):
     def _call(self, method: str, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         def one(dynamics, s, h, batch):
             source, x = batch
-            return getattr(dynamics, method)(s, h, source.batch(x))
+            batch = source.whole() if x is None else source.batch(x)  # the same for a full batch
+            return getattr(dynamics, method)(s, h, batch)
 
         h = hparams if self.shared else _per_fold(hparams)
         return _each(one, self.count, self.dynamics, _per_fold(state), h, batch)
@@ -209,7 +213,7 @@ class MeanBatches(Batches):
 
     def whole(self) -> PyTree:
         """Return the source and no entry, for the whole data of each problem."""
-        return Whole(batches=self.source), None
+        return self.source, None
 
 
 def _source(batches: Batches) -> Batches:
@@ -243,13 +247,17 @@ def _each(f: Callable[..., PyTree], count: int, *arguments: PyTree) -> PyTree:
 
 def _checked(problems: object) -> list[Definition]:
     if not isinstance(problems, Sequence) or not problems:
+        got = "an empty one" if isinstance(problems, Sequence) else describe(problems)
+        more = f" {OF_DRAWS}" if callable(problems) else ""
         raise TypeError(
             "Mean takes a list of problems, `Mean([problem_of(k) for k in range(5)])`; got "
-            f"{describe(problems)}."
+            f"{got}.{more}"
         )
     for k, problem in enumerate(problems):
         if not isinstance(problem, Definition) or isinstance(problem, Mean):
-            more = " Give all their problems in one list." if isinstance(problem, Mean) else ""
+            more = f" {OF_DRAWS}" if callable(problem) else ""
+            if isinstance(problem, Mean):
+                more = " Give all their problems in one list."
             raise TypeError(f"Mean takes problems; fold {k} is {describe(problem)}.{more}")
         if problem.trajectory != problems[0].trajectory:
             raise ValueError(f"trajectory is {problem.trajectory} in fold {k}, but not in fold 0.")
@@ -272,7 +280,10 @@ def _combine(parts: Sequence[PyTree], name: str, axis: int = 0) -> PyTree:
         for (path, old), new, column in zip(first.items(), leaves.values(), columns, strict=True):
             _check_leaf(path, k, old, new)
             column.append(new)
-    merged = [c[0] if _is_shared(c) else PerFold(jnp.stack(c, axis)) for c in columns]
+    merged = [
+        c[0] if all(same(c[0], leaf) for leaf in c[1:]) else PerFold(jnp.stack(c, axis))
+        for c in columns
+    ]
     return jax.tree.unflatten(structure, merged)
 
 
@@ -289,16 +300,3 @@ def _check_leaf(path: str, k: int, old: object, new: object) -> None:
             f"{path} is {describe(new)} in fold {k}, {describe(old)} in fold 0. Folds need equal "
             "shapes: keep all rows in each, with a mask of those to use."
         )
-
-
-def _is_shared(column: Sequence[object]) -> bool:
-    return not eqx.is_array(column[0]) or all(_equal(column[0], leaf) for leaf in column[1:])
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if a is b or isinstance(a, Tracer) or isinstance(b, Tracer):
-        return a is b
-    with jax.ensure_compile_time_eval():  # inside a draw too
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        return bool(jnp.array_equal(a, b, equal_nan=bool(jnp.issubdtype(a.dtype, jnp.inexact))))

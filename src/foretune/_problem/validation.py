@@ -6,8 +6,6 @@ of structures and shapes.
 
 import contextlib
 import functools
-import sys
-import warnings
 from typing import Any
 
 import equinox as eqx
@@ -18,12 +16,12 @@ from jax.interpreters import partial_eval
 from jaxtyping import PyTree
 
 from .arguments import Structure, unflatten
-from .batches import users_level
 from .checks import describe, describe_tree, named_leaves
 from .choices import cut_hparams
 from .definition import Definition
 from .system import is_abstract, make_system, owners, rows_of
 from .training import Training
+from .warn import warn
 
 UNTRACEABLE = (
     jax.errors.ConcretizationTypeError,
@@ -73,13 +71,12 @@ def check_shapes(
 @functools.lru_cache(maxsize=256)
 def warn_of_choices(structure: Structure, paths: tuple[str, ...]) -> None:
     """Warn, once for each problem, of hyperparameters with a gradient that is not all of it."""
-    warnings.warn(
+    warn(
         f"the probabilities of random choices depend on {', '.join(paths)} (a comparison with random "
         "numbers, as in `jax.random.bernoulli`). A choice has no derivative: the gradient leaves out "
         "the effect on what is chosen, and is wrong. For a dropout rate use `foretune.dropout(x, rate, "
         "key=key)`, otherwise `foretune.Evolution`, which needs values only. Where it is left out on "
         "purpose, say so by `jax.lax.stop_gradient` on the probabilities.",
-        stacklevel=users_level(sys._getframe()),
     )
 
 
