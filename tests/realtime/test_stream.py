@@ -264,16 +264,13 @@ class TestRun:
         assert record["value"] == float(result.best.score)
 
     @pytest.mark.second_tier
-    def test_a_diverging_start_with_bias_and_no_validation_data(self):
-        bias = ft.Bias(every=1, windows=1)
+    def test_a_diverging_start_without_validation_data(self):
         using = ft.RealTime(
             DYNAMICS,
             lambda state, h, batch: squares(state.params, VALIDATION),
             constraints=CONSTRAINTS,
         )
-        result = run(
-            batches(40), itertools.repeat(None), using=using, hparams=hparams(1e2), callbacks=[bias]
-        )
+        result = run(batches(40), itertools.repeat(None), using=using, hparams=hparams(1e2))
         assert result.history[0]["rolled_back"]
         assert np.isfinite(result.history[-1]["value"])
 

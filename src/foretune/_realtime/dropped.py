@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, PyTree
 
 from .._problem.checks import named_leaves
-from .window import RealTimeState
+from .state import RealTimeState
 
 
 class Dropped(NamedTuple):

@@ -20,13 +20,15 @@ from .._problem.checks import check_count, check_data, check_key, check_numbers,
 from .._problem.problem import validated
 from .._problem.system import make_system
 from .._problem.training import Training, TrainState
-from .constants import check_loss_and_error, constraints_of, start_of
+from .constants import check_loss_and_error, constraints_of, initial_constants
 from .dropped import Dropped, tell
+from .nonfinite import fault
 from .outcome import finish
 from .pending import NONE, WARN, Call, Pending
+from .program import Recent
+from .state import RealTimeState, check_not_donated, check_state
+from .steps import Steps, WindowState, begin
 from .tuner import RealTime
-from .updates import check_not_donated, check_state
-from .window import RealTimeState, Window, WindowState, begin
 
 
 class TunedState(NamedTuple):
@@ -118,7 +120,7 @@ def tuned(
     of_loss = dict(loss_hparams or {})
     check_loss_and_error(loss, error, bool(of_loss), has_state, key is not None)
     judged = loss if error is None else error
-    start = start_of(optimizer, hparams, of_loss)
+    start = initial_constants(optimizer, hparams, of_loss)
 
     def inner_loss(params, h, batch, *model_state, **key):
         own = ({name: h[name] for name in of_loss},) if of_loss else ()
@@ -146,7 +148,7 @@ class Tuned:
         self._tuner, self._start, self._every = tuner, start, every
         self._has_state, self._donate = has_state, donate
         self._pending = Pending(every)
-        self._checked: set[tuple] = set()  # the structures and shapes that have passed the checks
+        self._checked = Recent()  # the structures and shapes that have passed the checks
         # Not the window, whose old arrays are needed until a minibatch has proved no outlier.
         self._program = jax.jit(self._step, donate_argnums=(0,) if donate else ())
 
@@ -181,7 +183,7 @@ class Tuned:
             )
         if self._donate:
             check_not_donated(state.anchor.window)
-        batch, validation = self._readable(state, batch, validation)
+        batch, validation = self._as_data(state, batch, validation)
         after, value, news, dropped = self._program(state[:2], state[2:], batch, validation)
         train = after.begun().train
         if isinstance(news, Tracer):
@@ -191,17 +193,18 @@ class Tuned:
         tokens = state.log["dropped"], after.log["dropped"]
         if (failed := self._pending.look(*tokens, train, call)) is not None:
             begun = after.begun()._replace(window=failed.news)
-            error = self._tuner.fault(begun, _window_of(failed.batch), failed.validation)
+            window = _window_of(failed.batch)
+            error = fault(self._tuner.settings, begun, window, failed.validation)
             error.state = after
             raise error
         return after, value
 
-    def _readable(
+    def _as_data(
         self, state: TunedState, batch: PyTree, validation: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Return the data as arrays, after the checks that new shapes need."""
         data = {"batch": batch, "validation": validation}
-        arrays = {name: jax.tree.map(_readable, tree) for name, tree in data.items()}
+        arrays = {name: jax.tree.map(_as_array, tree) for name, tree in data.items()}
         leaves, structure = flatten(arrays)
         key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in leaves)
         batch, validation = arrays["batch"], arrays["validation"]
@@ -218,7 +221,7 @@ class Tuned:
         anchor, settings = state.begun(), self._tuner.settings
         check_state(settings, anchor)
         validated(settings.problem(anchor.train, _window_of(batch), validation), state.hparams)
-        self._checked.add(key)
+        self._checked[key] = True
         return batch, validation
 
     def _begun(self, state: RealTimeState) -> tuple[RealTimeState, WindowState]:
@@ -234,27 +237,27 @@ class Tuned:
         anchor = state.begun()
         problem = settings.problem(anchor.train, _window_of(batch), validation)
         system = make_system(problem, anchor.hparams, whole=True)
-        window = Window(settings, problem, system, anchor)
-        now = window.step(state.window, 0)
+        steps = Steps(settings, problem, system, anchor)
+        now = steps.step(state.window, 0)
         assert now.loss is not None  # a training has one
 
         def tune():
-            new, log, fault = finish(window, now, 0)
+            new, log, failed = finish(steps, now, 0)
             dropped = Dropped.of(new, log)
-            log = log | {"dropped": fault | log["dropped"]}
+            log = log | {"dropped": failed | log["dropped"]}
             log = {
                 name: jax.tree.map(lambda now, old: now.astype(old.dtype), log[name], old)
                 for name, old in state.log.items()
             }
-            return log, *self._begun(new), fault, dropped
+            return log, *self._begun(new), failed, dropped
 
         def wait():
             dropped = Dropped(jnp.array(False), anchor.window, now.nonfinite)
             return state.log, state.anchor, now, jnp.array(False), dropped
 
-        over = (now.steps == self._every) | now.spiked
-        log, new, following, fault, dropped = lax.cond(over, tune, wait)
-        news = jnp.where(fault, anchor.window, jnp.where(dropped.first, WARN, NONE))
+        over = (now.done == self._every) | now.spiked
+        log, new, following, failed, dropped = lax.cond(over, tune, wait)
+        news = jnp.where(failed, anchor.window, jnp.where(dropped.first, WARN, NONE))
         return TunedState(log, new, following, state.rest), now.loss, news, dropped
 
 
@@ -263,6 +266,6 @@ def _window_of(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch)
 
 
-def _readable(leaf: object) -> Array | np.ndarray:
+def _as_array(leaf: object) -> Array | np.ndarray:
     """Return an array of what NumPy can read."""
     return leaf if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)
