@@ -17,7 +17,7 @@ KEPT = "The state before the window is kept, in the attribute `state` of this er
 
 
 def without_infinities(train: PyTree) -> PyTree:
-    """Return the training state with 0 for infinite accumulators of an optimizer, which are no fault."""
+    """Return the training state with 0 for an optimizer's infinite accumulators: they are no fault."""
 
     def tolerated(leaf):
         return jnp.where(jnp.isinf(leaf), 0, leaf) if eqx.is_inexact_array(leaf) else leaf

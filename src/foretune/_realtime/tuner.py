@@ -195,12 +195,13 @@ class RealTime:
             validation: what the objective gets as its third argument.
 
         Returns:
-            The new state, and the log, a dict: `value` and `hypergradient` at the end of the window and
-            the `hparams` it ran with (they need not be finite where it is rolled back), the norm of Z by hyperparameter `z_norm`, the mean training
-            `loss` (None for a dynamics that reports none), whether the window was `rolled_back`, how
-            many of its minibatches were `skipped`, and whether a derivative was `dropped`, with a
-            warning: one that is not finite while the training is counts as 0 (`nonfinite` has, for each
-            leaf, the first minibatch after which, or -1).
+            The new state, and the log, a dict: `value` and `hypergradient` at the end of the window, at
+            the `hparams` it ran with (also of a window that is rolled back, where they need not be
+            finite), the norm of Z by hyperparameter `z_norm`, the mean training `loss` (None for a
+            dynamics that reports none), whether the window was `rolled_back`, how many of its
+            minibatches were `skipped`, and whether a derivative was `dropped`, with a warning: one that
+            is not finite while the training is counts as 0 (`nonfinite` has, for each leaf, the first
+            minibatch after which, or -1).
 
         Raises:
             NonFiniteError: where something is not finite. Its attribute `state` is the state before the
