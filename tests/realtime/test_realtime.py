@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._problem.arguments import PROGRAMS
-from foretune._realtime.program import Recent
+from foretune._problem.arguments import Recent
 
 from ..compilations import compilations
 from ..problems import assert_trees_close, penalised, squared_error, squares
@@ -424,10 +423,11 @@ def test_a_window_that_fails_leaves_the_state_as_it_was_but_for_z():
 
 
 def test_only_the_last_shapes_are_remembered():
-    recent = Recent()
-    for i in range(PROGRAMS + 3):
+    recent = Recent(4)
+    for i in range(7):
         recent[i] = i
-    assert list(recent) == list(range(3, PROGRAMS + 3))
+    recent[5] = 0
+    assert list(recent) == [3, 4, 5, 6]
 
 
 def with_a_constant_pixel():

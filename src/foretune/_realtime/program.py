@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, PyTree
 
-from .._problem.arguments import PROGRAMS, Compiled, Structure, flatten, unflatten
+from .._problem.arguments import Compiled, Recent, Structure, flatten, unflatten
 from .._problem.batches import FullBatch, Minibatches
 from .._problem.checks import (
     as_arrays,
@@ -30,15 +30,6 @@ from .state import RealTimeState, TunerSettings, carried, check_not_donated, che
 from .steps import Steps, begin
 
 Updated = tuple[RealTimeState, dict[str, PyTree], Bool[Array, ""]]  # state, log, if it is a fault
-
-
-class Recent(dict):
-    """A dict of what was put in last, as many entries as there are compiled programs."""
-
-    def __setitem__(self, key, value):
-        super().__setitem__(key, value)
-        if len(self) > PROGRAMS:
-            del self[next(iter(self))]
 
 
 class UpdateProgram:

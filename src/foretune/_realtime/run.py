@@ -35,7 +35,7 @@ def fingerprint(settings: TunerSettings, state: RealTimeState, window: int) -> d
     }
 
 
-class Tuning(Stepper[Run]):
+class Tuning(Stepper):
     """The steps of a real-time run, a window each."""
 
     first = 1

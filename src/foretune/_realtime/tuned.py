@@ -13,9 +13,9 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Key, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Key, PyTree, UInt32
 
-from .._problem.arguments import Rest, copied, flatten
+from .._problem.arguments import Recent, Rest, copied, flatten
 from .._problem.checks import check_count, check_data, check_key, check_numbers, describe
 from .._problem.problem import validated
 from .._problem.system import make_system
@@ -24,8 +24,7 @@ from .constants import check_loss_and_error, constraints_of, initial_constants
 from .dropped import Dropped, tell
 from .nonfinite import fault
 from .outcome import finish
-from .pending import NONE, WARN, Call, Pending
-from .program import Recent
+from .pending import Call, Pending
 from .state import RealTimeState, check_not_donated, check_state
 from .steps import Steps, WindowState, begin
 from .tuner import RealTime
@@ -184,17 +183,17 @@ class Tuned:
         if self._donate:
             check_not_donated(state.anchor.window)
         batch, validation = self._as_data(state, batch, validation)
-        after, value, news, dropped = self._program(state[:2], state[2:], batch, validation)
+        after, value, failed, dropped = self._program(state[:2], state[2:], batch, validation)
         train = after.begun().train
-        if isinstance(news, Tracer):
+        if isinstance(failed, Tracer):
             tell(train, dropped)
             return after, value
-        call = Call(news, dropped, batch, validation)
+        call = Call(failed, dropped, batch, validation)
         tokens = state.log["dropped"], after.log["dropped"]
-        if (failed := self._pending.look(*tokens, train, call)) is not None:
-            begun = after.begun()._replace(window=failed.news)
-            window = _window_of(failed.batch)
-            error = fault(self._tuner.settings, begun, window, failed.validation)
+        if (wrong := self._pending.look(*tokens, train, call)) is not None:
+            begun = after.begun()._replace(window=wrong.dropped.window)
+            window = _window_of(wrong.batch)
+            error = fault(self._tuner.settings, begun, window, wrong.validation)
             error.state = after
             raise error
         return after, value
@@ -231,7 +230,7 @@ class Tuned:
 
     def _step(
         self, first: tuple, others: tuple, batch: PyTree, validation: PyTree
-    ) -> tuple[TunedState, Float[Array, ""], Array, Dropped]:
+    ) -> tuple[TunedState, Float[Array, ""], Bool[Array, ""], Dropped]:
         """Return the state after a minibatch, its loss, and what `Call` has for the host."""
         state, settings = TunedState(*first, *others), self._tuner.settings
         anchor = state.begun()
@@ -243,7 +242,8 @@ class Tuned:
 
         def tune():
             new, log, failed = finish(steps, now, 0)
-            dropped = Dropped.of(new, log)
+            first = log["dropped"] & (new.dropped == 1)
+            dropped = Dropped(first, anchor.window, log["nonfinite"])
             log = log | {"dropped": failed | log["dropped"]}
             log = {
                 name: jax.tree.map(lambda now, old: now.astype(old.dtype), log[name], old)
@@ -257,8 +257,7 @@ class Tuned:
 
         over = (now.done == self._every) | now.spiked
         log, new, following, failed, dropped = lax.cond(over, tune, wait)
-        news = jnp.where(failed, anchor.window, jnp.where(dropped.first, WARN, NONE))
-        return TunedState(log, new, following, state.rest), now.loss, news, dropped
+        return TunedState(log, new, following, state.rest), now.loss, failed, dropped
 
 
 def _window_of(batch: PyTree) -> PyTree:
