@@ -14,6 +14,7 @@ RUNS = 8  # of one optimizer at the same time, whose calls are remembered
 class Call(NamedTuple):
     """A call, and how it ended."""
 
+    news: Bool[Array, ""]  # whether there is anything for the host: one number to read
     failed: Bool[Array, ""]  # whether its window is at fault
     dropped: Dropped  # what is said where a derivative was, and the number of the window
     batch: PyTree
@@ -22,7 +23,7 @@ class Call(NamedTuple):
     @property
     def ended(self) -> bool:
         """Whether it has, so that to look at it is not to wait."""
-        return self.failed.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        return self.news.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Pending:
@@ -41,9 +42,11 @@ class Pending:
         failed = None
         while failed is None and calls and (len(calls) > self.most or calls[0].ended):
             first = calls.popleft()
+            if not first.news:
+                continue
             if first.failed:
                 failed = first
-            elif first.dropped.first:
+            else:
                 tell(train, first.dropped, stacklevel=3)
         self.runs[id(after)] = after, calls  # kept, so that no other array gets its id
         return failed

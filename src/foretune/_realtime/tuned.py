@@ -183,12 +183,12 @@ class Tuned:
         if self._donate:
             check_not_donated(state.anchor.window)
         batch, validation = self._as_data(state, batch, validation)
-        after, value, failed, dropped = self._program(state[:2], state[2:], batch, validation)
+        after, value, *ended = self._program(state[:2], state[2:], batch, validation)
         train = after.begun().train
-        if isinstance(failed, Tracer):
-            tell(train, dropped)
+        call = Call(*ended, batch, validation)
+        if isinstance(call.news, Tracer):
+            tell(train, call.dropped)
             return after, value
-        call = Call(failed, dropped, batch, validation)
         tokens = state.log["dropped"], after.log["dropped"]
         if (wrong := self._pending.look(*tokens, train, call)) is not None:
             begun = after.begun()._replace(window=wrong.dropped.window)
@@ -230,8 +230,8 @@ class Tuned:
 
     def _step(
         self, first: tuple, others: tuple, batch: PyTree, validation: PyTree
-    ) -> tuple[TunedState, Float[Array, ""], Bool[Array, ""], Dropped]:
-        """Return the state after a minibatch, its loss, and what `Call` has for the host."""
+    ) -> tuple[TunedState, Float[Array, ""], Bool[Array, ""], Bool[Array, ""], Dropped]:
+        """Return the state after a minibatch, its loss, and how the call ended, as in `Call`."""
         state, settings = TunedState(*first, *others), self._tuner.settings
         anchor = state.begun()
         problem = settings.problem(anchor.train, _window_of(batch), validation)
@@ -257,7 +257,8 @@ class Tuned:
 
         over = (now.done == self._every) | now.spiked
         log, new, following, failed, dropped = lax.cond(over, tune, wait)
-        return TunedState(log, new, following, state.rest), now.loss, failed, dropped
+        after = TunedState(log, new, following, state.rest)
+        return after, now.loss, failed | dropped.first, failed, dropped
 
 
 def _window_of(batch: PyTree) -> PyTree:
