@@ -183,12 +183,12 @@ class Tuned:
         if self._donate:
             check_not_donated(state.anchor.window)
         batch, validation = self._as_data(state, batch, validation)
-        after, value, *ended = self._program(state[:2], state[2:], batch, validation)
+        after, value, news, failed, dropped = self._program(state[:2], state[2:], batch, validation)
         train = after.begun().train
-        call = Call(*ended, batch, validation)
-        if isinstance(call.news, Tracer):
-            tell(train, call.dropped)
+        if isinstance(news, Tracer):
+            tell(train, dropped)
             return after, value
+        call = Call(news, failed, dropped, batch, validation)
         tokens = state.log["dropped"], after.log["dropped"]
         if (wrong := self._pending.look(*tokens, train, call)) is not None:
             begun = after.begun()._replace(window=wrong.dropped.window)
