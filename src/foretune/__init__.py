@@ -51,12 +51,11 @@ from ._problem.sharding import mesh as mesh
 from ._problem.sharding import shard as shard
 from ._problem.training import Training as Training
 from ._problem.training import TrainState as TrainState
-from ._realtime.bias import Bias as Bias
 from ._realtime.relative_adam import relative_adam as relative_adam
+from ._realtime.state import RealTimeState as RealTimeState
 from ._realtime.stream import windows as windows
 from ._realtime.tuned import tuned as tuned
 from ._realtime.tuner import RealTime as RealTime
 from ._realtime.vanished import Vanished as Vanished
-from ._realtime.window import RealTimeState as RealTimeState
 
 __version__ = "0.1.0"

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._problem.arguments import Recent
 
 from ..compilations import compilations
 from ..problems import assert_trees_close, penalised, squared_error, squares
@@ -361,6 +362,18 @@ def test_a_diverging_window_is_rolled_back():
     assert log["value"] < 0.1
 
 
+def test_the_log_has_the_hypergradient_of_a_window_that_is_rolled_back():
+    (window, *_), validation = data(delta=2)
+    params, hparams = start(lr=50.0)
+    realtime = tuner()
+    _, log = realtime.update(realtime.init(params, hparams), window, validation)
+    assert log["rolled_back"]
+    problem = ft.Problem(ft.Training(penalised, sgd), squared_error, params, window, validation)
+    value, grad, _ = ft.Forward()(problem, hparams)
+    assert_trees_close(log["value"], value, 1e-5)
+    assert_trees_close(log["hypergradient"], grad, 1e-5)
+
+
 def test_without_rollback_divergence_is_an_error_and_the_state_is_kept():
     windows, validation = data()
     params, hparams = start(lr=1e30)
@@ -394,6 +407,27 @@ def test_nan_in_the_validation_data_is_named():
     realtime = tuner()
     with pytest.raises(ft.NonFiniteError, match=r"validation data of window 0.*validation\[0\]"):
         realtime.update(realtime.init(params, hparams), windows[0], (x, y))
+
+
+def test_a_window_that_fails_leaves_the_state_as_it_was_but_for_z():
+    windows, (x, y) = data()
+    realtime = tuner()
+    state, _ = realtime.update(realtime.init(*start()), windows[0], (x, y))
+    windows[1][1][-1] = 1e4  # the last minibatch is an outlier, and is skipped
+    assert realtime.update(state, windows[1], (x, y))[0].skipped_last
+    with pytest.raises(ft.NonFiniteError, match="validation data") as caught:
+        realtime.update(state, windows[1], (x + np.nan, y))
+    kept = caught.value.state
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(kept.Z))
+    assert_trees_close(kept._replace(Z=None), state._replace(Z=None), 0)
+
+
+def test_only_the_last_shapes_are_remembered():
+    recent = Recent(4)
+    for i in range(7):
+        recent[i] = i
+    recent[5] = 0
+    assert list(recent) == [3, 4, 5, 6]
 
 
 def with_a_constant_pixel():

@@ -13,6 +13,7 @@ import pytest
 
 import foretune as ft
 from foretune._outer.run import Run
+from foretune._realtime.program import UpdateProgram
 
 from ..problems import assert_trees_close, penalised, squared_error, squares
 
@@ -264,16 +265,13 @@ class TestRun:
         assert record["value"] == float(result.best.score)
 
     @pytest.mark.second_tier
-    def test_a_diverging_start_with_bias_and_no_validation_data(self):
-        bias = ft.Bias(every=1, windows=1)
+    def test_a_diverging_start_without_validation_data(self):
         using = ft.RealTime(
             DYNAMICS,
             lambda state, h, batch: squares(state.params, VALIDATION),
             constraints=CONSTRAINTS,
         )
-        result = run(
-            batches(40), itertools.repeat(None), using=using, hparams=hparams(1e2), callbacks=[bias]
-        )
+        result = run(batches(40), itertools.repeat(None), using=using, hparams=hparams(1e2))
         assert result.history[0]["rolled_back"]
         assert np.isfinite(result.history[-1]["value"])
 
@@ -321,10 +319,10 @@ class TestRun:
     def test_the_next_window_is_read_while_this_one_runs(self):
         events = []
 
-        class Spy(ft.RealTime):
-            def dispatch(self, state, window, validation):
+        class Spy(UpdateProgram):
+            def __call__(self, state, window, validation, donate):
                 events.append("dispatch")
-                return super().dispatch(state, window, validation)
+                return super().__call__(state, window, validation, donate)
 
         def stream():
             for batch in batches(12):
@@ -335,8 +333,9 @@ class TestRun:
             def step(self, run):
                 events.append("done")
 
-        spy = Spy(DYNAMICS, squared_error, constraints=CONSTRAINTS)
-        run(stream(), using=spy, callbacks=[Done()])
+        using = ft.RealTime(DYNAMICS, squared_error, constraints=CONSTRAINTS)
+        using._program = Spy(using.settings)
+        run(stream(), using=using, callbacks=[Done()])
         order = [key for key, _ in itertools.groupby(events)]
         assert order[:5] == ["read", "dispatch", "read", "done", "dispatch"]
 

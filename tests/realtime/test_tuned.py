@@ -88,33 +88,6 @@ class TestBias:
         )
         assert_trees_close(reverse.exact, report.exact, 1e-4)
 
-    @pytest.mark.second_tier
-    def test_the_callback_reports_at_chosen_windows(self):
-        windows, validation = data(windows=12)
-        params, hparams = start()
-        bias = ft.Bias(every=4, windows=2)
-        result = tuner(outer=optax.adam(0.005)).run(
-            zip(*joined(windows), strict=True),
-            [validation],
-            params=params,
-            hparams=hparams,
-            window=4,
-            callbacks=[bias],
-        )
-        assert list(bias.reports) == [4, 8, 12]
-        assert all(-1 <= report.cosine <= 1 for report in bias.reports.values())
-        assert [r["step"] for r in result.history if "bias_cosine" in r] == [4, 8, 12]
-
-    def test_it_is_for_real_time(self):
-        problem = ft.Problem(
-            ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-            lambda state, h, x: state.params**2,
-            jnp.array(1.0),
-            ft.FullBatch(jnp.array(0.0), steps=2),
-        )
-        with pytest.raises(TypeError, match="RealTime"):
-            ft.minimize(problem, {"lr": jnp.array(0.1)}, steps=1, callbacks=[ft.Bias()])
-
 
 def update_twice(optimizer, state, batch, validation):
     """The host sees that the first update has failed in its own call, or in the next."""

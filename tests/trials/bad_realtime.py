@@ -194,7 +194,7 @@ ROWS = [
     ("tuned, a batch that does not fit", lambda: tuned_step({"x": VALIDATION}), Exception, "step(state", "batch['x']"),
     ("tuned, NaN in a batch", lambda: tuned_step(holed(VALIDATION), calls=3), ft.NonFiniteError, "the data", "1 of 4"),
     ("tuned, NaN in validation", lambda: tuned_step(validation=holed(VALIDATION), calls=3), ft.NonFiniteError, "the validation data"),
-    # Bias
+    # hypergradient_bias
     ("the bias over no windows", lambda: bias(windows=[]), TypeError, "a list of windows", "none"),
     ("the bias over a window, not a list", lambda: bias(windows=WINDOW), TypeError, "a list of windows"),
     ("the bias without a log", lambda: bias(log={}), TypeError, "log", "'hparams'"),

@@ -95,7 +95,16 @@ def attribute(
     >>> found.bottom(1)  # the most harmful
     array([[2]])
     """
-    reverse = _checked_options(engine, chunk, share, mesh, callbacks)
+    reverse = _as_reverse(engine)
+    if chunk is not None:
+        check_count(chunk, f"attribute(chunk={chunk!r:.60})")
+    if not 0 < share <= 1:
+        raise ValueError(f"attribute(share={share!r:.60}): give a share above 0, up to 1.")
+    if mesh is not None:
+        check_mesh(mesh, "attribute(mesh=...)", "queries")
+    check_callbacks(callbacks)
+    if saving := [describe(callback) for callback in callbacks if callback.resumes]:
+        raise TypeError(f"attribute saves its own chunks: give `folder=` instead of {saving[0]}.")
     memory = None if memory is None else parse_bytes(memory, "attribute")
     one = one_training(problem, key, hparams)
     asked = as_queries(one, queries)
@@ -137,32 +146,14 @@ def one_training(problem: ProblemLike, key: Array | None, hparams: PyTree) -> Pr
     return one
 
 
-def _checked_options(
-    engine: AbstractEngine | None,
-    chunk: int | None,
-    share: float,
-    mesh: Mesh | None,
-    callbacks: Sequence[Callback],
-) -> Reverse:
-    """Return the engine, or raise where an option is not as it should be."""
+def _as_reverse(engine: AbstractEngine | None) -> Reverse:
+    """Return the engine, or raise unless it stores a training for all errors."""
     engine = Reverse() if engine is None else engine
     if not isinstance(engine, Reverse) or engine.store in ("everything", "gradients"):
         raise ValueError(
             f"attribute(engine={engine!r:.60}): errors go back through one training in chunks. Give "
             '`foretune.Reverse()`, or where memory is short `Reverse(store="segments")`.'
         )
-    if chunk is not None:
-        check_count(chunk, f"attribute(chunk={chunk!r:.60})")
-    if not 0 < share <= 1:
-        raise ValueError(f"attribute(share={share!r:.60}): give a share above 0, up to 1.")
-    if mesh is not None:
-        check_mesh(mesh, "attribute(mesh=...)", "queries")
-    check_callbacks(callbacks)
-    for callback in callbacks:
-        if callback.resumes:
-            raise TypeError(
-                f"attribute saves its own chunks: give `folder=` instead of {describe(callback)}."
-            )
     return engine
 
 

@@ -69,7 +69,12 @@ class WeightedLoss(eqx.Module):
         if self.losses is not None:
             result = self.losses(params, hparams, batch, *state, **key)
             l, model_state = result if self.has_state else (result, None)
-            _check_shape(l, self.weights.size)
+            B = self.weights.size
+            if getattr(l, "shape", None) != (B,) or not jnp.issubdtype(l.dtype, jnp.floating):
+                raise TypeError(
+                    f"`losses` must return a number for each of the {B} examples of a minibatch, an "
+                    f"array of shape ({B},); it returned\n{describe_tree(l, 'losses')}"
+                )
             return l, model_state
 
         def one(example):
@@ -184,11 +189,3 @@ def _changed(params: PyTree) -> PyTree:
 def _length(tree: PyTree) -> Float[Array, ""]:
     squares = (jnp.sum(jnp.abs(leaf).astype(float) ** 2) for leaf in jax.tree.leaves(tree))
     return jnp.sqrt(sum(squares, jnp.zeros(())))
-
-
-def _check_shape(values: PyTree, B: int) -> None:
-    if getattr(values, "shape", None) != (B,) or not jnp.issubdtype(values.dtype, jnp.floating):
-        raise TypeError(
-            f"`losses` must return a number for each of the {B} examples of a minibatch, an array of "
-            f"shape ({B},); it returned\n{describe_tree(values, 'losses')}"
-        )

@@ -41,7 +41,6 @@ class CheckRow(NamedTuple):
     reverse: float
     differences: float
     uncertainty: float
-    scale: float
     verdict: str
 
 
@@ -162,7 +161,7 @@ def _judge(name, forward, terms, difference, uncertainty, tolerance) -> CheckRow
         verdict = UNSURE
     else:
         verdict = AGREE
-    return CheckRow(name, float(forward), reverse, difference, uncertainty, scale, verdict)
+    return CheckRow(name, float(forward), reverse, difference, uncertainty, verdict)
 
 
 def finite_difference(

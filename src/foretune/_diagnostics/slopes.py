@@ -51,9 +51,6 @@ class Slope(NamedTuple):
     measured: float
     noise: float
     """Standard deviation of the measured change."""
-    low: float
-    high: float
-    """The errors at both ends."""
 
     @property
     def verdict(self) -> str:
@@ -270,7 +267,7 @@ class Measured(NamedTuple):
         rows = []
         for i, (probe, scale) in enumerate(places):
             high, low = self.values[:, i, probe.row]
-            numbers = predicted[i], (high - low) / 2, self.noise[probe.row], low, high
+            numbers = predicted[i], (high - low) / 2, self.noise[probe.row]
             rows.append(Slope(probe.leaf, scale, *map(float, numbers)))
         return rows
 

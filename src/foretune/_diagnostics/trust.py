@@ -51,7 +51,7 @@ from .verdicts import Advice, Trust, radius_of, verdicts_of
 SCALES = (0.1, 0.3, 1.0, 3.0)  # times `scale`
 OTHERS = 4  # draws
 POINTS = {TRUST: 1.0, SIZE: 0.5, MISLEADS: 0.0}  # of a direction, by which engines are compared
-FEW = 40  # hyperparameters that differences of values are enough for
+MOST_BY_VALUES = 40  # hyperparameters that differences of values are enough for
 FOLDS = 3  # from which on some can be told from the others
 
 
@@ -187,7 +187,7 @@ def _report(study: _Study, engine: AbstractEngine, others: list[Problem], advise
     slopes = study.slopes(grad, around, scales)
     if nonfinite:  # it has no direction
         nan, noise = math.nan, float(around.noise[0])
-        slopes += [Slope(DESCENT, x, nan, nan, noise, nan, nan) for x in scales]
+        slopes += [Slope(DESCENT, x, nan, nan, noise) for x in scales]
     report = Trust(
         title=f"trust in {_shown(engine)} at {shown(hparams)}",
         slopes=slopes,
@@ -283,7 +283,7 @@ def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterato
     told = [s.scale for s in report.slopes if s.scale in scales and abs(s.measured) > 4 * noise]
     radius = min(told, default=study.scale)
     m = sum(leaf.size for leaf in jax.tree.leaves(study.hparams))
-    by_values = m <= FEW and not isinstance(engine, Evolution)
+    by_values = m <= MOST_BY_VALUES and not isinstance(engine, Evolution)
 
     def evolution(radius):
         order = 1 << (m - 1).bit_length()  # of the balanced signs that it draws

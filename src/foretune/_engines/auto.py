@@ -38,7 +38,7 @@ from .products import has_no_mode
 from .reverse import Reverse
 from .segments import split_where_worth, states_in_segments
 
-FEW = 16  # hyperparameters up to which forward mode may be the faster one
+MOST_FORWARD = 16  # hyperparameters up to which forward mode may be the faster one
 STEPS = 16  # over which both are timed
 _REMEMBERED = 64
 
@@ -167,7 +167,7 @@ def choose(structure: Structure, arrays: list[Array], limit: float, given: int) 
         return []
 
     fitting = first_fitting(reverses)
-    if m <= FEW or not fitting:
+    if m <= MOST_FORWARD or not fitting:
         fitting += first_fitting(forwards)
     if len(errors) == 2:
         raise errors[0]

@@ -8,7 +8,7 @@ import abc
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from .callbacks import Callback
 from .interrupt import Interrupt
 from .run import Best, Result, Run
 
-R = TypeVar("R", bound=Run)
 Score = Callable[[Record], object]
 Metrics = Callable[[PyTree, PyTree], dict[str, Array]]
 
@@ -43,29 +42,29 @@ class Evaluation(NamedTuple):
     counts: bool | Bool[Array, ""] = True  # whether it may be the best
 
 
-class Stepper(abc.ABC, Generic[R]):
+class Stepper(abc.ABC):
     """What makes the steps of a run."""
 
     first: int  # the step of the first evaluation
 
-    def begin(self, run: R) -> None:
+    def begin(self, run: Run) -> None:  # noqa: B027 (a hook)
         """Do what is to be done before the first step of this process, when the run is resumed."""
 
     @abc.abstractmethod
-    def advance(self, run: R, step: int) -> Evaluation | str:
+    def advance(self, run: Run, step: int) -> Evaluation | str:
         """Make a step from the run's carry; or return why there are no more."""
 
-    def noted(self, run: R) -> None:
+    def noted(self, run: Run) -> None:  # noqa: B027 (a hook)
         """Do what is to be done when a step has been noted, before the callbacks."""
 
     @abc.abstractmethod
-    def result(self, run: R) -> tuple[PyTree, PyTree, PyTree]:
+    def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
         """Return the hyperparameters, the value and the state that the run ends with."""
 
 
 def drive(
-    run: R,
-    stepper: Stepper[R],
+    run: Run,
+    stepper: Stepper,
     *,
     callbacks: Sequence[Callback],
     rules: list[Callable[[Run], object]],
@@ -107,7 +106,7 @@ def started(callbacks: Sequence[Callback], run: Run) -> Iterator[None]:
         yield
 
 
-def _advanced(stepper: Stepper[R], run: R, step: int) -> Evaluation | str:
+def _advanced(stepper: Stepper, run: Run, step: int) -> Evaluation | str:
     try:
         return stepper.advance(run, step)
     except NonFiniteError as error:

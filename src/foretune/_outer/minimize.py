@@ -126,7 +126,7 @@ class Carry(NamedTuple):
     accepted: Accepted
 
 
-class Descent(Stepper[Run]):
+class Descent(Stepper):
     """The steps of `minimize`, on a problem or on one that is drawn anew at each of them."""
 
     first = 0

@@ -73,7 +73,7 @@ class Carry(NamedTuple):
     ends: PyTree  # the v that the descents of each length lead to, a row each
 
 
-class Rehearsals(Stepper[Run]):
+class Rehearsals(Stepper):
     """The steps of a rehearsed training, a trial each."""
 
     first = 1

@@ -76,6 +76,19 @@ class Rest:
         return Rest, (self.tree,)
 
 
+class Recent(dict):
+    """A dict of the entries that were added last."""
+
+    def __init__(self, most: int = PROGRAMS):
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key: object, value: object) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self.most:
+            del self[next(iter(self))]
+
+
 class Compiled:
     """As `jax.jit(function, static_argnums=range(static), **options)`, with few programs kept."""
 

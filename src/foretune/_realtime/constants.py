@@ -64,7 +64,7 @@ def check_loss_and_error(
         )
 
 
-def start_of(
+def initial_constants(
     optimizer: Callable[..., optax.GradientTransformation],
     hparams: Mapping[str, object],
     of_loss: Mapping[str, object],

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, PyTree
 
 from .._problem.checks import named_leaves
-from .window import RealTimeState
+from .state import RealTimeState
 
 
 class Dropped(NamedTuple):
@@ -21,16 +21,13 @@ class Dropped(NamedTuple):
     window: Int[Array, ""]
     nonfinite: Int[Array, " leaves"]  # as in the log
 
-    @classmethod
-    def of(cls, state: RealTimeState, log: dict[str, PyTree]) -> "Dropped":
-        """Return that of the window that ended at `state`."""
-        return cls(log["dropped"] & (state.dropped == 1), state.window - 1, log["nonfinite"])
-
 
 def warn_of_dropped(state: RealTimeState, log: dict[str, PyTree], *, stacklevel: int) -> None:
     """Warn, the first time, where a derivative was dropped in the window that ended at `state`."""
     if isinstance(log["dropped"], Tracer) or log["dropped"]:
-        tell(state.train, Dropped.of(state, log), stacklevel=stacklevel + 1)
+        first = log["dropped"] & (state.dropped == 1)
+        dropped = Dropped(first, state.window - 1, log["nonfinite"])
+        tell(state.train, dropped, stacklevel=stacklevel + 1)
 
 
 def tell(train: PyTree, dropped: Dropped, *, stacklevel: int = 1) -> None:

@@ -10,48 +10,59 @@ from .._files.digests import on_host
 from .._problem.checks import describe
 from .._problem.problem import Problem
 from .._problem.training import TrainState
+from .state import RealTimeState, TunerSettings
 
 GROWN = "With Z = 0 the window is finite: Z had grown before. Give `RealTime` a smaller `discount`."
 KEPT = "The state before the window is kept, in the attribute `state` of this error."
 
 
-def start_of(train: PyTree, hparams: PyTree) -> tuple[PyTree, PyTree]:
-    """Return what must be finite; an optimizer's infinite accumulators need not, and are 0."""
+def without_infinities(train: PyTree) -> PyTree:
+    """Return the training state with 0 for an optimizer's infinite accumulators: they are no fault."""
 
     def tolerated(leaf):
         return jnp.where(jnp.isinf(leaf), 0, leaf) if eqx.is_inexact_array(leaf) else leaf
 
     begun = jax.tree.map(tolerated, train)
-    return begun._replace(params=train.params) if isinstance(train, TrainState) else begun, hparams
+    return begun._replace(params=train.params) if isinstance(train, TrainState) else begun
 
 
 def check_start(train: PyTree, hparams: PyTree) -> None:
     """Raise where the initial parameters or hyperparameters are not finite."""
     name = "" if isinstance(train, TrainState) else "params"  # their paths: `params['w']` in both
-    if found := _fault(train, hparams, name):
+    if found := _fault_of_start(train, hparams, name):
         raise NonFiniteError(
             f"not finite: {found.removeprefix('.')} Every window from there would be rolled back."
         )
 
 
-def explain_fault(problem: Problem, train: PyTree, hparams: PyTree, window: int) -> str:
-    """Return the message for a window that failed, from the training state before it."""
-    if found := _fault(train, hparams, "state.train"):
-        return f"not finite: what window {window} (counted from 0) begins with. {found}"
+def fault(
+    settings: TunerSettings, state: RealTimeState, window: PyTree, validation: PyTree
+) -> NonFiniteError:
+    """Return the error for a window that failed, from the state before it."""
+    problem = settings.problem(state.train, window, validation)
+    error = NonFiniteError(f"not finite: {_cause(problem, state)}")
+    error.state = state
+    return error
+
+
+def _cause(problem: Problem, state: RealTimeState) -> str:
+    where = f"window {int(state.window)}"
+    if found := _fault_of_start(state.train, state.hparams, "state.train"):
+        return f"what {where} (counted from 0) begins with. {found}"
     for i in range(problem.steps):
         x = jax.tree.map(lambda leaf, i=i: leaf[i], problem.batches.xs)
         if found := _entries(problem.batches.batch(x), "batch"):
-            where = f"window {window}, minibatch {i} of {problem.steps} (both counted from 0)"
-            return f"not finite: the data. In {where}, {found} {KEPT}"
+            which = f"minibatch {i} of {problem.steps} (both counted from 0)"
+            return f"the data. In {where}, {which}, {found} {KEPT}"
     if found := _entries(problem.validation, "validation"):
-        where = f"window {window} (counted from 0)"
-        return f"not finite: the validation data of {where}. {found} {KEPT}"
-    origin = origin_of(problem, hparams, jax.tree.map(jnp.ones_like, hparams), otherwise=GROWN)
-    return f"not finite: window {window} (counted from 0). {origin} {KEPT}"
+        return f"the validation data of {where} (counted from 0). {found} {KEPT}"
+    ones = jax.tree.map(jnp.ones_like, state.hparams)
+    origin = origin_of(problem, state.hparams, ones, otherwise=GROWN)
+    return f"{where} (counted from 0). {origin} {KEPT}"
 
 
-def _fault(train: PyTree, hparams: PyTree, name: str) -> str | None:
-    return _entries(hparams, "hparams") or _entries(start_of(train, hparams)[0], name)
+def _fault_of_start(train: PyTree, hparams: PyTree, name: str) -> str | None:
+    return _entries(hparams, "hparams") or _entries(without_infinities(train), name)
 
 
 def _entries(tree: PyTree, name: str) -> str | None:

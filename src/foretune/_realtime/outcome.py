@@ -20,12 +20,13 @@ from .._constraints.base import check_constraints
 from .._engines.nonfinite import is_finite
 from .._engines.products import error_gradients, inner_products, stack_columns
 from .._outer.update import Outer, select
-from .nonfinite import start_of
-from .window import RealTimeState, Window, WindowState, column_norms, directions_of
+from .nonfinite import without_infinities
+from .state import RealTimeState, column_norms, directions_of
+from .steps import Steps, WindowState
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that is rolled back
-FEW = 0.1  # weights have died if the error depends on less than this share of those it did
-FEWER = 0.6  # the same while the error has not fallen to half of the first
+DEAD_SHARE = 0.1  # weights have died if the error depends on less than this share of those it did
+EARLY_DEAD_SHARE = 0.6  # the same while the error has not fallen to half of the first
 SMALL = 0.02  # an error below this share of the first is not worth a rollback
 
 
@@ -54,26 +55,32 @@ class Evidence(NamedTuple):
 
 
 def finish(
-    window: Window, end: WindowState, last: int | Int[Array, ""]
+    steps: Steps, end: WindowState, last: int | Int[Array, ""]
 ) -> tuple[RealTimeState, dict[str, PyTree], Bool[Array, ""]]:
     """Return the state after a window with this last minibatch, its log, and if it is a fault."""
-    state, system = window.state, window.system
+    state, system = steps.state, steps.system
     end = end._replace(Z=stack_columns(end.Z))
-    seen = gather(window, end, last)
-    outcome = judge(window.tuner.rollback, end, seen)
+    seen = gather(steps, end, last)
+    outcome = judge(steps.settings.rollback, end, seen)
     stepped, fault = outcome == Outcome.STEPPED, outcome == Outcome.FAULT
     rolled_back = (outcome >= Outcome.WORSE) & (outcome <= Outcome.DEAD)
     dropped = (outcome == Outcome.DROPPED) | (stepped & jnp.any(end.nonfinite >= 0))
-    value, direction = system.value(seen.errors), _direction(outcome, state.hparams, end, seen)
-    hparams, opt_state = _moved(window, stepped, rolled_back, value, direction)
+    value = system.value(seen.errors)
+    outer = Outer(
+        steps.settings.optimizer, check_constraints(steps.settings.constraints, state.hparams)
+    )
+    before = state.hparams, state.opt_state
+    hparams, opt_state = select(stepped, outer.update(*before, value, seen.grad), before)
+    retreat = _back_off(outer, state.hparams, _direction(outcome, state.hparams, end, seen))
+    none = jax.tree.map(jnp.zeros_like, end.Z)
     new = RealTimeState(
-        train=system.restore(select(rolled_back | fault, system.initial(state.hparams), end.s)),
-        hparams=hparams,
-        Z=select(stepped, end.Z, jax.tree.map(jnp.zeros_like, end.Z)),
+        train=system.restore(select(rolled_back, system.initial(state.hparams), end.s)),
+        hparams=select(rolled_back, retreat, hparams),
+        Z=select(stepped, end.Z, none),
         opt_state=opt_state,
-        window=state.window + jnp.where(fault, 0, 1),
+        window=state.window + 1,
         first=seen.first,
-        highest=jnp.where(fault, state.highest, end.highest),
+        highest=end.highest,
         skipped_last=end.skipped_last,
         dropped=state.dropped + dropped.astype(jnp.int32),
         alive=seen.first_alive,
@@ -81,7 +88,7 @@ def finish(
     flat, unravel = ravel_pytree(state.hparams)
     log = {
         "value": value,
-        "hypergradient": direction,
+        "hypergradient": seen.grad,
         "hparams": state.hparams,
         "z_norm": jax.tree.map(optax.tree.norm, unravel(seen.norms.astype(flat.dtype))),
         "loss": _mean_loss(end),
@@ -90,31 +97,31 @@ def finish(
         "nonfinite": jnp.where(dropped, end.nonfinite, -1),
         "dropped": dropped,
     }
-    return new, log, fault
+    return select(fault, state._replace(Z=none), new), log, fault
 
 
 def _mean_loss(end: WindowState) -> Float[Array, ""] | None:
     """Return the mean loss of the minibatches that count; where none does, the last one's."""
     if end.total is None or end.loss is None:
         return None
-    counted = (end.steps - end.skipped).astype(end.total.dtype)
+    counted = (end.done - end.skipped).astype(end.total.dtype)
     return jnp.where(counted > 0, end.total / jnp.maximum(counted, 1), end.loss)
 
 
-def gather(window: Window, end: WindowState, last: int | Int[Array, ""]) -> Evidence:
+def gather(steps: Steps, end: WindowState, last: int | Int[Array, ""]) -> Evidence:
     """Return what a window is judged by, grad f = grad E(s) Z + dE/dlambda above all."""
-    system, state = window.system, window.state
+    system, state = steps.system, steps.state
     hparams, before = state.hparams, system.initial(state.hparams)
     directions, unravel = directions_of(hparams)
     errors, alpha, explicit = error_gradients(system, end.s, hparams)
     rows = inner_products((alpha, explicit), (end.Z, directions))
     rows = rows.astype(ravel_pytree(hparams)[0].dtype)
-    batch = window.problem.batches.batch(window.entry(last))
-    sound = is_finite((batch, start_of(state.train, hparams)))
+    batch = steps.problem.batches.batch(steps.entry(last))
+    sound = is_finite((batch, without_infinities(state.train), hparams))
     if end.loss is not None:  # where no loss has ever been finite, it is not the hyperparameters
         sound &= jnp.isfinite(end.highest)
     was, first, first_alive = state.first, state.first, state.alive
-    if window.tuner.rollback is not None:
+    if steps.settings.rollback is not None:
         was = jax.tree.reduce(operator.add, system.errors(before, hparams))
         first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
         start = lambda: _count_alive(error_gradients(system, before, hparams)[1])  # noqa: E731
@@ -138,7 +145,7 @@ def judge(rollback: float | None, end: WindowState, seen: Evidence) -> Int[Array
     broken = jnp.isfinite(seen.before) & ~is_finite((seen.errors, end.s))
     diverged = ((broken | end.spiked) & seen.sound) | (worse & ~derived)
     share = seen.alive.astype(now.dtype) / jnp.maximum(seen.first_alive, 1).astype(now.dtype)
-    dead = (share < FEW) | ((share < FEWER) & (now > 0.5 * first))
+    dead = (share < DEAD_SHARE) | ((share < EARLY_DEAD_SHARE) & (now > 0.5 * first))
     dead &= trained & (now > SMALL * first)
     cases = {Outcome.DEAD: dead, Outcome.WORSE: worse & derived, Outcome.DIVERGED: diverged}
     return jnp.select(list(cases.values()), list(cases), otherwise)
@@ -147,25 +154,11 @@ def judge(rollback: float | None, end: WindowState, seen: Evidence) -> Int[Array
 def _direction(
     outcome: Int[Array, ""], hparams: PyTree, end: WindowState, seen: Evidence
 ) -> PyTree:
-    """Return the direction that the hyperparameters move against."""
+    """Return what the hyperparameters move against where the window is rolled back."""
     # Away from a divergence, down the loss's last slope; where there is none, towards 0.
     away = jax.tree.map(lambda slope, h: jnp.where(slope == 0, h, slope), end.slope, hparams)
     direction = select(outcome == Outcome.DIVERGED, away, seen.grad)
     return select(outcome == Outcome.DEAD, hparams, direction)
-
-
-def _moved(
-    window: Window,
-    stepped: Bool[Array, ""],
-    rolled_back: Bool[Array, ""],
-    value: PyTree,
-    direction: PyTree,
-) -> tuple[PyTree, PyTree]:
-    """Return the hyperparameters and the outer optimizer's state after the window."""
-    tuner, before = window.tuner, (window.state.hparams, window.state.opt_state)
-    outer = Outer(tuner.optimizer, check_constraints(tuner.constraints, before[0]))
-    hparams, opt_state = select(stepped, outer.update(*before, value, direction), before)
-    return select(rolled_back, _back_off(outer, before[0], direction), hparams), opt_state
 
 
 def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:

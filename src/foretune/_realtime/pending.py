@@ -3,19 +3,20 @@
 from collections import deque
 from typing import NamedTuple
 
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, PyTree
 
+from .._problem.arguments import Recent
 from .dropped import Dropped, tell
 
-NONE, WARN = -1, -2  # what a call has for the host instead of the number of a window
 RUNS = 8  # of one optimizer at the same time, whose calls are remembered
 
 
 class Call(NamedTuple):
     """A call, and how it ended."""
 
-    news: Int[Array, ""]  # the number of the window that was at fault, or NONE, or WARN
-    dropped: Dropped  # what is said where a derivative was
+    news: Bool[Array, ""]  # whether there is anything for the host: one number to read
+    failed: Bool[Array, ""]  # whether its window is at fault
+    dropped: Dropped  # what is said where a derivative was, and the number of the window
     batch: PyTree
     validation: PyTree
 
@@ -30,7 +31,7 @@ class Pending:
 
     def __init__(self, most: int):
         self.most = most  # calls of a run; then the first of them is waited for
-        self.runs: dict[int, tuple[Bool[Array, ""], deque[Call]]] = {}
+        self.runs = Recent(RUNS)  # of (the array, the calls) by its id
 
     def look(
         self, before: Bool[Array, ""], after: Bool[Array, ""], train: PyTree, call: Call
@@ -41,10 +42,11 @@ class Pending:
         failed = None
         while failed is None and calls and (len(calls) > self.most or calls[0].ended):
             first = calls.popleft()
-            failed = first if (news := int(first.news)) >= 0 else None
-            if news == WARN:
+            if not first.news:
+                continue
+            if first.failed:
+                failed = first
+            else:
                 tell(train, first.dropped, stacklevel=3)
-        if len(self.runs) >= RUNS:  # the oldest has been given up
-            del self.runs[next(iter(self.runs))]
         self.runs[id(after)] = after, calls  # kept, so that no other array gets its id
         return failed

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .._problem.batches import Minibatches
 from .._problem.checks import check_count, check_data, check_numbers, describe
-from .updates import differing, shapes_of
+from .state import differing, shapes_of
 
 END = object()  # of a stream
 

@@ -13,20 +13,21 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Key, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Key, PyTree, UInt32
 
-from .._problem.arguments import Rest, copied, flatten
+from .._problem.arguments import Recent, Rest, copied, flatten
 from .._problem.checks import check_count, check_data, check_key, check_numbers, describe
 from .._problem.problem import validated
 from .._problem.system import make_system
 from .._problem.training import Training, TrainState
-from .constants import check_loss_and_error, constraints_of, start_of
+from .constants import check_loss_and_error, constraints_of, initial_constants
 from .dropped import Dropped, tell
+from .nonfinite import fault
 from .outcome import finish
-from .pending import NONE, WARN, Call, Pending
+from .pending import Call, Pending
+from .state import RealTimeState, check_not_donated, check_state
+from .steps import Steps, WindowState, begin
 from .tuner import RealTime
-from .updates import check_not_donated, check_state
-from .window import RealTimeState, Window, WindowState, begin
 
 
 class TunedState(NamedTuple):
@@ -118,7 +119,7 @@ def tuned(
     of_loss = dict(loss_hparams or {})
     check_loss_and_error(loss, error, bool(of_loss), has_state, key is not None)
     judged = loss if error is None else error
-    start = start_of(optimizer, hparams, of_loss)
+    start = initial_constants(optimizer, hparams, of_loss)
 
     def inner_loss(params, h, batch, *model_state, **key):
         own = ({name: h[name] for name in of_loss},) if of_loss else ()
@@ -146,7 +147,7 @@ class Tuned:
         self._tuner, self._start, self._every = tuner, start, every
         self._has_state, self._donate = has_state, donate
         self._pending = Pending(every)
-        self._checked: set[tuple] = set()  # the structures and shapes that have passed the checks
+        self._checked = Recent()  # the structures and shapes that have passed the checks
         # Not the window, whose old arrays are needed until a minibatch has proved no outlier.
         self._program = jax.jit(self._step, donate_argnums=(0,) if donate else ())
 
@@ -181,27 +182,28 @@ class Tuned:
             )
         if self._donate:
             check_not_donated(state.anchor.window)
-        batch, validation = self._readable(state, batch, validation)
-        after, value, news, dropped = self._program(state[:2], state[2:], batch, validation)
+        batch, validation = self._as_data(state, batch, validation)
+        after, value, news, failed, dropped = self._program(state[:2], state[2:], batch, validation)
         train = after.begun().train
         if isinstance(news, Tracer):
             tell(train, dropped)
             return after, value
-        call = Call(news, dropped, batch, validation)
+        call = Call(news, failed, dropped, batch, validation)
         tokens = state.log["dropped"], after.log["dropped"]
-        if (failed := self._pending.look(*tokens, train, call)) is not None:
-            begun = after.begun()._replace(window=failed.news)
-            error = self._tuner.fault(begun, _window_of(failed.batch), failed.validation)
+        if (wrong := self._pending.look(*tokens, train, call)) is not None:
+            begun = after.begun()._replace(window=wrong.dropped.window)
+            window = _window_of(wrong.batch)
+            error = fault(self._tuner.settings, begun, window, wrong.validation)
             error.state = after
             raise error
         return after, value
 
-    def _readable(
+    def _as_data(
         self, state: TunedState, batch: PyTree, validation: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Return the data as arrays, after the checks that new shapes need."""
         data = {"batch": batch, "validation": validation}
-        arrays = {name: jax.tree.map(_readable, tree) for name, tree in data.items()}
+        arrays = {name: jax.tree.map(_as_array, tree) for name, tree in data.items()}
         leaves, structure = flatten(arrays)
         key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in leaves)
         batch, validation = arrays["batch"], arrays["validation"]
@@ -218,7 +220,7 @@ class Tuned:
         anchor, settings = state.begun(), self._tuner.settings
         check_state(settings, anchor)
         validated(settings.problem(anchor.train, _window_of(batch), validation), state.hparams)
-        self._checked.add(key)
+        self._checked[key] = True
         return batch, validation
 
     def _begun(self, state: RealTimeState) -> tuple[RealTimeState, WindowState]:
@@ -228,34 +230,35 @@ class Tuned:
 
     def _step(
         self, first: tuple, others: tuple, batch: PyTree, validation: PyTree
-    ) -> tuple[TunedState, Float[Array, ""], Array, Dropped]:
-        """Return the state after a minibatch, its loss, and what `Call` has for the host."""
+    ) -> tuple[TunedState, Float[Array, ""], Bool[Array, ""], Bool[Array, ""], Dropped]:
+        """Return the state after a minibatch, its loss, and how the call ended, as in `Call`."""
         state, settings = TunedState(*first, *others), self._tuner.settings
         anchor = state.begun()
         problem = settings.problem(anchor.train, _window_of(batch), validation)
         system = make_system(problem, anchor.hparams, whole=True)
-        window = Window(settings, problem, system, anchor)
-        now = window.step(state.window, 0)
+        steps = Steps(settings, problem, system, anchor)
+        now = steps.step(state.window, 0)
         assert now.loss is not None  # a training has one
 
         def tune():
-            new, log, fault = finish(window, now, 0)
-            dropped = Dropped.of(new, log)
-            log = log | {"dropped": fault | log["dropped"]}
+            new, log, failed = finish(steps, now, 0)
+            first = log["dropped"] & (new.dropped == 1)
+            dropped = Dropped(first, anchor.window, log["nonfinite"])
+            log = log | {"dropped": failed | log["dropped"]}
             log = {
                 name: jax.tree.map(lambda now, old: now.astype(old.dtype), log[name], old)
                 for name, old in state.log.items()
             }
-            return log, *self._begun(new), fault, dropped
+            return log, *self._begun(new), failed, dropped
 
         def wait():
             dropped = Dropped(jnp.array(False), anchor.window, now.nonfinite)
             return state.log, state.anchor, now, jnp.array(False), dropped
 
-        over = (now.steps == self._every) | now.spiked
-        log, new, following, fault, dropped = lax.cond(over, tune, wait)
-        news = jnp.where(fault, anchor.window, jnp.where(dropped.first, WARN, NONE))
-        return TunedState(log, new, following, state.rest), now.loss, news, dropped
+        over = (now.done == self._every) | now.spiked
+        log, new, following, failed, dropped = lax.cond(over, tune, wait)
+        after = TunedState(log, new, following, state.rest)
+        return after, now.loss, failed | dropped.first, failed, dropped
 
 
 def _window_of(batch: PyTree) -> PyTree:
@@ -263,6 +266,6 @@ def _window_of(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch)
 
 
-def _readable(leaf: object) -> Array | np.ndarray:
+def _as_array(leaf: object) -> Array | np.ndarray:
     """Return an array of what NumPy can read."""
     return leaf if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)

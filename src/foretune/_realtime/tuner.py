@@ -18,34 +18,50 @@ states, and one more state to return to, whatever the number of steps.
 Reference: Franceschi et al., ICML 2017, Section 3.3 and Algorithm 2.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._constraints.base import check_constraints, feasible
+from .._engines.products import pushforward
 from .._outer.callbacks import Callback
 from .._outer.checks import check_callbacks, check_evaluate, check_functions, check_optimizer
 from .._outer.drive import Metrics, Score, drive
 from .._outer.run import Result, Run
+from .._outer.update import Outer
+from .._problem.arguments import copied
 from .._problem.batches import FullBatch, Minibatches
-from .._problem.checks import check_count, check_mesh, check_outside_programs
+from .._problem.checks import (
+    as_arrays,
+    check_count,
+    check_hparams,
+    check_mesh,
+    check_outside_programs,
+)
 from .._problem.equality import reused
 from .._problem.problem import Problem
+from .._problem.system import make_system
+from .._problem.validation import noting
 from .dropped import warn_of_dropped
+from .nonfinite import check_start, fault
+from .program import UpdateProgram, is_traced
 from .relative_adam import relative_adam
-from .run import RECORD, RealTimeRun, Windows
+from .run import RECORD, Tuning, fingerprint
+from .state import Objective, RealTimeState, TunerSettings, carried, directions_of, placed
 from .stream import check_stream, repeated, windows
-from .updates import Updates
-from .window import Objective, RealTimeState, TunerSettings
 
 DEFAULT_OPTIMIZER = relative_adam()
 Rule = Callable[[Run], str | None]
 
 
-class RealTime(Updates):
+class RealTime:
     """Tunes hyperparameters while the model trains, one update per window of minibatches.
 
     Args:
@@ -68,7 +84,7 @@ class RealTime(Updates):
         mesh: `foretune.mesh(data=..., tangents=...)`: `init` places the state on it, the columns of Z
             split over `tangents`, all else on every device. Place batches by `foretune.shard`.
 
-    The defaults were chosen over the tasks of `benchmarks/realtime_quality.py`; `foretune.Bias`
+    The defaults were chosen over the tasks of `benchmarks/realtime_quality.py`; `hypergradient_bias`
     measures how far updates can be trusted.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
@@ -116,7 +132,8 @@ class RealTime(Updates):
             chunk,
             mesh,
         )
-        super().__init__(settings, donate)
+        self.settings, self.donate = settings, donate
+        self._program = UpdateProgram(settings)
 
     @classmethod
     def paper(
@@ -134,6 +151,38 @@ class RealTime(Updates):
         adam = optax.adam(0.005)
         return cls(dynamics, objective, adam, constraints=constraints, discount=1.0, rollback=None)
 
+    def init(self, params: PyTree, hparams: PyTree) -> RealTimeState:
+        """Return the state before the first window; `NonFiniteError` where it is not finite.
+
+        `params` are the initial parameters, which are copied, or a function of the hyperparameters.
+        """
+        settings, hparams = self.settings, check_hparams(hparams)
+        constraints = check_constraints(settings.constraints, hparams)
+        if not is_traced(hparams):
+            check_start((), hparams)
+            hparams = feasible(constraints, hparams)
+        problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
+        with noting("init(params, hparams) of the dynamics", hparams=hparams):
+            system = make_system(problem, hparams, whole=True)
+            s_0, Z = pushforward(system.initial, (hparams,), (directions_of(hparams)[0],))
+        train, none, nothing = system.restore(s_0), jnp.zeros((), jnp.int32), jnp.full((), -jnp.inf)
+        if not is_traced((train, hparams)):
+            check_start(train, hparams)
+        state = RealTimeState(
+            train=train,
+            hparams=hparams,
+            Z=Z,
+            opt_state=Outer(settings.optimizer, constraints).init(hparams),
+            window=none,
+            first=nothing,
+            highest=nothing,
+            skipped_last=jnp.array(False),
+            dropped=none,
+            alive=none,
+        )
+        state = copied(as_arrays(state))  # a weak type would compile a second time
+        return state if settings.mesh is None else placed(state, settings.mesh)
+
     def update(
         self, state: RealTimeState, window: PyTree, validation: PyTree
     ) -> tuple[RealTimeState, dict[str, PyTree]]:
@@ -146,22 +195,31 @@ class RealTime(Updates):
             validation: what the objective gets as its third argument.
 
         Returns:
-            The new state, and the log, a dict: `value` and `hypergradient` after the window at the
-            `hparams` it ran with, the norm of Z by hyperparameter `z_norm`, the mean training
-            `loss` (None for a dynamics that reports none), whether the window was `rolled_back`, how
-            many of its minibatches were `skipped`, and whether a derivative was `dropped`, with a
-            warning: one that is not finite while the training is counts as 0 (`nonfinite` has, for each
-            leaf, the first minibatch after which, or -1).
+            The new state, and the log, a dict: `value` and `hypergradient` at the end of the window, at
+            the `hparams` it ran with (also of a window that is rolled back, where they need not be
+            finite), the norm of Z by hyperparameter `z_norm`, the mean training `loss` (None for a
+            dynamics that reports none), whether the window was `rolled_back`, how many of its
+            minibatches were `skipped`, and whether a derivative was `dropped`, with a warning: one that
+            is not finite while the training is counts as 0 (`nonfinite` has, for each leaf, the first
+            minibatch after which, or -1).
 
         Raises:
             NonFiniteError: where something is not finite. Its attribute `state` is the state before the
                 window, to continue from (its Z begins at 0 again).
         """
-        new, log, fault = self.dispatch(state, window, validation, donate=self.donate)
-        if not isinstance(fault, Tracer) and fault:
-            raise self.fault(new, window, validation)
+        new, log, failed = self._program(state, window, validation, self.donate)
+        if not isinstance(failed, Tracer) and failed:
+            raise fault(self.settings, new, window, validation)
         warn_of_dropped(new, log, stacklevel=2)
         return new, log
+
+    def lower(self, state: RealTimeState, window: PyTree, validation: PyTree) -> jax.stages.Lowered:
+        """Return the program of an update, for its memory and cost analysis."""
+        return self._program.lower(state, window, validation, self.donate)
+
+    def problem(self, state: RealTimeState, window: PyTree, validation: PyTree) -> Problem:
+        """Return the training over a window as a problem of its own, from this state on."""
+        return self.settings.problem(state.train, window, validation, carried(state))
 
     def run(
         self,
@@ -219,9 +277,11 @@ class RealTime(Updates):
         rules = check_functions(stop, evaluate, score)
         check_outside_programs("RealTime.run", params, hparams)
         check_stream(validation_stream, "the validation stream")
-        stepper = Windows(windows(train_stream, window), repeated(validation_stream))
+        pieces = windows(train_stream, window)
+        stepper = Tuning(self._program, pieces, repeated(validation_stream))
         state = self.init(params, hparams)
         if evaluate is not None:
             check_evaluate(evaluate, state.train, state.hparams, RECORD)
-        run = RealTimeRun(self, steps, state, window)
+        own = functools.partial(fingerprint, self.settings, state, window)
+        run = Run(steps, state, copied(state.hparams), own)
         return drive(run, stepper, callbacks=callbacks, rules=rules, evaluate=evaluate, score=score)
