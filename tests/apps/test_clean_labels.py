@@ -286,7 +286,7 @@ def test_the_hypergradient_of_the_regularisers_is_right():
     parts = (logs[:, 12:], given[12:], weight, logs[:, :12], true[:12], given[:12], train)
     start = posterior.start_hparams(28, 12) | {"belief": jnp.asarray(0.3)}
     rows = posterior.LabelRows(*map(jnp.asarray, parts))
-    problem = posterior.problem_of(posterior.Labels(start), rows, steps=5)
+    problem = posterior.problem_of(start, rows, steps=5)
     hparams = jax.tree.map(lambda v: v + 0.5, start)
     ft.check_hypergradient(problem, hparams, verbose=False)
 

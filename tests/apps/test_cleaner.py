@@ -97,8 +97,6 @@ def test_the_same_seed_gives_the_same_weights(blobs, small):
     x, observed, _, trusted_x, trusted = blobs
     weights = [small().fit(x, observed, trusted_x, trusted).weights_ for _ in range(2)]
     np.testing.assert_array_equal(*weights)
-    named = small(estimator="pool").fit(x, observed, trusted_x, trusted)
-    np.testing.assert_array_equal(named.weights_, weights[0])
 
 
 def test_labels_of_any_type_rows_of_any_kind(blobs, small):

@@ -78,12 +78,6 @@ class Inputs(NamedTuple):
         """Observed labels, then trusted ones."""
         return np.concatenate([self.observed, self.trusted])
 
-    def spread(self, judged: np.ndarray, verified: np.ndarray) -> np.ndarray:
-        """Return what is found of each row of X, those that were verified among them."""
-        found = np.empty((len(self.judged) + len(self.verified), *judged.shape[1:]), judged.dtype)
-        found[self.judged], found[self.verified] = judged, verified
-        return found
-
     def trained_rows(self, right: np.ndarray) -> np.ndarray:
         """Return the rows to train on, given the probability that each observed label is right."""
         trust = np.concatenate([right, np.ones(len(self.trusted))])
@@ -167,18 +161,12 @@ class Classifiers(NamedTuple):
         return mean
 
 
-class Judged(NamedTuple):
-    """What `judged_by` returns."""
-
-    judgement: LabelJudgement
-    members: list[str]
-    model: Classifiers
-
-
-def judged_by(own: BaseEstimator | None, inputs: Inputs, folds: Folds) -> Judged:
+def judged_by(
+    own: BaseEstimator | None, inputs: Inputs, folds: Folds
+) -> tuple[LabelJudgement, list[str], Classifiers]:
     """Judge the observed labels by out-of-fold probabilities of one's own classifier, or the ensemble.
 
-    The ensemble looks twice where it may: its classifiers are trained again without the suspects.
+    Return what is held of the labels, the names of the members, and the final model. The ensemble looks twice where it may: its classifiers are trained again without the suspects.
     """
     n, labels = len(inputs.observed), inputs.labels
     kernel: dict[str, np.ndarray] = {}
@@ -211,7 +199,7 @@ def judged_by(own: BaseEstimator | None, inputs: Inputs, folds: Folds) -> Judged
     rows, rng = inputs.trained_rows(judged.right), np.random.default_rng(folds.seed)
     most = None if own is not None else MOST_TRAINED
     final = [folds.trained(member, rows, rng, most) for member in members(rows).values()]
-    return Judged(judged, [*first, *kernel], Classifiers(final, folds.classes))
+    return judged, [*first, *kernel], Classifiers(final, folds.classes)
 
 
 def classifiers_of(
@@ -283,7 +271,7 @@ def trained_by_fold(rows: np.ndarray, folds: Folds) -> np.ndarray:
 
 def own_classifier(estimator: object) -> BaseEstimator | None:
     """Return a classifier of the user's, None for the ensemble; raise for anything else."""
-    if isinstance(estimator, str) and estimator in ("ensemble", "pool"):
+    if isinstance(estimator, str) and estimator == "ensemble":
         return None
     is_object = hasattr(estimator, "fit") and not isinstance(estimator, type)
     if is_object and is_classifier(estimator) and hasattr(estimator, "predict_proba"):

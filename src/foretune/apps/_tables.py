@@ -88,29 +88,6 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         raise DataError(f"{path} cannot be read as .npz: {reason}") from error
 
 
-def read_numbers(path: str | Path) -> np.ndarray | DataFrame:
-    """Return a table of numbers from .npy, .npz (its one array, or `pred_probs`) or .csv, a frame."""
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path}: no such file.")
-    if path.suffix == ".npz":
-        arrays = read_arrays(path)
-        if len(arrays) != 1 and "pred_probs" not in arrays:
-            raise DataError(f"{path} holds {', '.join(arrays)}: name the one to use pred_probs.")
-        return arrays.get("pred_probs", next(iter(arrays.values())))
-    try:
-        if path.suffix == ".npy":
-            return np.load(path, allow_pickle=False)
-        if path.suffix == ".csv":
-            with needs("data", "reading .csv files"):
-                import pandas as pd
-            return pd.read_csv(path).astype(np.float64)
-    except Exception as error:  # parsers raise many kinds
-        reason = str(error).strip().split("\n")[0]
-        raise DataError(f"{path} cannot be read as {path.suffix}: {reason}") from error
-    raise DataError(f"{path}: give a .npy, .npz or .csv file.")
-
-
 def _read_npz(path: Path, label: str | None, labelled: bool) -> Table:
     arrays = read_arrays(path)
     rows = next((arrays[name] for name in ROWS if name in arrays), None)
