@@ -39,6 +39,7 @@ Trusted = Annotated[
     ),
 ]
 
+
 class Explained(enum.StrEnum):
     """Models of `foretune attribute`."""
 

@@ -166,7 +166,8 @@ def judged_by(
 ) -> tuple[LabelJudgement, list[str], Classifiers]:
     """Judge the observed labels by out-of-fold probabilities of one's own classifier, or the ensemble.
 
-    Return what is held of the labels, the names of the members, and the final model. The ensemble looks twice where it may: its classifiers are trained again without the suspects.
+    Return what is held of them, the names of the members, and the final model. The ensemble looks twice
+    where it may: its classifiers are trained again without the suspects.
     """
     n, labels = len(inputs.observed), inputs.labels
     kernel: dict[str, np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""What is found of labels: attributes of a fitted `LabelCleaner`, and of what `clean_labels` returns."""
+"""What is found of labels, by `LabelCleaner` and by `clean_labels`."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from ._label_model import LabelJudgement
 
 
 class FoundLabels:
-    """The attributes, which the docstring of `LabelCleaner` explains."""
+    """The attributes that both have; the docstring of `LabelCleaner` explains them."""
 
     classes_: np.ndarray
 

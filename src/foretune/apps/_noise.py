@@ -36,7 +36,8 @@ from ._features import Rows, kernel_components
 
 START_RIGHT = 0.8
 """The start supposes four labels of five to be right."""
-START_L2 = 1e-4
+GROUPS, START_L2 = 2, 1e-4
+"""Regularisers: one of the inputs' components, one of the kernel's."""
 STEPS, HYPER_STEPS, RATE = 30, 15, 0.3
 """Of each training; of the hyperparameters, and of Adam: its steps are of logits and logarithms."""
 MOST_TUNED = 1_000
@@ -54,7 +55,6 @@ class Linear(eqx.Module):
     """E[z_j^2]"""
     blocks: Int[Array, " width"]
     """The regulariser of each component."""
-    groups: int = eqx.field(static=True)
 
     def apply(self, params: PyTree, z: Float[Array, "n width"]) -> Float[Array, "n classes"]:
         """Return the class scores."""
@@ -78,7 +78,7 @@ def kernel_model(rows: Rows, seed: int) -> tuple[np.ndarray, Linear]:
     """Return the inputs of these rows, and the model."""
     z, blocks = kernel_components(rows, seed)
     squares = jnp.mean(jnp.asarray(z) ** 2, axis=0)
-    return z, Linear(squares, jnp.asarray(blocks), int(blocks.max()) + 1)
+    return z, Linear(squares, jnp.asarray(blocks))
 
 
 class Data(NamedTuple):
@@ -88,8 +88,8 @@ class Data(NamedTuple):
     observed: Int[Array, " n"]
     trusted: Int[Array, " c"]
     train: Float[Array, "folds rows"]
-    weight: Float[Array, " rows"] | None = None
-    """How much each row counts, 1 on the mean; None: all the same."""
+    weight: Float[Array, " rows"]
+    """How much each row counts, 1 on the mean."""
 
     @classmethod
     def of(
@@ -102,13 +102,9 @@ class Data(NamedTuple):
     ) -> "Data":
         """Return the data, from the fold of each row."""
         train = (fold[None] != np.arange(fold.max() + 1)[:, None]).astype(np.float32)
-        z_, observed_, trusted_, train_ = map(jnp.asarray, (z, observed, trusted, train))
-        weight_ = None if weight is None else jnp.asarray(weight / weight.mean(), jnp.float32)
-        return cls(z_, observed_, trusted_, train_, weight_)
-
-    def counted(self, folds: Float[Array, "folds rows"]) -> Float[Array, "folds rows"]:
-        """Return the members of folds by their weight."""
-        return folds if self.weight is None else folds * self.weight
+        counts = np.ones(len(z)) if weight is None else weight / weight.mean()
+        parts = (z, observed, trusted, train, counts.astype(np.float32))
+        return cls(*map(jnp.asarray, parts))
 
     def sample(self, most: int, rng: np.random.Generator) -> "Data":
         """Return `most` of the observed examples, drawn at random, and all trusted ones."""
@@ -117,8 +113,8 @@ class Data(NamedTuple):
             return self
         some = np.sort(rng.permutation(n)[:most])
         rows = np.concatenate([some, np.arange(n, self.z.shape[0])])
-        weight = None if self.weight is None else self.weight[rows]
-        return Data(self.z[rows], self.observed[some], self.trusted, self.train[:, rows], weight)
+        z, train, weight = self.z[rows], self.train[:, rows], self.weight[rows]
+        return Data(z, self.observed[some], self.trusted, train, weight)
 
 
 def make_folds(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.ndarray:
@@ -156,14 +152,14 @@ class _Part(eqx.Module):
 class _NoisyLoss(_Part):
     def __call__(self, params, hparams, batch):
         penalties = jax.vmap(self.model.penalty, (0, None))(params, jnp.exp(hparams["l2"]))
-        total = jnp.sum(batch.counted(batch.train) * self.losses(params, hparams, batch))
+        total = jnp.sum(batch.weight[None] * batch.train * self.losses(params, hparams, batch))
         return total / batch.z.shape[0] + jnp.sum(penalties)
 
 
 class _HeldOutError(_Part):
     def __call__(self, state, hparams, batch):
         n, c = batch.observed.shape[0], batch.trusted.shape[0]
-        held = batch.counted(1 - batch.train) * self.losses(state.params, hparams, batch)
+        held = batch.weight[None] * (1 - batch.train) * self.losses(state.params, hparams, batch)
         return jnp.sum(held[:, :n]) / max(n, 1) + jnp.sum(held[:, n:]) / max(c, 1)
 
 
@@ -193,7 +189,7 @@ def tune(
     """
     hparams = {
         "noise": jnp.log(start_noise(model, tuned_on, classes)),
-        "l2": jnp.full(model.groups, jnp.log(START_L2)),
+        "l2": jnp.full(GROUPS, jnp.log(START_L2)),
     }
     hparams = descended(
         minimize(
@@ -234,12 +230,9 @@ def start_noise(model: Linear, data: Data, classes: int) -> Float[Array, "classe
     n, c = data.observed.shape[0], data.trusted.shape[0]
     if not c:
         return plain
-    trusted = Data(data.z[n:], jnp.zeros(0, int), data.trusted, jnp.ones((1, c)))
-    start = {"l2": jnp.full(model.groups, jnp.log(START_L2))}
+    trusted = Data(data.z[n:], jnp.zeros(0, int), data.trusted, jnp.ones((1, c)), jnp.ones(c))
+    start = {"l2": jnp.full(GROUPS, jnp.log(START_L2))}
     _, state = noise_problem(model, trusted, classes).response(start)
     p = jax.nn.softmax(jax.vmap(model.apply, (0, None))(state.params, data.z[:n])[0])
-    counts = jax.nn.one_hot(data.observed, classes)
-    if data.weight is not None:
-        counts = counts * data.weight[:n, None]
-    joint = p.T @ counts
+    joint = p.T @ (jax.nn.one_hot(data.observed, classes) * data.weight[:n, None])
     return (plain + joint / jnp.sum(joint, axis=1, keepdims=True)) / 2
