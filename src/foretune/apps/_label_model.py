@@ -45,12 +45,11 @@ from scipy.special import expit, logit
 
 from .._constraints.sets import Box
 from .._outer.callbacks import Callback
-from .._outer.minimize import minimize
 from .._outer.run import Result
 from .._problem.batches import FullBatch
 from .._problem.problem import Problem
 from .._problem.training import Training
-from ._noise import descended, make_folds, start_matrix
+from ._noise import Hparams, descend, make_folds, start_matrix
 
 FEW_TRUSTED, FOLDS = 20, 5
 """With fewer trusted rows the hyperparameters stay where they start; the folds of trusted rows."""
@@ -70,7 +69,6 @@ SHARES, BELIEFS = (0.25, 0.4, 0.8), (0.0, 0.25, 0.5)
 """How far the matrix counts, by the share of the disagreements that it accounts for."""
 SECOND = (0.4, 0.8)
 """The shares from which on a second look counts, and counts alone."""
-Hparams = dict[str, Array]
 
 
 class LabelRows(NamedTuple):
@@ -217,16 +215,9 @@ def judge(
     if c >= FEW_TRUSTED:
         fold = make_folds(trusted, FOLDS, rng)
         train = np.concatenate([train, fold[None] != np.arange(FOLDS)[:, None]])
-        result = descended(
-            minimize(
-                problem_of(prior, rows(MOST_TUNED, train[1:])),
-                prior,
-                steps=HYPER_STEPS,
-                optimizer=optax.adam(HYPER_RATE),
-                constraints={name: _interval(name, n / c) for name in prior},
-                callbacks=list(callbacks),
-            )
-        )
+        problem = problem_of(prior, rows(MOST_TUNED, train[1:]))
+        intervals = {name: _interval(name, n / c) for name in prior}
+        result = descend(problem, prior, HYPER_STEPS, HYPER_RATE, intervals, callbacks)
         hparams = result.best.hparams
     fitted = rows(MOST_FITTED, train)  # by all trusted rows, and without each fold of them
     folds = problem_of(prior, fitted).response(hparams)[1].params

@@ -31,7 +31,7 @@ from .._outer.minimize import minimize
 from .._outer.run import Result
 from .._problem.batches import FullBatch
 from .._problem.problem import Problem
-from .._problem.training import Training
+from .._problem.training import Training, TrainState
 from ._features import Rows, kernel_components
 
 START_RIGHT = 0.8
@@ -40,8 +40,11 @@ GROUPS, START_L2 = 2, 1e-4
 """Regularisers: one of the inputs' components, one of the kernel's."""
 STEPS, HYPER_STEPS, RATE = 30, 15, 0.3
 """Of each training; of the hyperparameters, and of Adam: its steps are of logits and logarithms."""
+L2 = Box(np.log(1e-9), np.log(10.0))
+"""Where the logarithms of the regularisers may be."""
 MOST_TUNED = 1_000
 """Observed rows that the hyperparameters descend on: with 3,000 as many wrong labels are found."""
+Hparams = dict[str, Array]
 
 
 class Linear(eqx.Module):
@@ -60,13 +63,32 @@ class Linear(eqx.Module):
         """Return the class scores."""
         return z @ params["w"].T + params["b"]
 
-    def penalty(self, params: PyTree, l2: Float[Array, " groups"]) -> Float[Array, ""]:
-        """Return the regulariser."""
-        return jnp.sum(0.5 * l2[self.blocks] * params["w"] ** 2)
+    def losses(self, params: PyTree, hparams: Hparams, data: "Data") -> Float[Array, "folds rows"]:
+        """Return -log p of each label, by each fold's model."""
+        n = data.observed.shape[0]
+        log_p = jax.nn.log_softmax(jax.vmap(self.apply, (0, None))(params, data.z))
+        trusted = jnp.take_along_axis(log_p[:, n:], data.trusted[None, :, None], axis=2)[..., 0]
+        if not n:
+            return -trusted
+        log_noise = jax.nn.log_softmax(hparams["noise"], axis=1)
+        observed = jax.nn.logsumexp(log_p[:, :n] + log_noise.T[data.observed], axis=2)
+        return -jnp.concatenate([observed, trusted], axis=1)
 
-    def optimizer(self, l2: Float[Array, " groups"]) -> optax.GradientTransformation:
+    def loss(self, params: PyTree, hparams: Hparams, data: "Data") -> Float[Array, ""]:
+        """Return the inner loss, the sum over folds."""
+        penalty = 0.5 * jnp.exp(hparams["l2"])[self.blocks] * params["w"] ** 2
+        total = jnp.sum(data.weight[None] * data.train * self.losses(params, hparams, data))
+        return total / data.z.shape[0] + jnp.sum(penalty)
+
+    def error(self, state: TrainState, hparams: Hparams, data: "Data") -> Float[Array, ""]:
+        """Return E."""
+        n, c = data.observed.shape[0], data.trusted.shape[0]
+        held = data.weight[None] * (1 - data.train) * self.losses(state.params, hparams, data)
+        return jnp.sum(held[:, :n]) / max(n, 1) + jnp.sum(held[:, n:]) / max(c, 1)
+
+    def optimizer(self, hparams: Hparams) -> optax.GradientTransformation:
         """Return preconditioned gradient descent with momentum."""
-        curvature = 0.5 * self.moments + l2[self.blocks]
+        curvature = 0.5 * self.moments + jnp.exp(hparams["l2"])[self.blocks]
 
         def precondition(gradient, params=None):
             return {"w": gradient["w"] / curvature, "b": gradient["b"] / 0.5}
@@ -132,48 +154,12 @@ def start_matrix(classes: int) -> Float[Array, "classes classes"]:
     return jnp.where(jnp.eye(classes) > 0, START_RIGHT, wrong)
 
 
-class _Part(eqx.Module):
-    """A function of the problem: a module, so that equal ones share their compiled program."""
-
-    model: Linear
-
-    def losses(self, params, hparams, batch):
-        """Return -log p of each label, by each fold's model: an array of folds x rows."""
-        n = batch.observed.shape[0]
-        log_p = jax.nn.log_softmax(jax.vmap(self.model.apply, (0, None))(params, batch.z))
-        trusted = jnp.take_along_axis(log_p[:, n:], batch.trusted[None, :, None], axis=2)[..., 0]
-        if not n:
-            return -trusted
-        log_noise = jax.nn.log_softmax(hparams["noise"], axis=1)
-        observed = jax.nn.logsumexp(log_p[:, :n] + log_noise.T[batch.observed], axis=2)
-        return -jnp.concatenate([observed, trusted], axis=1)
-
-
-class _NoisyLoss(_Part):
-    def __call__(self, params, hparams, batch):
-        penalties = jax.vmap(self.model.penalty, (0, None))(params, jnp.exp(hparams["l2"]))
-        total = jnp.sum(batch.weight[None] * batch.train * self.losses(params, hparams, batch))
-        return total / batch.z.shape[0] + jnp.sum(penalties)
-
-
-class _HeldOutError(_Part):
-    def __call__(self, state, hparams, batch):
-        n, c = batch.observed.shape[0], batch.trusted.shape[0]
-        held = batch.weight[None] * (1 - batch.train) * self.losses(state.params, hparams, batch)
-        return jnp.sum(held[:, :n]) / max(n, 1) + jnp.sum(held[:, n:]) / max(c, 1)
-
-
-class _Optimizer(_Part):
-    def __call__(self, hparams):
-        return self.model.optimizer(jnp.exp(hparams["l2"]))
-
-
 def noise_problem(model: Linear, data: Data, classes: int, steps: int = STEPS) -> Problem:
     """Return the bilevel problem; all weights start at 0."""
     folds, width = data.train.shape[0], data.z.shape[1]
     return Problem(
-        dynamics=Training(_NoisyLoss(model), _Optimizer(model)),
-        objective=_HeldOutError(model),
+        dynamics=Training(model.loss, model.optimizer),
+        objective=model.error,
         init={"w": jnp.zeros((folds, classes, width)), "b": jnp.zeros((folds, classes))},
         batches=FullBatch(data, steps=steps),
         validation=data,
@@ -182,7 +168,7 @@ def noise_problem(model: Linear, data: Data, classes: int, steps: int = STEPS) -
 
 def tune(
     model: Linear, data: Data, tuned_on: Data, classes: int, callbacks: Sequence[Callback]
-) -> tuple[np.ndarray, dict[str, Array]]:
+) -> tuple[np.ndarray, Hparams]:
     """Learn the hyperparameters; return each row's probabilities by a model without it, and them.
 
     They are learnt on `tuned_on`, some of the rows of `data`, or all.
@@ -191,16 +177,8 @@ def tune(
         "noise": jnp.log(start_noise(model, tuned_on, classes)),
         "l2": jnp.full(GROUPS, jnp.log(START_L2)),
     }
-    hparams = descended(
-        minimize(
-            noise_problem(model, tuned_on, classes),
-            hparams,
-            steps=HYPER_STEPS,
-            optimizer=optax.adam(RATE),
-            constraints={"l2": Box(np.log(1e-9), np.log(10.0))},
-            callbacks=list(callbacks),
-        )
-    ).best.hparams
+    problem, intervals = noise_problem(model, tuned_on, classes), {"l2": L2}
+    hparams = descend(problem, hparams, HYPER_STEPS, RATE, intervals, callbacks).best.hparams
     # A regulariser stands beside a mean over rows: of more rows it has a smaller share.
     share = np.log(tuned_on.z.shape[0] / data.z.shape[0])
     hparams = {**hparams, "l2": hparams["l2"] + share}
@@ -211,8 +189,19 @@ def tune(
     return np.asarray(p, np.float64), hparams
 
 
-def descended(result: Result) -> Result:
-    """Return the result of a descent, or raise `KeyboardInterrupt` where it was interrupted."""
+def descend(
+    problem: Problem,
+    hparams: Hparams,
+    steps: int,
+    rate: float,
+    constraints: dict[str, Box],
+    callbacks: Sequence[Callback],
+) -> Result:
+    """Return the result of Adam on hyperparameters, or raise `KeyboardInterrupt` where interrupted."""
+    adam, callbacks = optax.adam(rate), list(callbacks)
+    result = minimize(
+        problem, hparams, steps=steps, optimizer=adam, constraints=constraints, callbacks=callbacks
+    )
     if result.stopped == "interrupted":
         raise KeyboardInterrupt
     return result
