@@ -38,17 +38,6 @@ Trusted = Annotated[
         show_default=False,
     ),
 ]
-Probabilities = Annotated[
-    Path | None,
-    typer.Option(
-        "--pred-probs",
-        help="Out-of-fold class probabilities of your own model for the rows of TRAIN: .npy, or "
-        ".npz with a column for each class in sorted order, or .csv, whose columns may have the "
-        "names of the classes. Trusted rows are then rows of TRAIN: --clean is a .csv with the "
-        "columns row (counted from 0) and label.",
-        show_default=False,
-    ),
-]
 
 
 class Explained(enum.StrEnum):
@@ -79,7 +68,6 @@ def _main(
     "`foretune clean train.csv --clean checked.csv --label species`\n\n"
     "`foretune clean reviews.parquet --clean checked.parquet --text review --out suspects`\n\n"
     "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"
-    "`foretune clean train.csv --pred-probs probabilities.npy`\n\n"
     "Both files need the same columns. Without --out the folder of train.csv is runs/clean-train. "
     "suspects.csv lists the labels held to be wrong, the most suspicious first; weights.csv has every "
     "row. Exit status: 0 done, 1 bad input, 2 wrong use, "
@@ -98,7 +86,6 @@ def clean(
     text: Text = None,
     drop: Drop = None,
     image: Image = None,
-    pred_probs: Probabilities = None,
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
@@ -118,7 +105,6 @@ def clean(
             drop=tuple(drop or ()),
             image=_shape(image),
             seed=seed,
-            pred_probs=None if pred_probs is None else str(pred_probs),
         )
         page = _files.run(out, settings)
         print(page.parent / "suspects.csv")

@@ -65,7 +65,7 @@ def warm_start(trial: Trial | optuna.Study, default: PyTree) -> PyTree:
     study = trial if isinstance(trial, optuna.Study) else getattr(trial, "study", None)
     if study is None:  # a FixedTrial, which stands alone
         return default
-    sign = -1 if _direction(study, "warm_start") == optuna.study.StudyDirection.MAXIMIZE else 1
+    sign = -1 if _maximizes(study, "warm_start") else 1
     complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
     kept = [t for t in complete if HPARAMS in t.user_attrs and np.isfinite(t.values[0])]
     for best in sorted(kept, key=lambda other: sign * other.values[0]):
@@ -243,17 +243,17 @@ def _number(value: object, what: str, remedy: str) -> float:
 
 def _check_minimizes(trial: Trial, name: str, remedy: str) -> None:
     study = getattr(trial, "study", None)
-    if study and _direction(study, name) == optuna.study.StudyDirection.MAXIMIZE:
+    if study and _maximizes(study, name):
         raise ValueError(
             f"{name}: the study maximizes, but the value is an error; create the study with "
             f'`direction="minimize"`, or {remedy}.'
         )
 
 
-def _direction(study: optuna.Study, name: str) -> optuna.study.StudyDirection:
+def _maximizes(study: optuna.Study, name: str) -> bool:
     if len(study.directions) > 1:
         raise ValueError(
             f"{name}: the study has {len(study.directions)} objectives, and no trial of it is the "
             "best. Give one direction."
         )
-    return study.directions[0]
+    return study.direction == optuna.study.StudyDirection.MAXIMIZE

@@ -130,7 +130,7 @@ def test_rows_kept_for_a_second_look_have_each_class_outside_of_each_fold():
     trust = np.where(np.arange(22) % 3 == 0, 0.1, 0.9)
     trust[12:18] = [0.9, 0.1, 0.9, 0.1, 0.9, 0.1]  # all that would be kept are in one fold
     folds = _ensemble.Folds(np.zeros((22, 1)), labels, fold, None, 0, False, 3)
-    keep = _ensemble.trained_by_fold(_ensemble.trained_rows(trust, labels, None), folds)
+    keep = folds.with_whole_classes(folds.trusted_rows(trust))
     np.testing.assert_array_equal(keep[:12], trust[:12] >= 0.5)
     assert keep[12:18].all()
     for k in range(2):
@@ -286,7 +286,7 @@ def test_the_hypergradient_of_the_regularisers_is_right():
     parts = (logs[:, 12:], given[12:], weight, logs[:, :12], true[:12], given[:12], train)
     start = posterior.start_hparams(28, 12) | {"belief": jnp.asarray(0.3)}
     rows = posterior.LabelRows(*map(jnp.asarray, parts))
-    problem = posterior.problem_of(posterior.Labels(start), rows, steps=5)
+    problem = posterior.problem_of(start, rows, steps=5)
     hparams = jax.tree.map(lambda v: v + 0.5, start)
     ft.check_hypergradient(problem, hparams, verbose=False)
 

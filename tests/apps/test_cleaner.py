@@ -97,8 +97,6 @@ def test_the_same_seed_gives_the_same_weights(blobs, small):
     x, observed, _, trusted_x, trusted = blobs
     weights = [small().fit(x, observed, trusted_x, trusted).weights_ for _ in range(2)]
     np.testing.assert_array_equal(*weights)
-    named = small(estimator="pool").fit(x, observed, trusted_x, trusted)
-    np.testing.assert_array_equal(named.weights_, weights[0])
 
 
 def test_labels_of_any_type_rows_of_any_kind(blobs, small):
@@ -308,9 +306,10 @@ def test_weights_of_pipelines_go_to_the_last_step():
 def test_no_class_is_lost_by_its_suspects():
     labels = np.array([0, 0, 0, 1, 1, 1])
     trust = np.array([0.9, 0.8, 0.1, 0.3, 0.2, 0.4])
-    np.testing.assert_array_equal(_ensemble.trained_rows(trust, labels, None), [0, 1, 3, 5])
-    weight = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
-    np.testing.assert_array_equal(_ensemble.trained_rows(trust, labels, weight), [0, 1, 3, 4])
+    folds = _ensemble.Folds(np.zeros((6, 1)), labels, np.arange(6) % 2, None, 0, False, 2)
+    np.testing.assert_array_equal(np.flatnonzero(folds.trusted_rows(trust)), [0, 1, 3, 5])
+    weighed = folds._replace(weight=np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.0]))
+    np.testing.assert_array_equal(np.flatnonzero(weighed.trusted_rows(trust)), [0, 1, 3, 4])
     x = np.arange(30.0).reshape(10, 3)  # labels that nothing explains
     cleaner = quick(estimator=LogisticRegression()).fit(x, np.r_[np.zeros(8, int), 1, 1])
     assert cleaner.predict_proba(x).shape == (10, 2)

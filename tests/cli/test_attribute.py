@@ -129,7 +129,7 @@ def test_tables_with_text_and_queries_without_labels(tmp_path):
     [
         ("a,label\n1,x\n2,y\n", None, "no such file"),
         ("a,label\n1,x\n2,x\n", "a\n1\n", "2 rows have 1 labels, 'x'"),
-        ("a,label\n1,x\n2,y\n", "a,label\n1,z\n", "row 0 (rows count from 0) has the label 'z'"),
+        ("a,label\n1,x\n2,y\n", "a,label\n1,z\n", "does not have: 'z'"),
         ("a,label\n1,x\n2,y\n", "b,label\n1,x\n", "in one only: a, b"),
         ("a,b\n1,x\n2,y\n", "a\n1\n", "name it with --label COLUMN"),
         ("a,label\n1,x\n2,y\n", "a,label\n", "has no rows"),

@@ -71,42 +71,6 @@ def test_clean_finds_and_lists_the_suspects(iris, cleaned):
     assert str(out / "report.html") in result.output.replace("\n", "")
 
 
-def test_clean_from_predictions(iris, tmp_path):
-    folder, wrong = iris
-    frame = pd.read_csv(folder / "train.csv")
-    classes, given = np.unique(frame["species"], return_inverse=True)
-    true = np.where(wrong, (given + 1) % 3, given)  # a model that is right but for some
-    p = 0.1 + 0.7 * np.eye(3)[true]
-    np.save(tmp_path / "p.npy", p)
-    checked = pd.DataFrame({"row": np.arange(6), "species": classes[true[:6]]})
-    checked.to_csv(tmp_path / "checked.csv", index=False)
-    command = ("clean", folder / "train.csv", "--label", "species")
-    result = foretune(*command, "--pred-probs", tmp_path / "p.npy", "--out", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    rows = list(csv.DictReader((tmp_path / "out" / "suspects.csv").read_text().splitlines()))
-    assert {int(row["row"]) for row in rows} == set(np.flatnonzero(wrong))
-    assert "other labels are wrong too" in (tmp_path / "out" / "report.html").read_text()
-    with_checked = ("--pred-probs", tmp_path / "p.npy", "--clean", tmp_path / "checked.csv")
-    again = foretune(*command, *with_checked, "--out", tmp_path / "checked")
-    assert again.exit_code == 0, again.output
-    named = pd.DataFrame(p, columns=classes)[classes[::-1]]
-    named.to_csv(tmp_path / "p.csv", index=False)
-    checked.rename(columns={"species": "label"}).to_csv(tmp_path / "checked.csv", index=False)
-    with_names = ("--pred-probs", tmp_path / "p.csv", "--clean", tmp_path / "checked.csv")
-    again = foretune(*command, *with_names, "--out", tmp_path / "named")
-    assert again.exit_code == 0, again.output
-    files = [(tmp_path / folder / "suspects.csv").read_text() for folder in ("checked", "named")]
-    assert files[0] == files[1]
-    np.save(tmp_path / "p.npy", p[:-1])
-    result = foretune(*command, "--pred-probs", tmp_path / "p.npy", "--out", tmp_path / "bad")
-    assert result.exit_code == 1
-    assert "need shape (110, 3)" in result.output.replace("\n", " ")
-    assert not (tmp_path / "bad").exists()
-    result = foretune(*command, "--pred-probs", tmp_path / "none.npy")
-    assert result.exit_code == 1
-    assert "no such file" in result.output
-
-
 def test_the_run_folder(cleaned):
     out, _ = cleaned
     config = json.loads((out / "config.json").read_text())
@@ -341,10 +305,9 @@ def test_measurements_are_no_classes(tmp_path):
     rng = np.random.default_rng(0)
     frame = pd.DataFrame({"a": rng.normal(size=60), "price": rng.normal(size=60).round(3)})
     frame.to_csv(tmp_path / "prices.csv", index=False)
-    for more in ([], ["--pred-probs", tmp_path / "p.npy"]):
-        result = foretune("clean", tmp_path / "prices.csv", "--label", "price", *more)
-        assert result.exit_code == 1
-        assert "measurements, not classes" in result.output.replace("\n", " ")
+    result = foretune("clean", tmp_path / "prices.csv", "--label", "price")
+    assert result.exit_code == 1
+    assert "measurements, not classes" in result.output.replace("\n", " ")
 
     def check(labels):
         _files.check_classes(Table(np.zeros((len(labels), 1)), np.array(labels), None, "a.csv"))

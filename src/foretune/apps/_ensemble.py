@@ -78,17 +78,6 @@ class Inputs(NamedTuple):
         """Observed labels, then trusted ones."""
         return np.concatenate([self.observed, self.trusted])
 
-    def spread(self, judged: np.ndarray, verified: np.ndarray) -> np.ndarray:
-        """Return what is found of each row of X, those that were verified among them."""
-        found = np.empty((len(self.judged) + len(self.verified), *judged.shape[1:]), judged.dtype)
-        found[self.judged], found[self.verified] = judged, verified
-        return found
-
-    def trained_rows(self, right: np.ndarray) -> np.ndarray:
-        """Return the rows to train on, given the probability that each observed label is right."""
-        trust = np.concatenate([right, np.ones(len(self.trusted))])
-        return trained_rows(trust, self.labels, self.weight)
-
 
 class Folds(NamedTuple):
     """Rows and their labels in folds, by which members are trained without the rows they judge."""
@@ -101,9 +90,12 @@ class Folds(NamedTuple):
     progress: bool
     classes: int
 
-    def predictions(
-        self, name: str, estimator: BaseEstimator, use: np.ndarray | None = None
-    ) -> np.ndarray:
+    @property
+    def counted(self) -> np.ndarray:
+        """A mask of the rows whose weight is not 0."""
+        return np.ones(len(self.labels), bool) if self.weight is None else self.weight > 0
+
+    def predictions(self, name: str, estimator: BaseEstimator, use: np.ndarray) -> np.ndarray:
         """Return each row's class probabilities, by an estimator trained on other folds.
 
         Rows outside of the mask `use` are predicted, not trained on.
@@ -111,10 +103,9 @@ class Folds(NamedTuple):
         found = np.zeros((len(self.labels), self.classes))
         rng, quiet = np.random.default_rng(self.seed), not (self.progress and sys.stderr.isatty())
         for k in track(np.unique(self.fold), f"{name}, by folds", disable=quiet, transient=True):
-            train, held = self.fold != k, np.flatnonzero(self.fold == k)
-            if use is not None and (train & use).any():
-                train = train & use
-            model = self.trained(estimator, np.flatnonzero(train), rng, MOST_TRAINED)
+            held = np.flatnonzero(self.fold == k)
+            rows = np.flatnonzero(use & (self.fold != k))
+            model = self.trained(estimator, rows, rng, MOST_TRAINED)
             p = model.predict_proba(_safe_indexing(self.rows, held))
             found[np.ix_(held, model.classes_)] = p
         return found
@@ -126,8 +117,7 @@ class Folds(NamedTuple):
 
         In a pipeline sample weights are its last step's.
         """
-        if self.weight is not None and (self.weight[rows] > 0).any():
-            rows = rows[self.weight[rows] > 0]
+        rows = rows[self.counted[rows]]
         if most is not None and len(rows) > most:
             rows = np.sort(rng.permutation(rows)[:most])
         model, options = clone(estimator), {}
@@ -139,17 +129,38 @@ class Folds(NamedTuple):
 
     def check(self, names: np.ndarray) -> None:
         """Raise where the rows outside of some fold have only one class."""
-        use = np.ones(len(self.labels), bool) if self.weight is None else self.weight > 0
         for k in np.unique(self.fold):
-            left = np.unique(self.labels[use & (self.fold != k)])
+            left = np.unique(self.labels[self.counted & (self.fold != k)])
             if len(left) < 2:
-                rows = np.bincount(self.labels[use], minlength=len(names)).tolist()
+                rows = np.bincount(self.labels[self.counted], minlength=len(names)).tolist()
                 raise ValueError(
                     "labels are judged by classifiers that were trained on other folds, and without "
                     f"fold {k} there is only {listed(names[left])} left. Rows of each class, without "
                     f"those of weight 0: {dict(zip(names.tolist(), rows, strict=True))}. Give two rows "
                     "or more of each of two classes."
                 )
+
+    def trusted_rows(self, trust: np.ndarray) -> np.ndarray:
+        """Return a mask of the rows that are no suspects; of a class that would lose all, the two best.
+
+        No classifier can be trained on one class, and a split by class needs two rows of each.
+        """
+        use = self.counted & (trust >= 0.5)
+        for label in np.unique(self.labels):
+            mine = np.flatnonzero(self.counted & (self.labels == label))
+            if use[mine].sum() < LEAST_TRAINED:
+                use[mine[np.argsort(-trust[mine], kind="stable")[:LEAST_TRAINED]]] = True
+        return use
+
+    def with_whole_classes(self, use: np.ndarray) -> np.ndarray:
+        """Return a mask with all rows of a class of which too few are left outside of some fold."""
+        use = use.copy()
+        for label in np.unique(self.labels):
+            mine = self.labels == label
+            outside = [np.sum(use & mine & (self.fold != k)) for k in np.unique(self.fold)]
+            if min(outside) < LEAST_TRAINED:
+                use |= mine
+        return use
 
 
 class Classifiers(NamedTuple):
@@ -167,32 +178,27 @@ class Classifiers(NamedTuple):
         return mean
 
 
-class Judged(NamedTuple):
-    """What `judged_by` returns."""
-
-    judgement: LabelJudgement
-    members: list[str]
-    model: Classifiers
-
-
-def judged_by(own: BaseEstimator | None, inputs: Inputs, folds: Folds) -> Judged:
+def judged_by(
+    own: BaseEstimator | None, inputs: Inputs, folds: Folds
+) -> tuple[LabelJudgement, list[str], Classifiers]:
     """Judge the observed labels by out-of-fold probabilities of one's own classifier, or the ensemble.
 
-    The ensemble looks twice where it may: its classifiers are trained again without the suspects.
+    Return what is held of them, the names of the members, and the final model. The ensemble looks twice
+    where it may: its classifiers are trained again without the suspects.
     """
-    n, labels = len(inputs.observed), inputs.labels
+    n, everything = len(inputs.observed), np.ones(len(folds.labels), bool)
     kernel: dict[str, np.ndarray] = {}
-    if own is None and len(labels) <= MOST_KERNEL:
+    if own is None and len(folds.labels) <= MOST_KERNEL:
         kernel["kernel"] = kernel_probabilities(folds, inputs.observed, inputs.trusted)
 
-    def members(of: np.ndarray) -> Members:
+    def members(use: np.ndarray) -> Members:
         if own is not None:
             return {"estimator": own}
-        rows, classes = inputs.rows, folds.classes
-        return classifiers_of(rows, labels[of], classes, folds.seed, inputs.native)
+        labels = folds.labels[use]
+        return classifiers_of(folds.rows, labels, folds.classes, folds.seed, inputs.native)
 
-    def look(members: Members, use: np.ndarray | None = None) -> LabelJudgement:
-        by_fold = [folds.predictions(name, each, use) for name, each in members.items()]
+    def look(use: np.ndarray) -> LabelJudgement:
+        by_fold = [folds.predictions(name, each, use) for name, each in members(use).items()]
         q = np.stack([*by_fold, *kernel.values()])
         return judge(
             *(q[:, :n], inputs.observed),
@@ -202,16 +208,19 @@ def judged_by(own: BaseEstimator | None, inputs: Inputs, folds: Folds) -> Judged
             weight=None if inputs.weight is None else inputs.weight[:n],
         )
 
-    first = members(np.arange(len(labels)))
-    judged = look(first)
+    def trusted_by(judged: LabelJudgement) -> np.ndarray:
+        return folds.trusted_rows(np.concatenate([judged.right, np.ones(len(inputs.trusted))]))
+
+    judged = look(everything)
     wrong = np.mean(judged.right < 0.5)
     if own is None and n <= MOST_LOOKED and 0 < wrong <= MOST_WRONG:
-        use = trained_by_fold(inputs.trained_rows(judged.right), folds)
-        judged = twice(judged, look(members(np.flatnonzero(use)), use), inputs.observed)
-    rows, rng = inputs.trained_rows(judged.right), np.random.default_rng(folds.seed)
+        second = look(folds.with_whole_classes(trusted_by(judged)))
+        judged = twice(judged, second, inputs.observed)
+    use, rng = trusted_by(judged), np.random.default_rng(folds.seed)
     most = None if own is not None else MOST_TRAINED
-    final = [folds.trained(member, rows, rng, most) for member in members(rows).values()]
-    return Judged(judged, [*first, *kernel], Classifiers(final, folds.classes))
+    final = members(use)
+    models = [folds.trained(each, np.flatnonzero(use), rng, most) for each in final.values()]
+    return judged, [*final, *kernel], Classifiers(models, folds.classes)
 
 
 def classifiers_of(
@@ -252,38 +261,9 @@ def kernel_probabilities(folds: Folds, observed: np.ndarray, trusted: np.ndarray
     return _noise.tune(model, data, some, folds.classes, bar)[0]
 
 
-def trained_rows(trust: np.ndarray, labels: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
-    """Return the rows that are no suspects; of a class that would lose all of them, the two best.
-
-    No classifier can be trained on one class, and a split by class needs two rows of each.
-    """
-    positive = np.ones(len(labels), bool) if weight is None else weight > 0
-    use = positive & (trust >= 0.5)
-    for label in np.unique(labels):
-        mine = np.flatnonzero(positive & (labels == label))
-        if use[mine].sum() < LEAST_TRAINED:
-            use[mine[np.argsort(-trust[mine], kind="stable")[:LEAST_TRAINED]]] = True
-    return np.flatnonzero(use)
-
-
-def trained_by_fold(rows: np.ndarray, folds: Folds) -> np.ndarray:
-    """Return a mask of the rows to train on.
-
-    All rows of a class are trained on where too few are left outside of some fold.
-    """
-    labels, fold = folds.labels, folds.fold
-    use = np.zeros(len(labels), bool)
-    use[rows] = True
-    for label in np.unique(labels):
-        mine = labels == label
-        if min(np.sum(use & mine & (fold != k)) for k in np.unique(fold)) < LEAST_TRAINED:
-            use |= mine
-    return use
-
-
 def own_classifier(estimator: object) -> BaseEstimator | None:
     """Return a classifier of the user's, None for the ensemble; raise for anything else."""
-    if isinstance(estimator, str) and estimator in ("ensemble", "pool"):
+    if isinstance(estimator, str) and estimator == "ensemble":
         return None
     is_object = hasattr(estimator, "fit") and not isinstance(estimator, type)
     if is_object and is_classifier(estimator) and hasattr(estimator, "predict_proba"):

@@ -13,10 +13,11 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from .. import Minibatches, Problem, Progress, Training, attribute
+from .. import Minibatches, Problem, Progress, Training, TrainState, attribute
 from .._attribution.attribution import Attribution
 from ..report import Lines, RunFolder, say, write_page
-from ._features import Rows, components
+from ._checks import positions
+from ._features import components
 from ._shown import cell, columns_note, row_shown, write_csv
 from ._tables import DataError, Table, encoded, read_table, with_labels_alike
 
@@ -44,16 +45,6 @@ class ExplainSettings(NamedTuple):
     seed: int = 0
 
 
-class Queried(NamedTuple):
-    """A problem on the rows, its queries, and what the model predicts for them."""
-
-    problem: Problem
-    hparams: dict[str, Array]
-    queries: tuple[np.ndarray, np.ndarray]
-    predicted: np.ndarray
-    accuracy: float
-
-
 def run(out: str | Path, settings: ExplainSettings) -> Path:
     """Train, attribute, write the lists and the report, and return the report's path."""
     options = settings.label, settings.image, settings.drop
@@ -68,7 +59,9 @@ def run(out: str | Path, settings: ExplainSettings) -> Path:
             "others. `foretune attribute` explains classes, two or more, of several rows each: name "
             "their column by --label."
         )
-    asked = _numbered(queries, classes) if len(queries.y) else None
+    asked = None
+    if len(queries.y):
+        asked = positions(queries.y, classes, queries.path, table.path)
     rows, query_rows = encoded([table, queries], settings.text)
     given = settings._asdict() | {"rows": len(y), "asked": query_rows.shape[0]}
     title = f"What {Path(settings.train).name} taught about {Path(settings.queries).name}"
@@ -76,48 +69,34 @@ def run(out: str | Path, settings: ExplainSettings) -> Path:
     folder = RunFolder(out, kind="attribute", title=title, settings=given, files=files)
     if folder.result is not None:
         return write_page(folder.path)
-    trained = _trained(rows, y, query_rows, asked, len(classes), settings)
-    say(
-        f"trained on {len(y):,} rows, of which it gets {trained.accuracy:.1%} right; "
-        f"{query_rows.shape[0]:,} queries go back through {trained.problem.steps:,} steps"
+    z, z_queries = components(rows, query_rows, settings.seed)
+    problem, hparams, state = trained(z, y.astype(np.int32), len(classes), settings)
+    predicted, fitted = (
+        np.argmax(scores_of(state.params, jnp.asarray(x)), 1) for x in (z_queries, z)
     )
+    say(
+        f"trained on {len(y):,} rows, of which it gets {np.mean(fitted == y):.1%} right; "
+        f"{len(z_queries):,} queries go back through {problem.steps:,} steps"
+    )
+    explained = predicted if asked is None else asked
     found = attribute(
-        trained.problem,
-        trained.hparams,
-        trained.queries,
+        problem,
+        hparams,
+        (z_queries, explained.astype(np.int32)),
         folder=folder.inner("parts"),
         callbacks=[Progress("queries"), Lines("queries")],
     )
     found.save(folder.path / "scores.npz")
-    labels = classes[trained.queries[1]], classes[trained.predicted]
-    write_most(folder.path / "most.csv", found, table, labels, settings.most)
-    folder.write("result.json", described(folder, found, table, queries, labels, settings.most))
+    shown = Explained(found, table, queries, classes[explained], classes[predicted], settings.most)
+    write_most(folder.path / "most.csv", shown)
+    folder.write("result.json", described(folder, shown))
     return write_page(folder.path)
 
 
-def _numbered(queries: Table, classes: np.ndarray) -> np.ndarray:
-    """Return the labels of the queries as numbers of classes, or raise for one that was not taught."""
-    known = np.isin(queries.y, classes)
-    if not known.all():
-        i = int(np.argmin(known))
-        raise DataError(
-            f"{queries.path}: row {i} (rows count from 0) has the label {str(queries.y[i])!r}, which "
-            "no training row has. Leave such rows out; without a column of labels, predictions are "
-            "explained."
-        )
-    return np.searchsorted(classes, queries.y)
-
-
-def _trained(
-    rows: Rows,
-    y: np.ndarray,
-    query_rows: Rows,
-    asked: np.ndarray | None,
-    classes: int,
-    settings: ExplainSettings,
-) -> Queried:
-    """Return the training of a model, and its queries."""
-    z, z_q = components(rows, query_rows, settings.seed)
+def trained(
+    z: np.ndarray, y: np.ndarray, classes: int, settings: ExplainSettings
+) -> tuple[Problem, dict[str, Array], TrainState]:
+    """Return the training of a model, its hyperparameters and what it ends with."""
     batch = min(BATCH, len(y))
     steps = settings.steps or max(LEAST, EPOCHS * len(y) // batch)
     key = jax.random.key(settings.seed)
@@ -131,9 +110,9 @@ def _trained(
         lambda state, hparams, examples: loss(state.params, hparams, examples),
         init=start(settings.model, key, z.shape[1], classes),
         batches=Minibatches.shuffled(
-            (z, y.astype(np.int32)), batch_size=batch, steps=steps, key=jax.random.fold_in(key, 1)
+            (z, y), batch_size=batch, steps=steps, key=jax.random.fold_in(key, 1)
         ),
-        validation=(z[:1], y[:1].astype(np.int32)),
+        validation=(z[:1], y[:1]),
     )
     hparams = {"lr": jnp.array(settings.rate or RATES[settings.model])}
     value, state = problem.response(hparams)
@@ -141,9 +120,7 @@ def _trained(
         raise DataError(
             f"the training diverges at a rate of {float(hparams['lr']):g}: give a lower one, --rate."
         )
-    predicted, fitted = (np.argmax(scores_of(state.params, jnp.asarray(x)), 1) for x in (z_q, z))
-    queries = z_q, (predicted if asked is None else asked).astype(np.int32)
-    return Queried(problem, hparams, queries, predicted, float(np.mean(fitted == y)))
+    return problem, hparams, state
 
 
 def start(model: str, key: jax.Array, width: int, classes: int) -> PyTree:
@@ -167,54 +144,52 @@ def scores_of(params: PyTree, x: Float[Array, "n width"]) -> Float[Array, "n cla
     return x @ params["w"] + params["b"]
 
 
-QueryLabels = tuple[np.ndarray, np.ndarray]
-"""Of the queries: what is explained, and what is predicted."""
+class Explained(NamedTuple):
+    """The scores, the files, and for each query the label that is explained and the predicted one."""
+
+    found: Attribution
+    table: Table
+    queries: Table
+    labels: np.ndarray
+    predicted: np.ndarray
+    most: int
+
+    def sides(self, k: int) -> dict[str, list[int]]:
+        """Return the rows that helped a query most, and those that harmed it; no row is both."""
+        scores = self.found.scores[k]
+        order = np.argsort(scores, kind="stable")
+        helpful = [int(i) for i in order[: self.most] if scores[i] < 0]
+        harmful = [int(i) for i in order[::-1][: self.most] if scores[i] > 0]
+        return {"helped": helpful, "harmed": harmful}
 
 
-def write_most(
-    path: Path, found: Attribution, table: Table, labels: QueryLabels, most: int
-) -> None:
+def write_most(path: Path, shown: Explained) -> None:
     """Write the most helpful and the most harmful rows of each query, the first first."""
     lines = []
-    for k, error in enumerate(found.errors):
-        query = [k, cell(labels[0][k]), cell(labels[1][k]), f"{error:.6g}"]
-        for effect, rows in _sides(found, k, most).items():
+    for k, error in enumerate(shown.found.errors):
+        query = [k, cell(shown.labels[k]), cell(shown.predicted[k]), f"{error:.6g}"]
+        for effect, rows in shown.sides(k).items():
             lines += [
-                [*query, effect, rank, i, cell(table.y[i]), f"{found.scores[k, i]:.6g}"]
+                [*query, effect, rank, i, cell(shown.table.y[i]), f"{shown.found.scores[k, i]:.6g}"]
                 for rank, i in enumerate(rows, start=1)
             ]
     columns = ["query", "label", "predicted", "error", "effect", "rank", "row", "row's label"]
     write_csv(path, [*columns, "score"], lines)
 
 
-def _sides(found: Attribution, k: int, most: int) -> dict[str, list[int]]:
-    """Return the rows that helped a query most, and those that harmed it; no row is both."""
-    scores = found.scores[k]
-    order = np.argsort(scores, kind="stable")
-    helpful = [int(i) for i in order[:most] if scores[i] < 0]
-    harmful = [int(i) for i in order[::-1][:most] if scores[i] > 0]
-    return {"helped": helpful, "harmed": harmful}
-
-
-def described(
-    folder: RunFolder,
-    found: Attribution,
-    table: Table,
-    queries: Table,
-    labels: QueryLabels,
-    most: int,
-) -> dict[str, object]:
+def described(folder: RunFolder, shown: Explained) -> dict[str, object]:
     """Return the result: the headline, a table of queries, and each beside its rows."""
-    K, n = found.scores.shape
-    explained, predicted = labels
+    errors, (K, n) = shown.found.errors, shown.found.scores.shape
     said = " as predicted"
-    if len(queries.y):
-        said = f", {int(np.sum(explained != predicted)):,} of them predicted wrongly"
-    order = np.argsort(-found.errors, kind="stable")[:SHOWN].tolist()
+    if len(shown.queries.y):
+        said = f", {int(np.sum(shown.labels != shown.predicted)):,} of them predicted wrongly"
+    order = np.argsort(-errors, kind="stable")[:SHOWN].tolist()
     rows = []
     for k in order:
-        sides = [", ".join(map(str, side)) for side in _sides(found, k, most).values()]
-        rows.append([str(k), str(explained[k]), str(predicted[k]), float(found.errors[k]), *sides])
+        sides = [", ".join(map(str, side)) for side in shown.sides(k).values()]
+        rows.append(
+            [str(k), str(shown.labels[k]), str(shown.predicted[k]), float(errors[k]), *sides]
+        )
     first = f" The {len(order)} with the largest errors are shown." if len(order) < K else ""
     columns = ["query", "label", "predicted", "error", "helped", "harmed"]
     title = "Queries and the rows that matter most to them"
@@ -225,38 +200,33 @@ def described(
             "whole training: below 0 the row helped, above 0 it harmed. To leave a row out changes the "
             "error by about minus its score.",
             "Rows count from 0, without a header. most.csv has these lists for all queries, "
-            f"scores.npz the matrix of all scores, {K:,} x {n:,}.{first}{columns_note(table)}",
+            f"scores.npz the matrix of all scores, {K:,} x {n:,}.{first}{columns_note(shown.table)}",
         ],
         "tables": [{"title": title, "columns": columns, "rows": rows}],
-        "comparisons": [_compared(folder, found, table, queries, labels, k, most) for k in order],
+        "comparisons": [_compared(folder, shown, k) for k in order],
     }
 
 
-def _compared(
-    folder: RunFolder,
-    found: Attribution,
-    table: Table,
-    queries: Table,
-    labels: QueryLabels,
-    k: int,
-    most: int,
-) -> dict[str, object]:
+def _compared(folder: RunFolder, shown: Explained, k: int) -> dict[str, object]:
     """Return a query beside the rows that helped and harmed it."""
-    explained, predicted = labels[0][k], labels[1][k]
+    label, predicted = shown.labels[k], shown.predicted[k]
     asked = f"predicted {predicted}"
-    if len(queries.y) and explained != predicted:
-        asked = f"labelled {explained}, {asked}"
+    if len(shown.queries.y) and label != predicted:
+        asked = f"labelled {label}, {asked}"
 
     def item(table: Table, i: int, label: object, score: float | None) -> dict[str, object]:
-        shown = row_shown(folder, table, i, "query" if score is None else "row")
-        return {"index": i, "label": str(label), "score": score, **shown}
+        row = row_shown(folder, table, i, "query" if score is None else "row")
+        return {"index": i, "label": str(label), "score": score, **row}
 
-    groups = [{"title": "The query", "items": [item(queries, k, explained, None)]}]
-    for side, rows in _sides(found, k, most).items():
-        items = [item(table, i, table.y[i], float(found.scores[k, i])) for i in rows]
+    groups = [{"title": "The query", "items": [item(shown.queries, k, label, None)]}]
+    for side, rows in shown.sides(k).items():
+        scores = shown.found.scores[k, rows].tolist()
+        items = [
+            item(shown.table, i, shown.table.y[i], s) for i, s in zip(rows, scores, strict=True)
+        ]
         groups.append({"title": f"{side.title()} most", "items": items})
     return {
         "title": f"Query {k}: {asked}",
-        "note": f"Its error, the cross-entropy of {explained}, is {found.errors[k]:.3g}.",
+        "note": f"Its error, the cross-entropy of {label}, is {shown.found.errors[k]:.3g}.",
         "groups": groups,
     }

@@ -7,26 +7,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ..report import RunFolder, curves, histogram, write_page
-from . import LabelCleaner, clean_labels
-from ._columns import is_frame
-from ._predictions import CleanedLabels
+from . import LabelCleaner
 from ._shown import cell, columns_note, row_shown, write_csv
-from ._tables import (
-    DataError,
-    Table,
-    check_columns,
-    encoded,
-    read_numbers,
-    read_table,
-    with_labels_alike,
-)
+from ._tables import DataError, Table, check_columns, encoded, read_table, with_labels_alike
 
 SHOWN = 24
 FEW_KINDS = 20
 """Labels of so few kinds are classes, whatever they look like."""
 BINS = 8
 """Groups of the reliability plot."""
-Found = LabelCleaner | CleanedLabels
 
 
 class Settings(NamedTuple):
@@ -39,7 +28,6 @@ class Settings(NamedTuple):
     drop: tuple[str, ...] = ()
     image: tuple[int, ...] | None = None
     seed: int = 0
-    pred_probs: str | None = None
 
 
 def run(out: str | Path, settings: Settings) -> Path:
@@ -47,8 +35,6 @@ def run(out: str | Path, settings: Settings) -> Path:
     options = (settings.label, settings.image, settings.drop)
     table = read_table(settings.train, *options)
     check_classes(table)
-    if settings.pred_probs is not None:
-        return _run_on_predictions(out, settings, table)
     tables, files = [table], [settings.train]
     if settings.clean is not None:
         tables = [*with_labels_alike(table, read_table(settings.clean, *options))]
@@ -56,16 +42,21 @@ def run(out: str | Path, settings: Settings) -> Path:
     check_columns(tables, settings.text)
     rows = encoded(tables, settings.text) if settings.text else [table.x for table in tables]
     clean = (rows[1], tables[1].y) if len(tables) > 1 else (None, None)
+    trusted = len(tables[1].y) if len(tables) > 1 else 0
     cleaner = LabelCleaner(random_state=settings.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fit says it again
         cleaner.inputs(rows[0], tables[0].y, clean)  # before the folder is taken
-    trusted = len(tables[1].y) if len(tables) > 1 else 0
-    folder = _folder(out, settings, table, trusted, files)
-    if folder.result is not None:
-        return write_page(folder.path)
-    cleaner.fit(rows[0], tables[0].y, *clean)
-    return _written(folder, cleaner, tables[0], trusted)
+    asked = settings._asdict() | {"rows": len(table.y), "trusted rows": trusted}
+    title = f"Suspicious labels in {Path(settings.train).name}"
+    folder = RunFolder(out, kind="clean", title=title, settings=asked, files=files)
+    if folder.result is None:
+        cleaner.fit(rows[0], tables[0].y, *clean)
+        write_lists(folder, cleaner, tables[0])
+        result = summary(cleaner, tables[0], trusted)
+        result |= {"figures": draw(folder, cleaner), "gallery": gallery(folder, cleaner, tables[0])}
+        folder.write("result.json", result)
+    return write_page(folder.path)
 
 
 def check_classes(table: Table) -> None:
@@ -84,56 +75,7 @@ def check_classes(table: Table) -> None:
         )
 
 
-def _run_on_predictions(out: str | Path, settings: Settings, table: Table) -> Path:
-    """The same for class probabilities that the user brings; verified rows are rows of the table."""
-    files, rows, right = [settings.train, str(settings.pred_probs)], None, None
-    if settings.clean is not None:
-        files.append(settings.clean)
-        verified = _verified(settings.clean, settings.label)
-        if not is_frame(verified.x) or "row" not in verified.x.columns:
-            raise DataError(
-                f"{settings.clean}: with --pred-probs the trusted rows are rows of {settings.train}: "
-                f"give a .csv with the columns row (counted from 0) and {settings.label or 'label'}."
-            )
-        rows = np.asarray(verified.x["row"])
-        table, verified = with_labels_alike(table, verified)
-        right = verified.y
-    p = read_numbers(str(settings.pred_probs))
-    found = clean_labels(table.y, p, rows, right, random_state=settings.seed)
-    trusted = 0 if rows is None else len(rows)
-    folder = _folder(out, settings, table, trusted, files)
-    if folder.result is not None:
-        return write_page(folder.path)
-    return _written(folder, found, table, trusted)
-
-
-def _verified(path: str, label: str | None) -> Table:
-    """Return verified rows, their labels in the column of that name, or in `label`."""
-    try:
-        return read_table(path, label)
-    except DataError:
-        if label is None:
-            raise
-    return read_table(path, None)
-
-
-def _folder(
-    out: str | Path, settings: Settings, table: Table, trusted: int, files: list[str]
-) -> RunFolder:
-    asked = settings._asdict() | {"rows": len(table.y), "trusted rows": trusted}
-    title = f"Suspicious labels in {Path(settings.train).name}"
-    return RunFolder(out, kind="clean", title=title, settings=asked, files=files)
-
-
-def _written(folder: RunFolder, found: Found, table: Table, trusted: int) -> Path:
-    write_lists(folder, found, table)
-    result = summary(found, table, trusted)
-    result |= {"figures": draw(folder, found), "gallery": gallery(folder, found, table)}
-    folder.write("result.json", result)
-    return write_page(folder.path)
-
-
-def write_lists(folder: RunFolder, found: Found, table: Table) -> None:
+def write_lists(folder: RunFolder, found: LabelCleaner, table: Table) -> None:
     """Write suspects.csv, the most suspicious first, and weights.csv, every row in its order.
 
     Labels are as in the file that was read, but for one thing: text that a spreadsheet would take for
@@ -160,7 +102,7 @@ def write_lists(folder: RunFolder, found: Found, table: Table) -> None:
     )
 
 
-def summary(found: Found, table: Table, trusted: int) -> dict[str, object]:
+def summary(found: LabelCleaner, table: Table, trusted: int) -> dict[str, object]:
     """Return the headline, notes and the table of classes."""
     rows, names = [], found.classes_.tolist()
     for name in names:
@@ -192,7 +134,7 @@ def summary(found: Found, table: Table, trusted: int) -> dict[str, object]:
     }
 
 
-def draw(folder: RunFolder, found: Found) -> list[dict[str, str]]:
+def draw(folder: RunFolder, found: LabelCleaner) -> list[dict[str, str]]:
     """Draw the weights and the descent."""
     groups = {
         "suspects": found.weights_[found.suspects_],
@@ -238,7 +180,7 @@ def draw_reliability(folder: RunFolder, claims: np.ndarray) -> dict[str, str]:
     }
 
 
-def gallery(folder: RunFolder, found: Found, table: Table) -> dict[str, object]:
+def gallery(folder: RunFolder, found: LabelCleaner, table: Table) -> dict[str, object]:
     """Return the most suspicious rows, as pictures where rows are images."""
     items = [
         {

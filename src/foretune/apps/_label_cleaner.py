@@ -15,17 +15,18 @@ from . import _ensemble, _noise
 from ._checks import listed, plain_labels, positions, verified_rows
 from ._columns import column_encoder, is_mixed, native_columns, stack_rows
 from ._features import Rows
+from ._found import FoundLabels
 
 FLOATS = (np.float64, np.float32)
 
 
-class LabelCleaner(ClassifierMixin, BaseEstimator):
+class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
     """Finds wrong labels in a training set, with the help of a few trusted ones or without.
 
     Parameters
     ----------
     estimator : "ensemble" or a scikit-learn classifier, default="ensemble"
-        What judges the labels, each row by models that have not seen it. "ensemble" (or "pool") is
+        What judges the labels, each row by models that have not seen it. "ensemble" is
         logistic regression, a forest, boosted trees and a kernel model that is trained through a matrix
         of how labels go wrong, combined by weights that are learnt. Your own classifier takes X as it
         is.
@@ -82,7 +83,6 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
     True
     """
 
-    classes_: np.ndarray
     _parameter_constraints = {  # noqa: RUF012, scikit-learn's table of what is accepted
         "folds": [Interval(Integral, 2, None, closed="left")],
         "random_state": ["random_state"],
@@ -129,7 +129,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
             *(seed, self.progress, len(self.classes_)),
         )
         folds.check(self.classes_)
-        self._conclude(inputs, _ensemble.judged_by(self._own, inputs, folds))
+        judgement, members, self._final = _ensemble.judged_by(self._own, inputs, folds)
+        right, observed = (part[: len(inputs.verified)] for part in (inputs.trusted, inputs.known))
+        self._conclude(judgement, members, inputs.judged, inputs.verified, right, observed)
         return self
 
     def inputs(
@@ -219,26 +221,6 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):
             return validate_data(self, X, reset=False, accept_sparse="csr", dtype=FLOATS)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
-
-    def _conclude(self, inputs: _ensemble.Inputs, found: _ensemble.Judged) -> None:
-        """Set what was found."""
-        judged, self._final = found.judgement, found.model
-        verified = inputs.trusted[: len(inputs.verified)]
-        agrees = (inputs.known[: len(verified)] == verified).astype(float)
-        self.weights_ = inputs.spread(judged.right, agrees)
-        self.probability_wrong_ = 1 - self.weights_
-        self.suspects_ = self.weights_ < 0.5
-        self.noise_rate_ = float(self.probability_wrong_.mean())
-        self.unflagged_ = float(self.probability_wrong_[~self.suspects_].sum())
-        self.ranking_ = np.argsort(-self.probability_wrong_, kind="stable")
-        self.suggested_ = self.classes_[inputs.spread(judged.likely, verified)]
-        one_hot = np.eye(len(self.classes_))[verified]
-        self.probabilities_ = inputs.spread(judged.probabilities, one_hot)
-        self.noise_matrix_ = judged.noise
-        self.ensemble_ = dict(zip(found.members, judged.ensemble.tolist(), strict=True))
-        self.reliability_ = judged.reliability
-        self.history_ = [] if judged.result is None else judged.result.history
-        self.stopped_ = "no descent" if judged.result is None else judged.result.stopped
 
     def predict(self, X: Rows) -> np.ndarray:
         """Return the label of each row by the final model."""

@@ -45,12 +45,11 @@ from scipy.special import expit, logit
 
 from .._constraints.sets import Box
 from .._outer.callbacks import Callback
-from .._outer.minimize import minimize
 from .._outer.run import Result
 from .._problem.batches import FullBatch
 from .._problem.problem import Problem
 from .._problem.training import Training
-from ._noise import descended, make_folds, start_matrix
+from ._noise import Hparams, descend, make_folds, start_matrix
 
 FEW_TRUSTED, FOLDS = 20, 5
 """With fewer trusted rows the hyperparameters stay where they start; the folds of trusted rows."""
@@ -70,7 +69,6 @@ SHARES, BELIEFS = (0.25, 0.4, 0.8), (0.0, 0.25, 0.5)
 """How far the matrix counts, by the share of the disagreements that it accounts for."""
 SECOND = (0.4, 0.8)
 """The shares from which on a second look counts, and counts alone."""
-Hparams = dict[str, Array]
 
 
 class LabelRows(NamedTuple):
@@ -107,99 +105,73 @@ class LabelJudgement(NamedTuple):
     """Of the disagreements between labels and ensemble, what the matrix accounts for."""
 
 
-class Labels(eqx.Module):
-    """p(observed label | x) by an ensemble and a matrix of how labels go wrong."""
+def start(rows: LabelRows) -> PyTree:
+    """Return equal weights, and a matrix in which four labels of five are right."""
+    classifiers, _, classes = rows.q.shape
+    return {
+        "a": jnp.full(classifiers, -np.log(classifiers), jnp.float32),
+        "W": jnp.zeros((classes, classes)),
+        "b": jnp.zeros(classes),
+        "noise": jnp.log(start_matrix(classes)),
+    }
 
-    start_hparams: Hparams
 
-    def start(self, rows: LabelRows) -> PyTree:
-        """Return equal weights, and a matrix in which four labels of five are right."""
-        classifiers, _, classes = rows.q.shape
-        return {
-            "a": jnp.full(classifiers, -np.log(classifiers), jnp.float32),
-            "W": jnp.zeros((classes, classes)),
-            "b": jnp.zeros(classes),
-            "noise": jnp.log(start_matrix(classes)),
-        }
+def log_p(params: PyTree, q: Float[Array, "C n K"]) -> Float[Array, "n K"]:
+    """Return log p(k | x)."""
+    combined = jnp.tensordot(jnp.exp(params["a"]), q, 1) + jnp.mean(q, 0) @ params["W"].T
+    return jax.nn.log_softmax(combined + params["b"])
 
-    def log_p(self, params: PyTree, q: Float[Array, "C n K"]) -> Float[Array, "n K"]:
-        """Return log p(k | x)."""
-        combined = jnp.tensordot(jnp.exp(params["a"]), q, 1) + jnp.mean(q, 0) @ params["W"].T
-        return jax.nn.log_softmax(combined + params["b"])
 
-    def posterior(self, params: PyTree, hparams: Hparams, rows: LabelRows) -> Float[Array, "c K"]:
-        """Return the logarithm of p(true label | x, observed label) of the trusted rows."""
-        log_s = self.log_p(params, rows.trusted_q)
-        if "belief" not in hparams:
-            return log_s
-        seen = hparams["belief"] * jax.nn.log_softmax(params["noise"]).T[rows.known]
-        return jax.nn.log_softmax(log_s + jnp.where(rows.known[:, None] >= 0, seen, 0.0))
+def posterior(params: PyTree, hparams: Hparams, rows: LabelRows) -> Float[Array, "c K"]:
+    """Return the logarithm of p(true label | x, observed label) of the trusted rows."""
+    log_s = log_p(params, rows.trusted_q)
+    if "belief" not in hparams:
+        return log_s
+    seen = hparams["belief"] * jax.nn.log_softmax(params["noise"]).T[rows.known]
+    return jax.nn.log_softmax(log_s + jnp.where(rows.known[:, None] >= 0, seen, 0.0))
 
-    def observed_loss(self, params: PyTree, hparams: Hparams, rows: LabelRows) -> Float[Array, ""]:
-        """Return the mean of -log sum_k p(k | x) N_ky, times g."""
-        seen = self.log_p(params, rows.q) + jax.nn.log_softmax(params["noise"]).T[rows.observed]
-        mean = jnp.mean(rows.weight * jax.nn.logsumexp(seen, axis=1))
-        return -jnp.exp(hparams["observed"]) * mean
 
-    def trusted_losses(
-        self, params: PyTree, hparams: Hparams, rows: LabelRows
-    ) -> Float[Array, " c"]:
-        """Return -log p(true | x), and -log N where the observed label is known."""
+def _of_true(log_p: Float[Array, "c K"], rows: LabelRows) -> Float[Array, " c"]:
+    return jnp.take_along_axis(log_p, rows.trusted[:, None], axis=1)[:, 0]
+
+
+def loss(params: PyTree, hparams: Hparams, rows: LabelRows) -> Float[Array, ""]:
+    """Return the inner loss of all folds of the trusted rows, which are trained side by side."""
+    around = start(rows)
+
+    def fold(params, train):
         log_noise = jax.nn.log_softmax(params["noise"])
-        both = -log_noise[rows.trusted, rows.known] * (rows.known >= 0)
-        return _negative_log(self.log_p(params, rows.trusted_q), rows) + both
+        seen = jax.nn.logsumexp(log_p(params, rows.q) + log_noise.T[rows.observed], axis=1)
+        value = -jnp.exp(hparams["observed"]) * jnp.mean(rows.weight * seen)
+        if rows.train.shape[1]:
+            both = log_noise[rows.trusted, rows.known] * (rows.known >= 0)
+            losses = -_of_true(log_p(params, rows.trusted_q), rows) - both
+            value = value + jnp.sum(train * losses) / jnp.sum(train)
+        away = {name: jnp.sum((params[name] - around[name]) ** 2) for name in params}
+        return value + sum(jnp.exp(hparams[name]) * away[name] for name in params)
 
-    def held_out_losses(
-        self, params: PyTree, hparams: Hparams, rows: LabelRows
-    ) -> Float[Array, " c"]:
-        """Return -log p(true | x, observed)."""
-        return _negative_log(self.posterior(params, hparams, rows), rows)
-
-
-def _negative_log(log_p: Float[Array, "c K"], rows: LabelRows) -> Float[Array, " c"]:
-    return -jnp.take_along_axis(log_p, rows.trusted[:, None], axis=1)[:, 0]
+    return jnp.sum(jax.vmap(fold)(params, rows.train))
 
 
-class _Loss(eqx.Module):
-    """Of all folds of the trusted rows, side by side."""
-
-    model: Labels
-
-    def __call__(self, params, hparams, rows):
-        start = self.model.start(rows)
-
-        def fold(params, train):
-            value = self.model.observed_loss(params, hparams, rows)
-            if rows.train.shape[1]:
-                losses = self.model.trusted_losses(params, hparams, rows)
-                value = value + jnp.sum(train * losses) / jnp.sum(train)
-            away = {name: jnp.sum((params[name] - start[name]) ** 2) for name in params}
-            return value + sum(jnp.exp(hparams[name]) * away[name] for name in params)
-
-        return jnp.sum(jax.vmap(fold)(params, rows.train))
-
-
-class _Error(eqx.Module):
+class HeldOutError(eqx.Module):
     """The mean over trusted rows held out, and the prior of the hyperparameters."""
 
-    model: Labels
+    start: Hparams
 
     def __call__(self, state, hparams, rows):
-        losses = jax.vmap(lambda params: self.model.held_out_losses(params, hparams, rows))
-        start = self.model.start_hparams
-        away = sum(jnp.square(hparams[name] - start[name]) for name in hparams)
-        held = jnp.sum((1 - rows.train) * losses(state.params)) + away / (2 * SPREAD**2)
+        log_s = jax.vmap(lambda params: _of_true(posterior(params, hparams, rows), rows))
+        away = sum(jnp.square(hparams[name] - self.start[name]) for name in hparams)
+        held = away / (2 * SPREAD**2) - jnp.sum((1 - rows.train) * log_s(state.params))
         return held / rows.train.shape[1]
 
 
-def problem_of(model: Labels, rows: LabelRows, steps: int = STEPS) -> Problem:
-    """Return the bilevel problem."""
+def problem_of(hparams: Hparams, rows: LabelRows, steps: int = STEPS) -> Problem:
+    """Return the bilevel problem; the prior is around these hyperparameters."""
     folds = len(rows.train)
-    start = model.start(rows)
     return Problem(
-        dynamics=Training(_Loss(model), optax.adam(RATE, eps_root=1e-8)),
-        objective=_Error(model),
-        init=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (folds, *leaf.shape)), start),
+        dynamics=Training(loss, optax.adam(RATE, eps_root=1e-8)),
+        objective=HeldOutError(hparams),
+        init=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (folds, *leaf.shape)), start(rows)),
         batches=FullBatch(rows, steps=steps),
         validation=rows,
     )
@@ -235,29 +207,22 @@ def judge(
         more = (log_trusted_q, trusted, known, train.astype(np.float32))
         return LabelRows(*map(jnp.asarray, parts + more))
 
-    hparams = start_hparams(int((counts > 0).sum()), c)
+    prior = start_hparams(int((counts > 0).sum()), c)
     result, train = None, np.ones((1, c), bool)
     if c >= FEW_TRUSTED and np.mean(known >= 0) > 0.5:
-        hparams["belief"] = jnp.asarray(START_BELIEF)
-    model = Labels(dict(hparams))
+        prior["belief"] = jnp.asarray(START_BELIEF)
+    hparams = prior
     if c >= FEW_TRUSTED:
         fold = make_folds(trusted, FOLDS, rng)
         train = np.concatenate([train, fold[None] != np.arange(FOLDS)[:, None]])
-        result = descended(
-            minimize(
-                problem_of(model, rows(MOST_TUNED, train[1:])),
-                hparams,
-                steps=HYPER_STEPS,
-                optimizer=optax.adam(HYPER_RATE),
-                constraints={name: _interval(name, n / c) for name in hparams},
-                callbacks=list(callbacks),
-            )
-        )
+        problem = problem_of(prior, rows(MOST_TUNED, train[1:]))
+        intervals = {name: _interval(name, n / c) for name in prior}
+        result = descend(problem, prior, HYPER_STEPS, HYPER_RATE, intervals, callbacks)
         hparams = result.best.hparams
     fitted = rows(MOST_FITTED, train)  # by all trusted rows, and without each fold of them
-    folds = problem_of(model, fitted).response(hparams)[1].params
+    folds = problem_of(prior, fitted).response(hparams)[1].params
     params = jax.tree.map(lambda leaf: leaf[0], folds)
-    p = np.exp(np.asarray(model.log_p(params, jnp.asarray(log_q)), np.float64))
+    p = np.exp(np.asarray(log_p(params, jnp.asarray(log_q)), np.float64))
     noise = np.asarray(jax.nn.softmax(params["noise"]), np.float64)
     belief, alone = hparams.get("belief"), (p, noise)
     if c and belief is None:
@@ -268,7 +233,7 @@ def judge(
     return weighed(p, noise, observed, share, None if belief is None else float(belief))._replace(
         ensemble=np.exp(np.asarray(params["a"], np.float64)),
         result=result,
-        reliability=None if result is None else _reliability(model, folds, fitted, hparams),
+        reliability=None if result is None else _reliability(folds, fitted, hparams),
         share=share,
     )
 
@@ -291,8 +256,8 @@ def twice(first: LabelJudgement, second: LabelJudgement, observed: np.ndarray) -
     return more._replace(right=right, likely=likely, probabilities=first.probabilities)
 
 
-def _reliability(model: Labels, folds: PyTree, rows: LabelRows, hparams: Hparams) -> np.ndarray:
-    log_s = np.asarray(jax.vmap(lambda params: model.posterior(params, hparams, rows))(folds))
+def _reliability(folds: PyTree, rows: LabelRows, hparams: Hparams) -> np.ndarray:
+    log_s = np.asarray(jax.vmap(lambda params: posterior(params, hparams, rows))(folds))
     held = log_s[np.argmin(rows.train, 0), np.arange(len(rows.known))]
     label = np.where(rows.known >= 0, rows.known, held.argmax(1))
     probability = np.exp(held[np.arange(len(label)), label])
@@ -334,21 +299,21 @@ def weighed(
     belief: float | None = None,
 ) -> LabelJudgement:
     """Weigh each observed label against its alternatives, by a belief that was tuned or the share."""
-    n, K = p.shape
     tiny = np.finfo(np.float32).tiny
     log_p, log_noise = np.log(np.maximum(p, tiny)), np.log(np.maximum(noise, tiny))
+    every = np.arange(len(p))
     if belief is not None:
         log_s = log_p + belief * log_noise.T[observed]
         s = np.exp(log_s - log_s.max(1, keepdims=True))
-        right = s[np.arange(n), observed] / s.sum(1)
-        return LabelJudgement(right, log_s.argmax(1), p, noise, np.zeros(0))
-    off = ~np.eye(K, dtype=bool)
-    pattern = noise + PATTERN
-    pattern = np.where(off, pattern / pattern[off].mean(), 1.0)
-    belief = float(np.interp(share, SHARES, BELIEFS))
-    log_s = log_p + (belief * log_noise + (1 - belief) * np.log(pattern)).T[observed]
-    others = np.where(np.arange(K) == observed[:, None], -np.inf, log_s)
-    right = expit(log_s[np.arange(n), observed] - others.max(1))
+        right = s[every, observed] / s.sum(1)
+    else:
+        off = ~np.eye(len(noise), dtype=bool)
+        pattern = noise + PATTERN
+        pattern = np.where(off, pattern / pattern[off].mean(), 1.0)
+        belief = float(np.interp(share, SHARES, BELIEFS))
+        log_s = log_p + (belief * log_noise + (1 - belief) * np.log(pattern)).T[observed]
+        others = np.where(np.arange(len(noise)) == observed[:, None], -np.inf, log_s)
+        right = expit(log_s[every, observed] - others.max(1))
     return LabelJudgement(right, log_s.argmax(1), p, noise, np.zeros(0))
 
 

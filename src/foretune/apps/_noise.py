@@ -31,16 +31,20 @@ from .._outer.minimize import minimize
 from .._outer.run import Result
 from .._problem.batches import FullBatch
 from .._problem.problem import Problem
-from .._problem.training import Training
+from .._problem.training import Training, TrainState
 from ._features import Rows, kernel_components
 
 START_RIGHT = 0.8
 """The start supposes four labels of five to be right."""
-START_L2 = 1e-4
+GROUPS, START_L2 = 2, 1e-4
+"""Regularisers: one of the inputs' components, one of the kernel's."""
 STEPS, HYPER_STEPS, RATE = 30, 15, 0.3
 """Of each training; of the hyperparameters, and of Adam: its steps are of logits and logarithms."""
+L2 = Box(np.log(1e-9), np.log(10.0))
+"""Where the logarithms of the regularisers may be."""
 MOST_TUNED = 1_000
 """Observed rows that the hyperparameters descend on: with 3,000 as many wrong labels are found."""
+Hparams = dict[str, Array]
 
 
 class Linear(eqx.Module):
@@ -54,19 +58,37 @@ class Linear(eqx.Module):
     """E[z_j^2]"""
     blocks: Int[Array, " width"]
     """The regulariser of each component."""
-    groups: int = eqx.field(static=True)
 
     def apply(self, params: PyTree, z: Float[Array, "n width"]) -> Float[Array, "n classes"]:
         """Return the class scores."""
         return z @ params["w"].T + params["b"]
 
-    def penalty(self, params: PyTree, l2: Float[Array, " groups"]) -> Float[Array, ""]:
-        """Return the regulariser."""
-        return jnp.sum(0.5 * l2[self.blocks] * params["w"] ** 2)
+    def losses(self, params: PyTree, hparams: Hparams, data: "Data") -> Float[Array, "folds rows"]:
+        """Return -log p of each label, by each fold's model."""
+        n = data.observed.shape[0]
+        log_p = jax.nn.log_softmax(jax.vmap(self.apply, (0, None))(params, data.z))
+        trusted = jnp.take_along_axis(log_p[:, n:], data.trusted[None, :, None], axis=2)[..., 0]
+        if not n:
+            return -trusted
+        log_noise = jax.nn.log_softmax(hparams["noise"], axis=1)
+        observed = jax.nn.logsumexp(log_p[:, :n] + log_noise.T[data.observed], axis=2)
+        return -jnp.concatenate([observed, trusted], axis=1)
 
-    def optimizer(self, l2: Float[Array, " groups"]) -> optax.GradientTransformation:
+    def loss(self, params: PyTree, hparams: Hparams, data: "Data") -> Float[Array, ""]:
+        """Return the inner loss, the sum over folds."""
+        penalty = 0.5 * jnp.exp(hparams["l2"])[self.blocks] * params["w"] ** 2
+        total = jnp.sum(data.weight[None] * data.train * self.losses(params, hparams, data))
+        return total / data.z.shape[0] + jnp.sum(penalty)
+
+    def error(self, state: TrainState, hparams: Hparams, data: "Data") -> Float[Array, ""]:
+        """Return E."""
+        n, c = data.observed.shape[0], data.trusted.shape[0]
+        held = data.weight[None] * (1 - data.train) * self.losses(state.params, hparams, data)
+        return jnp.sum(held[:, :n]) / max(n, 1) + jnp.sum(held[:, n:]) / max(c, 1)
+
+    def optimizer(self, hparams: Hparams) -> optax.GradientTransformation:
         """Return preconditioned gradient descent with momentum."""
-        curvature = 0.5 * self.moments + l2[self.blocks]
+        curvature = 0.5 * self.moments + jnp.exp(hparams["l2"])[self.blocks]
 
         def precondition(gradient, params=None):
             return {"w": gradient["w"] / curvature, "b": gradient["b"] / 0.5}
@@ -78,7 +100,7 @@ def kernel_model(rows: Rows, seed: int) -> tuple[np.ndarray, Linear]:
     """Return the inputs of these rows, and the model."""
     z, blocks = kernel_components(rows, seed)
     squares = jnp.mean(jnp.asarray(z) ** 2, axis=0)
-    return z, Linear(squares, jnp.asarray(blocks), int(blocks.max()) + 1)
+    return z, Linear(squares, jnp.asarray(blocks))
 
 
 class Data(NamedTuple):
@@ -88,8 +110,8 @@ class Data(NamedTuple):
     observed: Int[Array, " n"]
     trusted: Int[Array, " c"]
     train: Float[Array, "folds rows"]
-    weight: Float[Array, " rows"] | None = None
-    """How much each row counts, 1 on the mean; None: all the same."""
+    weight: Float[Array, " rows"]
+    """How much each row counts, 1 on the mean."""
 
     @classmethod
     def of(
@@ -102,13 +124,9 @@ class Data(NamedTuple):
     ) -> "Data":
         """Return the data, from the fold of each row."""
         train = (fold[None] != np.arange(fold.max() + 1)[:, None]).astype(np.float32)
-        z_, observed_, trusted_, train_ = map(jnp.asarray, (z, observed, trusted, train))
-        weight_ = None if weight is None else jnp.asarray(weight / weight.mean(), jnp.float32)
-        return cls(z_, observed_, trusted_, train_, weight_)
-
-    def counted(self, folds: Float[Array, "folds rows"]) -> Float[Array, "folds rows"]:
-        """Return the members of folds by their weight."""
-        return folds if self.weight is None else folds * self.weight
+        counts = np.ones(len(z)) if weight is None else weight / weight.mean()
+        parts = (z, observed, trusted, train, counts.astype(np.float32))
+        return cls(*map(jnp.asarray, parts))
 
     def sample(self, most: int, rng: np.random.Generator) -> "Data":
         """Return `most` of the observed examples, drawn at random, and all trusted ones."""
@@ -117,8 +135,8 @@ class Data(NamedTuple):
             return self
         some = np.sort(rng.permutation(n)[:most])
         rows = np.concatenate([some, np.arange(n, self.z.shape[0])])
-        weight = None if self.weight is None else self.weight[rows]
-        return Data(self.z[rows], self.observed[some], self.trusted, self.train[:, rows], weight)
+        z, train, weight = self.z[rows], self.train[:, rows], self.weight[rows]
+        return Data(z, self.observed[some], self.trusted, train, weight)
 
 
 def make_folds(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.ndarray:
@@ -136,48 +154,12 @@ def start_matrix(classes: int) -> Float[Array, "classes classes"]:
     return jnp.where(jnp.eye(classes) > 0, START_RIGHT, wrong)
 
 
-class _Part(eqx.Module):
-    """A function of the problem: a module, so that equal ones share their compiled program."""
-
-    model: Linear
-
-    def losses(self, params, hparams, batch):
-        """Return -log p of each label, by each fold's model: an array of folds x rows."""
-        n = batch.observed.shape[0]
-        log_p = jax.nn.log_softmax(jax.vmap(self.model.apply, (0, None))(params, batch.z))
-        trusted = jnp.take_along_axis(log_p[:, n:], batch.trusted[None, :, None], axis=2)[..., 0]
-        if not n:
-            return -trusted
-        log_noise = jax.nn.log_softmax(hparams["noise"], axis=1)
-        observed = jax.nn.logsumexp(log_p[:, :n] + log_noise.T[batch.observed], axis=2)
-        return -jnp.concatenate([observed, trusted], axis=1)
-
-
-class _NoisyLoss(_Part):
-    def __call__(self, params, hparams, batch):
-        penalties = jax.vmap(self.model.penalty, (0, None))(params, jnp.exp(hparams["l2"]))
-        total = jnp.sum(batch.counted(batch.train) * self.losses(params, hparams, batch))
-        return total / batch.z.shape[0] + jnp.sum(penalties)
-
-
-class _HeldOutError(_Part):
-    def __call__(self, state, hparams, batch):
-        n, c = batch.observed.shape[0], batch.trusted.shape[0]
-        held = batch.counted(1 - batch.train) * self.losses(state.params, hparams, batch)
-        return jnp.sum(held[:, :n]) / max(n, 1) + jnp.sum(held[:, n:]) / max(c, 1)
-
-
-class _Optimizer(_Part):
-    def __call__(self, hparams):
-        return self.model.optimizer(jnp.exp(hparams["l2"]))
-
-
 def noise_problem(model: Linear, data: Data, classes: int, steps: int = STEPS) -> Problem:
     """Return the bilevel problem; all weights start at 0."""
     folds, width = data.train.shape[0], data.z.shape[1]
     return Problem(
-        dynamics=Training(_NoisyLoss(model), _Optimizer(model)),
-        objective=_HeldOutError(model),
+        dynamics=Training(model.loss, model.optimizer),
+        objective=model.error,
         init={"w": jnp.zeros((folds, classes, width)), "b": jnp.zeros((folds, classes))},
         batches=FullBatch(data, steps=steps),
         validation=data,
@@ -186,25 +168,17 @@ def noise_problem(model: Linear, data: Data, classes: int, steps: int = STEPS) -
 
 def tune(
     model: Linear, data: Data, tuned_on: Data, classes: int, callbacks: Sequence[Callback]
-) -> tuple[np.ndarray, dict[str, Array]]:
+) -> tuple[np.ndarray, Hparams]:
     """Learn the hyperparameters; return each row's probabilities by a model without it, and them.
 
     They are learnt on `tuned_on`, some of the rows of `data`, or all.
     """
     hparams = {
         "noise": jnp.log(start_noise(model, tuned_on, classes)),
-        "l2": jnp.full(model.groups, jnp.log(START_L2)),
+        "l2": jnp.full(GROUPS, jnp.log(START_L2)),
     }
-    hparams = descended(
-        minimize(
-            noise_problem(model, tuned_on, classes),
-            hparams,
-            steps=HYPER_STEPS,
-            optimizer=optax.adam(RATE),
-            constraints={"l2": Box(np.log(1e-9), np.log(10.0))},
-            callbacks=list(callbacks),
-        )
-    ).best.hparams
+    problem, intervals = noise_problem(model, tuned_on, classes), {"l2": L2}
+    hparams = descend(problem, hparams, HYPER_STEPS, RATE, intervals, callbacks).best.hparams
     # A regulariser stands beside a mean over rows: of more rows it has a smaller share.
     share = np.log(tuned_on.z.shape[0] / data.z.shape[0])
     hparams = {**hparams, "l2": hparams["l2"] + share}
@@ -215,8 +189,19 @@ def tune(
     return np.asarray(p, np.float64), hparams
 
 
-def descended(result: Result) -> Result:
-    """Return the result of a descent, or raise `KeyboardInterrupt` where it was interrupted."""
+def descend(
+    problem: Problem,
+    hparams: Hparams,
+    steps: int,
+    rate: float,
+    constraints: dict[str, Box],
+    callbacks: Sequence[Callback],
+) -> Result:
+    """Return the result of Adam on hyperparameters, or raise `KeyboardInterrupt` where interrupted."""
+    adam, callbacks = optax.adam(rate), list(callbacks)
+    result = minimize(
+        problem, hparams, steps=steps, optimizer=adam, constraints=constraints, callbacks=callbacks
+    )
     if result.stopped == "interrupted":
         raise KeyboardInterrupt
     return result
@@ -234,12 +219,9 @@ def start_noise(model: Linear, data: Data, classes: int) -> Float[Array, "classe
     n, c = data.observed.shape[0], data.trusted.shape[0]
     if not c:
         return plain
-    trusted = Data(data.z[n:], jnp.zeros(0, int), data.trusted, jnp.ones((1, c)))
-    start = {"l2": jnp.full(model.groups, jnp.log(START_L2))}
+    trusted = Data(data.z[n:], jnp.zeros(0, int), data.trusted, jnp.ones((1, c)), jnp.ones(c))
+    start = {"l2": jnp.full(GROUPS, jnp.log(START_L2))}
     _, state = noise_problem(model, trusted, classes).response(start)
     p = jax.nn.softmax(jax.vmap(model.apply, (0, None))(state.params, data.z[:n])[0])
-    counts = jax.nn.one_hot(data.observed, classes)
-    if data.weight is not None:
-        counts = counts * data.weight[:n, None]
-    joint = p.T @ counts
+    joint = p.T @ (jax.nn.one_hot(data.observed, classes) * data.weight[:n, None])
     return (plain + joint / jnp.sum(joint, axis=1, keepdims=True)) / 2

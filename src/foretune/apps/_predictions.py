@@ -1,58 +1,16 @@
 """`clean_labels`: which labels are wrong, from predictions that you have already."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from .._outer.callbacks import Progress
 from . import _checks
 from ._checks import by_name, listed, plain_labels, positions, verified_rows
+from ._found import FoundLabels
 from ._label_model import judge
 
 
-@dataclass(frozen=True, repr=False)
-class CleanedLabels:
+class CleanedLabels(FoundLabels):
     """What `clean_labels` returns: the names are those of a fitted `LabelCleaner`."""
-
-    weights_: np.ndarray
-    """The probability that each label is right; 0 or 1 for verified ones."""
-    ranking_: np.ndarray
-    """Row numbers, the most suspicious first."""
-    suggested_: np.ndarray
-    """The most probable label; the right one where it is verified."""
-    ensemble_: dict[str, float]
-    """The weight of each set of predictions."""
-    history_: list[dict[str, object]]
-    """The descent of the regularisers, empty where there were too few trusted rows for one."""
-    stopped_: str
-    """Why it ended."""
-    noise_matrix_: np.ndarray
-    """p(observed label | true label) as learnt."""
-    classes_: np.ndarray
-    """The classes, in the order of the columns."""
-    reliability_: np.ndarray | None
-    """A row for each verified row, judged without it: the probability that its observed label is right,
-    and 1 where it is, else 0; None where there were fewer than 20."""
-
-    @property
-    def suspects_(self) -> np.ndarray:
-        """The labels held to be wrong: a weight below 1/2."""
-        return self.weights_ < 0.5
-
-    @property
-    def probability_wrong_(self) -> np.ndarray:
-        """1 - weight."""
-        return 1 - self.weights_
-
-    @property
-    def noise_rate_(self) -> float:
-        """The mean probability of being wrong."""
-        return float(np.mean(self.probability_wrong_))
-
-    @property
-    def unflagged_(self) -> float:
-        """How many wrong labels are expected among those that are not suspects."""
-        return float(self.probability_wrong_[~self.suspects_].sum())
 
     def __repr__(self) -> str:
         return (
@@ -130,17 +88,7 @@ def clean_labels(
         seed=random_state,
         callbacks=[Progress("weighing the labels")] if progress else (),
     )
-    weights, likely = np.empty(len(y)), np.empty(len(y), int)
-    weights[rest], likely[rest] = found.right, found.likely
-    weights[rows], likely[rows] = observed[rows] == right, right
-    return CleanedLabels(
-        weights,
-        np.argsort(weights, kind="stable"),
-        names[likely],
-        dict(zip(q, found.ensemble.tolist(), strict=True)),
-        [] if found.result is None else found.result.history,
-        "no descent" if found.result is None else found.result.stopped,
-        found.noise,
-        names,
-        found.reliability,
-    )
+    cleaned = CleanedLabels()
+    cleaned.classes_ = names
+    cleaned._conclude(found, q, rest, rows, right, observed[rows])
+    return cleaned

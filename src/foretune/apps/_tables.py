@@ -81,34 +81,15 @@ def read_table(
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of an .npz file, read without pickle, or raise `DataError` with its name."""
     try:
-        with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except Exception as error:  # damage shows in many ways: in zipfile, in zlib, in the header
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise DataError(f"{path} cannot be read as .npz: {reason}") from error
+        raise _unreadable(path, error) from error
 
 
-def read_numbers(path: str | Path) -> np.ndarray | DataFrame:
-    """Return a table of numbers from .npy, .npz (its one array, or `pred_probs`) or .csv, a frame."""
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path}: no such file.")
-    if path.suffix == ".npz":
-        arrays = read_arrays(path)
-        if len(arrays) != 1 and "pred_probs" not in arrays:
-            raise DataError(f"{path} holds {', '.join(arrays)}: name the one to use pred_probs.")
-        return arrays.get("pred_probs", next(iter(arrays.values())))
-    try:
-        if path.suffix == ".npy":
-            return np.load(path, allow_pickle=False)
-        if path.suffix == ".csv":
-            with needs("data", "reading .csv files"):
-                import pandas as pd
-            return pd.read_csv(path).astype(np.float64)
-    except Exception as error:  # parsers raise many kinds
-        reason = str(error).strip().split("\n")[0]
-        raise DataError(f"{path} cannot be read as {path.suffix}: {reason}") from error
-    raise DataError(f"{path}: give a .npy, .npz or .csv file.")
+def _unreadable(path: Path, error: Exception) -> DataError:
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    return DataError(f"{path} cannot be read as {path.suffix}: {reason}")
 
 
 def _read_npz(path: Path, label: str | None, labelled: bool) -> Table:
@@ -140,8 +121,7 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: 
     try:
         frame = _read_csv(path, label) if path.suffix == ".csv" else pd.read_parquet(path)
     except Exception as error:  # parsers raise many kinds
-        reason = str(error).strip().split("\n")[0]
-        raise DataError(f"{path} cannot be read as {path.suffix}: {reason}") from error
+        raise _unreadable(path, error) from error
     frame.columns = [str(name) for name in frame.columns]
     columns = ", ".join(frame.columns[:20])
     names = [name for name in (LABELS if label is None else (label,)) if name in frame.columns]
@@ -202,12 +182,10 @@ def _labels(values: np.ndarray, path: Path) -> np.ndarray:
 
 def with_labels_alike(first: Table, second: Table) -> tuple[Table, Table]:
     """Return both tables with labels that can be compared: numbers of one as text beside text."""
-    if "U" not in (first.y.dtype.kind, second.y.dtype.kind):
-        return first, second
-    first, second = (
-        table if table.y.dtype.kind == "U" else table._replace(y=np.array(list(map(str, table.y))))
-        for table in (first, second)
-    )
+    if "U" in (first.y.dtype.kind, second.y.dtype.kind):
+        first, second = (
+            table._replace(y=np.array(list(map(str, table.y)))) for table in (first, second)
+        )
     return first, second
 
 
@@ -216,18 +194,17 @@ def encoded(tables: list[Table], text: tuple[str, ...] = ()) -> list[Rows]:
 
     Columns named by `text` become TF-IDF, with all its words.
     """
-    first = tables[0]
     check_columns(tables, text)
-    if is_frame(first.x):
-        try:
-            encoder = column_encoder(first.x, text).fit(first.x)
-        except ValueError as error:
-            if not text:
-                raise
-            columns = ", ".join(map(repr, text))
-            raise DataError(f"column {columns} as text: {error}") from error
-        return [encoder.transform(table.x) for table in tables]
-    return [check_array(table.x, dtype="float32", input_name=table.path) for table in tables]
+    first = tables[0].x
+    if not is_frame(first):
+        return [check_array(table.x, dtype="float32", input_name=table.path) for table in tables]
+    try:
+        encoder = column_encoder(first, text).fit(first)
+    except ValueError as error:
+        if not text:
+            raise
+        raise DataError(f"column {', '.join(map(repr, text))} as text: {error}") from error
+    return [encoder.transform(table.x) for table in tables]
 
 
 def check_columns(tables: list[Table], text: tuple[str, ...] = ()) -> None:

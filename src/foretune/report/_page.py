@@ -157,26 +157,30 @@ def _prepare(folder: Path, result: Json) -> None:
                 f"{folder / 'result.json'}: table {table['title']!r} has a row that is not as long "
                 f"as its {width} columns. Make them equal."
             )
-        columns = [_column([row[i] for row in table["rows"]]) for i in range(width)]
-        table["cells"] = [[column[i] for column in columns] for i in range(len(table["rows"]))]
-        table["numeric"] = [any(c[1] for c in x) and all(c[1] for c in x) for x in columns]
+        cells = [[(_number(x), _is_number(x)) for x in row] for row in table["rows"]]
+        table["cells"] = cells
+        table["numeric"] = [bool(cells) and all(row[i][1] for row in cells) for i in range(width)]
     for figure in result["figures"]:
         alt = figure["title"] or figure["caption"] or figure["file"]
         figure["html"] = _embed(folder, figure["file"], alt)
     gallery = result["gallery"]
     for item in gallery["items"]:
         item["html"] = _pictured(folder, item, item["observed"])
-    pictures = [item for item in gallery["items"] if item["image"]]
-    others = [item for item in gallery["items"] if not item["image"]]
     known = [item["wrong"] for item in gallery["items"] if isinstance(item["wrong"], bool)]
-    gallery |= {"pictures": pictures, "others": others, "known": len(known), "wrong": sum(known)}
-    gallery["columns"] = list(dict.fromkeys(name for item in others for name in item["row"]))
+    gallery |= {"known": len(known), "wrong": sum(known)}
+    gallery["pictures"] = [item for item in gallery["items"] if item["image"]]
+    gallery["others"] = [item for item in gallery["items"] if not item["image"]]
+    gallery["columns"] = _columns(gallery["others"])
     for comparison in result["comparisons"]:
         for group in comparison["groups"]:
             for item in group["items"]:
                 item["html"] = _pictured(folder, item, item["label"])
                 item["score"] = None if item["score"] is None else _number(item["score"])
-            group["columns"] = list(dict.fromkeys(n for i in group["items"] for n in i["row"]))
+            group["columns"] = _columns(group["items"])
+
+
+def _columns(items: list[Json]) -> list[str]:
+    return list(dict.fromkeys(name for item in items for name in item["row"]))
 
 
 def _pictured(folder: Path, item: Json, label: object) -> str:
@@ -184,15 +188,10 @@ def _pictured(folder: Path, item: Json, label: object) -> str:
     return item["image"] and _embed(folder, item["image"], alt)
 
 
-def _column(values: list[object]) -> list[tuple[str, bool]]:
-    """Each value as text and whether it is a number."""
-    number = [
-        x is None
-        or (isinstance(x, int | float) and not isinstance(x, bool))
-        or bool(isinstance(x, str) and _NUMERIC.fullmatch(x))
-        for x in values
-    ]
-    return list(zip(map(_number, values), number, strict=True))
+def _is_number(x: object) -> bool:
+    if isinstance(x, str):
+        return _NUMERIC.fullmatch(x) is not None
+    return x is None or (isinstance(x, int | float) and not isinstance(x, bool))
 
 
 def _number(x: object) -> str:
