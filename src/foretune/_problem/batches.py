@@ -21,6 +21,7 @@ from .checks import (
     check_data,
     check_key,
     check_leading_axis,
+    check_some_number,
     check_signature,
     describe,
 )
@@ -206,6 +207,7 @@ class Stacked(Batches):
         self.xs = as_arrays(xs, "batches")
         steps = check_leading_axis(self.xs, "batches", "T, one entry per step")
         check_count(steps, f"the leading axis of the batches, T = {steps}")
+        check_some_number(self.xs, "batches")
 
     @property
     def steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
