@@ -1,4 +1,4 @@
-# ruff: noqa: E501
+# ruff: noqa: E501, NPY002
 # fmt: off
 """Engines and the gradient check with wrong options, or given the wrong things."""
 

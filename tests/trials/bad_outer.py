@@ -1,4 +1,4 @@
-# ruff: noqa: E501
+# ruff: noqa: E501, NPY002
 # fmt: off
 """`minimize` with wrong arguments, and runs that cannot continue."""
 

@@ -21,8 +21,8 @@ from .checks import (
     check_data,
     check_key,
     check_leading_axis,
-    check_some_number,
     check_signature,
+    check_some_number,
     describe,
 )
 

@@ -121,7 +121,7 @@ def _traced(
 
 def _random_states(draw: object) -> list[bytes]:
     """Return the states of NumPy's generators that a draw may use besides its key."""
-    states: list[object] = [np.random.get_state()]
+    states: list[object] = [np.random.get_state()]  # noqa: NPY002
     with contextlib.suppress(TypeError):  # no function in Python
         seen = inspect.getclosurevars(draw)  # pyright: ignore[reportArgumentType]
         named = [*seen.nonlocals.values(), *seen.globals.values()]

@@ -7,7 +7,7 @@ from typing import cast
 import jax
 from jaxtyping import Array, Float, PyTree
 
-from .arguments import Compiled, Output, Structure, flatten, unflatten
+from .arguments import PROGRAMS, Compiled, Output, Structure, flatten, unflatten
 from .batches import Batches, Stacked, warn_of_rows
 from .checks import as_arrays, as_data, check_hparams, check_objective, check_signature
 from .definition import Definition
@@ -121,7 +121,7 @@ def _checked(
     return arrays, structure, check_shapes(structure, shapes, smooth)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=PROGRAMS)
 def _drawn_shapes(structure: Structure, shapes: tuple) -> tuple[Structure, tuple]:
     """Return the structure and the shapes of a drawn problem."""
     found = []
