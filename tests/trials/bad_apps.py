@@ -80,7 +80,7 @@ ROWS = [
     ("clean_labels: a random state of text", lambda: judged(random_state="a"), ValueError, "random_state='a'"),
     ("clean_labels: a random state below 0", lambda: judged(random_state=-1), ValueError, "random_state=-1"),
     ("clean_labels: half a random state", lambda: judged(random_state=0.5), ValueError, "random_state=0.5"),
-    ("clean_labels: complex probabilities", lambda: judged(P + 0j), ValueError, "complex numbers"),
+    ("clean_labels: complex probabilities", lambda: judged(P + 0j), ValueError, "a real array of shape"),
     ("clean_labels: logarithms", lambda: judged(np.log(P)), ValueError, "logarithms"),
     ("clean_labels: probabilities of NaN", lambda: judged(holed(P)), ValueError, "not finite in 1 rows"),
     ("clean_labels: words for probabilities", lambda: judged(np.full((30, 3), "a")), ValueError, "must be numbers"),

@@ -53,11 +53,7 @@ def dropout(x: Any, rate: Any, *, key: Any, inference: object = False) -> Float[
     >>> bool(grad["rate"] > 0)  # nothing to regularise here
     True
     """
-    number = isinstance(x, float | np.ndarray | np.generic | jax.Array)
-    if not number or not jnp.issubdtype(getattr(x, "dtype", float), jnp.floating):
-        raise TypeError(f"dropout: x must be floating-point, got {describe(x)}: give an array.")
-    if not np.size(x):
-        raise ValueError(f"dropout: x is {describe(x)}: it holds no number.")
+    _check_disturbed(x)
     check_flag(inference, "dropout: inference")
     _check_rate(rate, np.shape(x))
     if inference:
@@ -67,6 +63,14 @@ def dropout(x: Any, rate: Any, *, key: Any, inference: object = False) -> Float[
     rate = jnp.broadcast_to(jnp.asarray(rate, x.dtype), x.shape)
     sigma = jnp.sqrt(rate / (1 - rate) + least)
     return x * (1 + sigma * jax.random.normal(key, x.shape, x.dtype))
+
+
+def _check_disturbed(x: object) -> None:
+    number = isinstance(x, float | np.ndarray | np.generic | jax.Array)
+    if not number or not jnp.issubdtype(getattr(x, "dtype", float), jnp.floating):
+        raise TypeError(f"dropout: x must be floating-point, got {describe(x)}: give an array.")
+    if not np.size(x):
+        raise ValueError(f"dropout: x is {describe(x)}: it holds no number.")
 
 
 def _check_rate(rate: Any, shape: tuple[int, ...]) -> None:

@@ -109,12 +109,15 @@ def probabilities(
 ) -> np.ndarray:
     """Return out-of-fold probabilities (rows, classes) in the order of the classes, or raise."""
     array = _in_order(name, array, classes)
-    if np.iscomplexobj(array):
-        raise ValueError(f"{name} holds complex numbers: give real probabilities.")
     try:
-        p = np.asarray(array, np.float64)
+        given = np.asarray(array)
+        if np.iscomplexobj(given):
+            raise TypeError
+        p = given.astype(np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be numbers, an array of shape (rows, classes).") from None
+        raise ValueError(
+            f"{name} must be numbers, a real array of shape (rows, classes)."
+        ) from None
     n, K = len(observed), len(classes)
     if p.shape != (n, K):
         raise ValueError(
