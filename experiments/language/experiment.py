@@ -6,6 +6,7 @@ AdamW; through whole trainings (`descent`), and in one training (`real time`). B
 are fixed, mixtures by shortcuts, and searches with the same time (see `mixtures` and `searches`).
 """
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,10 +126,13 @@ def run(out: str | Path, settings: Settings) -> Path:
 
 
 def keep_programs() -> None:
-    """Let JAX keep compiled programs for the next run, unless it has been told where to."""
+    """Let JAX keep compiled programs for the next run, unless it has been told where to.
+
+    Without Pooch there is no folder for them: they are compiled again.
+    """
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        where = cache_folder() / "compiled"
-        jax.config.update("jax_compilation_cache_dir", str(where))
+        with contextlib.suppress(ImportError):
+            jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
 
 
 def names_of(text: Text) -> list[str]:

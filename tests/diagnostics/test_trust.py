@@ -244,6 +244,20 @@ def test_a_run_that_is_far_below_others_is_named():
     assert "fitted to it" in str(advice)
 
 
+@pytest.mark.second_tier
+def test_draws_that_are_not_finite_are_counted():
+    problem, hparams = minibatches()
+
+    def draw(key):
+        here = jnp.all(jax.random.key_data(key) == jax.random.key_data(jax.random.key(5)))
+        return problem.replace(
+            validation=jax.tree.map(lambda x: jnp.where(here, 1.0, jnp.nan) * x, problem.validation)
+        )
+
+    found = ft.trust(draw, hparams, key=jax.random.key(5), verbose=False)
+    assert "advice: draws: the error of 4 of 4 other runs is not finite" in str(found)
+
+
 @pytest.mark.promotes("Adam multiplies floats by a count")
 @pytest.mark.second_tier
 def test_a_gradient_that_is_not_finite_misleads():

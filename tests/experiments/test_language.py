@@ -1,6 +1,7 @@
 """The language experiment, on texts made up here."""
 
 import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ import foretune as ft
 from experiments.language import experiment, methods, mixtures, text
 from experiments.language.model import Language, Size, drawn, losses, schedule
 from foretune.report import RunError
+
+from ..conftest import setting
 
 TINY = Size(layers=1, width=8, heads=1, context=8, batch=16, steps=40)
 
@@ -133,6 +136,19 @@ def test_shortcuts_find_the_source_that_is_like_the_target(folder):
 
 
 @pytest.mark.second_tier
+def test_programs_are_kept_where_there_is_a_folder_for_them(tmp_path, monkeypatch):
+    pooch = pytest.importorskip("pooch")
+    monkeypatch.setattr(pooch, "os_cache", lambda name: str(tmp_path / name))
+    with setting(jax_compilation_cache_dir=None):
+        experiment.keep_programs()
+        kept = jax.config.values["jax_compilation_cache_dir"]
+    assert kept == str(tmp_path / "foretune" / "compiled")
+    monkeypatch.setitem(sys.modules, "pooch", None)  # not installed
+    with setting(jax_compilation_cache_dir=None):
+        experiment.keep_programs()
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+
+
 def test_a_run_compares_and_continues(folder, monkeypatch):
     out = folder / "out"
     sizes = {name: getattr(TINY, name) for name in Size._fields}

@@ -195,6 +195,8 @@ def test_tensorboard(tmp_path):
     problem, hparams = regression(steps=3)
     ft.minimize(problem, hparams, steps=3, callbacks=[ft.TensorBoard(tmp_path)])
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 100
+    ft.minimize(problem, hparams, steps=3, callbacks=[ft.TensorBoard(tmp_path)])
+    assert len(list(tmp_path.iterdir())) == 2  # within a second, too, the first log stays
 
 
 def test_a_start_outside_the_set_is_projected_with_a_warning():

@@ -93,3 +93,23 @@ def test_filtered_takes_and_returns_what_is_no_array():
     result = apply(jnp.sin, np.ones(2, np.float32), 2)
     assert {**result, "x": None} == {"function": jnp.sin, "x": None, "times": 2, "none": None}
     np.testing.assert_allclose(result["x"], jnp.sin(jnp.sin(jnp.ones(2))), rtol=1e-6)
+
+
+@pytest.mark.second_tier
+def test_an_attribution_with_new_functions_at_each_call_keeps_few_programs():
+    problem, hparams = regression(steps=2)
+    x, y = problem.validation
+
+    def live():
+        gc.collect()
+        return len(jax.local_devices()[0].client.live_executables())
+
+    def attributed():
+        training = ft.Training(lambda *given: penalised(*given), momentum)
+        ft.attribute(problem.replace(dynamics=training), hparams, (x[:2], y[:2]))
+
+    attributed()
+    before = live()
+    for _ in range(PROGRAMS // 2):
+        attributed()
+    assert live() - before <= PROGRAMS

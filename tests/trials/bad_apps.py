@@ -19,6 +19,15 @@ def cleaned(X=X, y=Y, *checked, **options):
     return LabelCleaner(**({"random_state": 0} | options)).fit(X, y, *checked)
 
 
+P = np.full((30, 3), 0.2) + 0.4 * np.eye(3)[Y]
+
+
+def judged(pred_probs=P, **options):
+    from foretune.apps import clean_labels
+
+    return clean_labels(Y, pred_probs, progress=False, **options)
+
+
 def without(y, i):
     y = y.astype(object)
     y[i] = None
@@ -66,4 +75,17 @@ ROWS = [
     ("LabelCleaner: a model of numbers", lambda: cleaned(estimator=(1, 2)), ValueError, "estimator=(1, 2)"),
     ("LabelCleaner: a class without checked rows", lambda: cleaned(X, Y, X[Y < 2], Y[Y < 2]), UserWarning, "no trusted example of 2"),
     ("LabelCleaner: sparse rows with NaN", lambda: cleaned(sparse.csr_matrix(holed(X))), ValueError, "NaN"),
+    ("clean_labels: a class twice", lambda: judged(classes=[0, 1, 1]), ValueError, "classes names a class twice"),
+    ("clean_labels: too few classes", lambda: judged(classes=[0, 1]), ValueError, "does not have: 2"),
+    ("clean_labels: a random state of text", lambda: judged(random_state="a"), ValueError, "random_state='a'"),
+    ("clean_labels: a random state below 0", lambda: judged(random_state=-1), ValueError, "random_state=-1"),
+    ("clean_labels: half a random state", lambda: judged(random_state=0.5), ValueError, "random_state=0.5"),
+    ("clean_labels: complex probabilities", lambda: judged(P + 0j), ValueError, "a real array of shape"),
+    ("clean_labels: logarithms", lambda: judged(np.log(P)), ValueError, "logarithms"),
+    ("clean_labels: probabilities of NaN", lambda: judged(holed(P)), ValueError, "not finite in 1 rows"),
+    ("clean_labels: words for probabilities", lambda: judged(np.full((30, 3), "a")), ValueError, "must be numbers"),
+    ("clean_labels: too few columns", lambda: judged(P[:, :2]), ValueError, "(30, 2)"),
+    ("clean_labels: no predictions", lambda: judged([]), ValueError, "pred_probs"),
+    ("clean_labels: a row checked twice", lambda: judged(checked=[1, 1], checked_labels=[0, 0]), ValueError, "twice"),
+    ("clean_labels: rows without their labels", lambda: judged(checked=[1]), ValueError, "together, or neither"),
 ]

@@ -1,17 +1,28 @@
-# ruff: noqa: E501
+# ruff: noqa: E501, NPY002
 # fmt: off
 """Engines and the gradient check with wrong options, or given the wrong things."""
 
 import jax
+import numpy as np
 import optax
 
 import foretune as ft
 
 from ..problems import penalised
-from .given import INF, KEY, NAN, hparams, problem, solve
+from .given import INF, KEY, NAN, data, hparams, problem, solve
 
 CLASSES = {"Reverse": ft.Reverse, "Forward": ft.Forward, "Truncated": ft.Truncated, "Implicit": ft.Implicit, "Auto": ft.Auto}
 ENGINES = {name: make(2) if name == "Truncated" else make() for name, make in CLASSES.items()}
+SMOOTH = {"Smoothed": ft.Smoothed(), "Evolution": ft.Evolution()}
+X, Y = data()
+
+
+def drawn(key):
+    return problem(validation=(jax.random.normal(key, X.shape), Y))
+
+
+def trusted(draw):
+    return ft.trust(draw, hparams(), key=KEY, advice=False, verbose=False)
 
 
 def check(**options):
@@ -101,4 +112,22 @@ ROWS = [
     ("a check at NaN", lambda: ft.check_hypergradient(problem(), hparams(lr=NAN), verbose=False), ft.NonFiniteError, "itself is not finite"),
     ("a check of no problem", lambda: ft.check_hypergradient(None, hparams()), TypeError, "must be a `foretune.Problem`"),
     ("the response at nothing", lambda: problem().response({}), ValueError, "no hyperparameters"),
+    *((f"{name}: a hyperparameter of NaN", lambda e=e: e(problem(), hparams(lr=NAN)), ft.NonFiniteError, "hparams['lr'] itself is not finite") for name, e in SMOOTH.items()),
+    *((f"{name}: NaN in the data", lambda e=e: e(problem(validation=(NAN * X, Y)), hparams()), ft.NonFiniteError, "The validation data hold NaN") for name, e in SMOOTH.items()),
+    ("Smoothed: an engine with files", lambda: ft.Smoothed(ft.ReverseOnDisk("folder")), TypeError, "a ReverseOnDisk", "a single program"),
+    ("Smoothed: an engine of text", lambda: ft.Smoothed("reverse"), TypeError, "the str 'reverse'"),
+    ("Smoothed: a radius of NaN", lambda: ft.Smoothed(radius=NAN), ValueError, "radius=nan"),
+    ("Smoothed: one sample", lambda: ft.Smoothed(samples=1), ValueError, "two samples"),
+    ("Evolution: a radius of 0", lambda: ft.Evolution(0.0), ValueError, "radius=0.0"),
+    ("Evolution: a key of text", lambda: ft.Evolution(key="a"), TypeError, "Evolution(key=...)"),
+    ("trust: a draw without a key", lambda: ft.trust(drawn, hparams()), TypeError, "give the key too"),
+    ("trust: a draw of nothing", lambda: trusted(lambda key: None), TypeError, "draw(key) returned None"),
+    ("trust: a draw of two", lambda: trusted(lambda key: (problem(), hparams())), TypeError, "draw(key) returned a tuple"),
+    ("trust: a draw that takes nothing", lambda: trusted(lambda: problem()), TypeError, "`draw(key)`"),
+    ("trust: a draw by NumPy", lambda: trusted(lambda key: problem(validation=(np.random.normal(size=X.shape).astype("f4"), Y))), TypeError, "random numbers from NumPy", "from the key"),
+    ("trust: a draw that does not use its key", lambda: trusted(lambda key: problem()), UserWarning, "does not use its key"),
+    ("trust: a draw by a seed", lambda: ft.trust(drawn, hparams(), key=0), TypeError, "the key of trust"),
+    ("trust: a draw of NaN", lambda: trusted(lambda key: problem(validation=(NAN * jax.random.normal(key, X.shape), Y))), ft.NonFiniteError, "The validation data hold NaN"),
+    ("trust: a scale of NaN", lambda: ft.trust(problem(), hparams(), scale=NAN), ValueError, "scale=nan"),
+    ("trust: no problem", lambda: ft.trust(None, hparams()), TypeError, "must be a `foretune.Problem`"),
 ]

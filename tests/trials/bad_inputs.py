@@ -18,7 +18,7 @@ import jax
 
 AREAS = (
     *("hparams", "problem", "engines", "outer", "sets", "beside", "realtime"),
-    *("apps", "files", "commands"),
+    *("attribution", "apps", "files", "commands"),
 )
 
 

@@ -1,6 +1,8 @@
-# ruff: noqa: E501
+# ruff: noqa: E501, NPY002
 # fmt: off
 """`minimize` with wrong arguments, and runs that cannot continue."""
+
+import random
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +11,23 @@ import optax
 
 import foretune as ft
 
+from ..problems import squared_error
 from .given import INF, KEY, NAN, data, holed, hparams, minimized, problem
 
 X, Y = data()
-
-
+RNG = np.random.default_rng(0)
 
 
 def drawn(key):
     return problem()
+
+
+def generated(key):
+    return problem(init={"w": RNG.normal(size=3).astype("f4") + jax.random.normal(key, (3,)), "b": jnp.zeros(())})
+
+
+def _scaled(scale):
+    return problem(objective=lambda s, h, b: scale * squared_error(s, h, b))
 
 
 ROWS = [
@@ -75,6 +85,17 @@ ROWS = [
     ("a draw that takes nothing", lambda: minimized(given=lambda: problem(), key=KEY), TypeError, "`draw(key)`"),
     ("a draw that returns nothing", lambda: minimized(given=lambda key: None, key=KEY), TypeError, "draw(key) returned None"),
     ("a draw of data that do not fit", lambda: minimized(given=lambda key: problem(batches=ft.FullBatch((X[:, :2], Y), 3)), key=KEY), TypeError, "step(state", "float32[6,2]"),
+    ("a draw of two", lambda: minimized(given=lambda key: (problem(), hparams()), key=KEY), TypeError, "draw(key) returned a tuple"),
+    ("a draw of a draw", lambda: minimized(given=lambda key: drawn, key=KEY), TypeError, "draw(key) returned a function"),
+    ("a draw by NumPy", lambda: minimized(given=lambda key: problem(batches=ft.FullBatch((np.random.normal(size=X.shape).astype("f4"), Y), 3)), key=KEY), TypeError, "random numbers from NumPy", "from the key"),
+    ("a draw by Python", lambda: minimized(given=lambda key: problem(batches=ft.FullBatch((np.float32(random.random()) * X, Y), 3)), key=KEY), UserWarning, "does not use its key"),
+    ("a draw by a generator", lambda: minimized(given=generated, key=KEY), TypeError, "random numbers from NumPy"),
+    ("a draw that does not use its key", lambda: minimized(given=lambda key: problem(), key=KEY), UserWarning, "does not use its key"),
+    ("a draw by a generator with the key's seed", lambda: minimized(given=lambda key: problem(init=np.random.default_rng(int(key))), key=KEY), Exception, "draw is compiled", "this happened in draw(key)"),
+    ("a draw of as many rows as it draws", lambda: minimized(given=lambda key: problem(validation=(X[: int(jax.random.randint(key, (), 1, 5))], Y)), key=KEY), Exception, "draw is compiled", "this happened in draw(key)"),
+    ("a draw whose objective holds what is drawn", lambda: minimized(given=lambda key: _scaled(jax.random.uniform(key)), key=KEY), TypeError, "closes over an array that is drawn"),
+    ("a draw that fails", lambda: minimized(given=lambda key: 1 / 0, key=KEY), ZeroDivisionError, "this happened in draw(key)"),
+    ("a draw of NaN", lambda: minimized(given=lambda key: problem(validation=(NAN * jax.random.normal(key, X.shape), Y)), key=KEY), ft.NonFiniteError, "The validation data hold NaN"),
     ("a start at NaN", lambda: minimized(hparams(lr=NAN)), ft.NonFiniteError, "hparams['lr'] itself is not finite", "step 0 of minimize"),
     ("a start at infinity", lambda: minimized(hparams(lr=INF)), ft.NonFiniteError, "hparams['lr'] itself"),
     ("a start at NaN inside a set", lambda: minimized(hparams(lr=NAN), constraints={"lr": ft.Box(0.0, 1.0)}), ft.NonFiniteError, "hparams['lr'] itself"),

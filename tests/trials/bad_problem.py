@@ -18,6 +18,7 @@ from .given import INF, KEY, NAN, data, holed, problem, single, solve
 X, Y = data()
 W = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
 BIG = 2**32
+NO_ARRAYS = {"a list": [1.0, 2.0], "None": None, "a dict": {"a": X}, "text": "a", "integers": Y.astype(int), "objects": np.array([None])}
 
 
 def trained(loss=penalised, optimizer=None, **changes):
@@ -155,6 +156,8 @@ ROWS = [
     ("a list as validation", lambda: problem(validation=[1.0, 2.0]), TypeError, "Python list", "validation"),
     ("text as validation", lambda: solve(validation="valid.csv"), Exception, "objective(state", "valid.csv"),
     ("validation of text", lambda: problem(validation=np.array(["a"])), TypeError, "no numbers", "validation"),
+    ("stacked batches without rows", lambda: problem(batches=(np.zeros((3, 0, 3), np.float32), np.zeros((3, 0), np.float32))), ValueError, "batches[0] is float32[3,0,3]", "holds no number"),
+    ("validation without rows", lambda: problem(validation=(X[:0], Y[:0])), ValueError, "validation[0] is float32[0,3]", "holds no number"),
     ("half a step", lambda: ft.FullBatch(X, 2.5), ValueError, "steps=2.5"),
     ("steps as text", lambda: ft.FullBatch(X, "3"), ValueError, "steps=3", "whole number"),
     ("a negative number of steps", lambda: ft.FullBatch(X, -1), ValueError, "steps=-1"),
@@ -238,4 +241,13 @@ ROWS = [
     ("shard on a number", lambda: ft.shard(problem(), 4), TypeError, "a mesh is"),
     ("parameters of a batch", lambda: ft.shard(X, ft.mesh(data=1), params=jax.P()), TypeError, "for a problem"),
     ("a single row for RealTime's loss", lambda: ft.Reverse()(ft.Problem(ft.Training(single, optax.sgd(0.1)), squared_error, {}, ft.FullBatch(X, 2)), {"lr": 0.1}), ValueError, "nothing to train"),
+    # Dropout
+    *((f"dropout of {name}", lambda x=x: ft.dropout(x, 0.1, key=KEY), TypeError, "dropout: x must be floating-point") for name, x in NO_ARRAYS.items()),
+    ("dropout of an empty array", lambda: ft.dropout(X[:0], 0.1, key=KEY), ValueError, "dropout: x is float32[0,3]", "holds no number"),
+    *((f"dropout at a rate of {rate!r}", lambda rate=rate: ft.dropout(X, rate, key=KEY), ValueError, "dropout: the rate must lie in [0, 1)") for rate in (None, {"a": 0.1}, "a", 1.0, -0.1, NAN, 0.1j, True)),
+    ("dropout at no rates", lambda: ft.dropout(X, np.zeros(0), key=KEY), ValueError, "dropout: the rate is float64[0]"),
+    ("dropout at rates of another shape", lambda: ft.dropout(X, np.zeros(5), key=KEY), ValueError, "dropout: the rate is float64[5]", "(6, 3)"),
+    ("dropout at traced rates of another shape", lambda: jax.jit(lambda r: ft.dropout(X, r, key=KEY))(np.zeros(5)), ValueError, "dropout: the rate is float32[5]"),
+    ("dropout without a key", lambda: ft.dropout(X, 0.1, key=None), TypeError, "the key of dropout"),
+    ("dropout by a seed", lambda: ft.dropout(X, 0.1, key=0), TypeError, "the key of dropout"),
 ]

@@ -200,4 +200,7 @@ ROWS = [
     ("the bias without a log", lambda: bias(log={}), TypeError, "log", "'hparams'"),
     ("the bias with None for a log", lambda: bias(log=None), TypeError, "log"),
     ("the bias by text", lambda: bias(engine="forward"), TypeError, "engine must be an engine"),
+    ("validation without rows", lambda: updated(validation=np.zeros(0, np.float32)), ValueError, "validation is float32[0]", "holds no number"),
+    ("tuned, a batch without rows", lambda: tuned_step(np.zeros(0, np.float32)), ValueError, "holds no number"),
+    ("tuned, validation without rows", lambda: tuned_step(validation=np.zeros(0, np.float32)), ValueError, "validation is float32[0]", "holds no number"),
 ]

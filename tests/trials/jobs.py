@@ -186,15 +186,19 @@ def real_time(folder, trap, steps=3, keep=1):
 def callbacks(folder, trap, keep):
     import foretune as ft
 
+    files = [ft.Checkpoint(f"{folder}/state", keep=keep), ft.History(f"{folder}/metrics.jsonl")]
+    return [watch(trap, "first"), *files, watch(trap, "last")]
+
+
+def watch(trap, name):
+    """Return a callback that is an event of an evaluation."""
+    import foretune as ft
+
     class Watch(ft.Callback):
-        def __init__(self, name):
-            self.name = name
-
         def step(self, run):
-            trap.event("evaluation", (self.name,))
+            trap.event("evaluation", (name,))
 
-    checkpoint = ft.Checkpoint(f"{folder}/state", keep=keep)
-    return [Watch("first"), checkpoint, ft.History(f"{folder}/metrics.jsonl"), Watch("last")]
+    return Watch()
 
 
 def scored(trap):
@@ -237,7 +241,102 @@ def write_tables(folder):
         (data / f"{name}.csv").write_text("\n".join(["a,b,label", *rows]) + "\n")
 
 
-JOBS = {"minimize": minimize, "real_time": real_time, "clean": clean}
+def explain(folder, trap):
+    """`foretune attribute` into a run's folder."""
+    from foretune import cli
+
+    table, queries = f"{folder}-data/train.csv", f"{folder}-data/checked.csv"
+    options = ["--steps", "5", "--most", "2", "--out", str(folder)]
+    cli.app(["attribute", table, queries, *options])
+
+
+def attribute(folder, trap):
+    """Chunks of queries, each a file."""
+    import foretune as ft
+
+    from ..problems import regression
+
+    problem, hparams = regression(steps=4)
+    x, y = problem.validation
+    found = ft.attribute(
+        problem, hparams, (x[:6], y[:6]), chunk=2, folder=f"{folder}/chunks",
+        callbacks=[watch(trap, "chunk")],
+    )  # fmt: skip
+    return found.scores, found.errors
+
+
+def disk(folder, trap):
+    """States of reverse mode, and its adjoint."""
+    import foretune as ft
+
+    from ..problems import regression
+
+    problem, hparams = regression(steps=9)
+    return tuple(ft.ReverseOnDisk(folder, segment=3)(problem, hparams))
+
+
+def history(folder, trap):
+    """A file of records, without a checkpoint."""
+    import foretune as ft
+
+    return plainly(callbacks=[ft.History(f"{folder}/metrics.jsonl"), watch(trap, "record")])
+
+
+def board(folder, trap):
+    """Files for TensorBoard."""
+    import foretune as ft
+
+    return plainly(callbacks=[ft.TensorBoard(folder), watch(trap, "record")])
+
+
+def programs(folder, trap):
+    """Compiled programs that JAX keeps."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return plainly()
+
+
+def plainly(**options):
+    """Minimize without files of its own."""
+    import optax
+
+    import foretune as ft
+
+    from ..problems import regression
+
+    problem, hparams = regression(steps=4)
+    return ft.minimize(problem, hparams, steps=3, optimizer=optax.adam(0.01), **options)
+
+
+def experiment(folder, trap):
+    """The folder of an experiment, with a file for each of its stages."""
+    import numpy as np
+
+    from experiments.multitask.experiment import Runner, Settings
+    from experiments.runs import Phases, RunFolder
+
+    with contextlib.closing(RunFolder(folder, kind="multitask", title="", settings={})) as run:
+        runner, phases, found = Runner(run, "iris", None, Settings()), Phases(3), []
+        for stage in range(3):
+            numbers = {"accuracy": np.linspace(0, stage, 5), "C": np.eye(3)}
+            stored = runner.once(
+                f"method {stage}", "folds", lambda numbers=numbers: numbers, phases
+            )
+            found += [stored["accuracy"], stored["C"]]
+            trap.event("evaluation", (f"stage {stage}",))
+        run.write("result.json", {"headline": "done"})
+        run.page()
+    return tuple(found)
+
+
+JOBS = {
+    job.__name__: job
+    for job in (
+        *(minimize, real_time, clean, explain, attribute),
+        *(disk, history, board, programs, experiment),
+    )
+}
 
 
 def answer_of(result):
@@ -246,6 +345,8 @@ def answer_of(result):
 
     from foretune._files.digests import as_numbers
 
+    if type(result) is tuple:  # of arrays
+        return {"arrays": [leaf.tobytes().hex() for leaf in as_numbers(jax.device_get(result))]}
     leaves = as_numbers(jax.device_get((result.hparams, result.state, result.best)))
     arrays = [leaf.tobytes().hex() for leaf in leaves]
     return {"arrays": arrays, "value": float(result.value), "history": result.history}
@@ -262,7 +363,7 @@ def run_here(job, folder, trap):
         words = "\n".join([str(error), *getattr(error, "__notes__", [])])
         kind = [base.__name__ for base in type(error).__mro__]
         return {"error": kind, "message": words, "trace": traceback.format_exc()}
-    return {"result": answer_of(result), "stopped": result.stopped}
+    return {"result": answer_of(result), "stopped": getattr(result, "stopped", None)}
 
 
 def fork(job, folder, kind="write", number=0, action="SIGKILL", largest=None, **environment):
@@ -350,6 +451,8 @@ def serve():
     import pandas
     from jax._src import xla_bridge
 
+    import experiments.multitask.experiment  # noqa: F401
+    import foretune.apps._explain
     import foretune.apps._files
     import foretune.cli  # noqa: F401
 

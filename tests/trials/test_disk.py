@@ -1,8 +1,6 @@
-"""Two processes on one folder, signals, disks that are full or fail: nothing is lost, all is said."""
+"""Signals, disks that are full or fail: nothing is lost, all is said."""
 
-import os
 import shutil
-import time
 
 import pytest
 
@@ -41,34 +39,6 @@ def fault_of(end, folder):
 def assert_all_is_well(wrong, count, what):
     print(f"{count} {what}, {len(wrong)} wrong")
     assert not wrong, "\n".join(f"{at}: {fault}" for at, fault in wrong.items())
-
-
-def opened_by(process, pipe):
-    """Open a pipe to write, once a process waits for it."""
-    for _ in range(6000):
-        try:
-            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # nobody reads yet
-            os.kill(process, 0)
-            time.sleep(0.02)
-    raise TimeoutError(pipe)
-
-
-@pytest.mark.parametrize("job", JOBS)
-def test_two_processes_on_one_folder(server, enough, tmp_path, job):
-    enough(job == "minimize")
-    folder, expected, _ = whole_run(server, tmp_path, job)
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    first = server.start(job, folder, kind="evaluation", number=3, action=str(pipe))
-    file = opened_by(first, pipe)
-    second = server.run(job, folder)
-    os.close(file)
-    said = second.get("message", second["said"])
-    assert f"is in use by another run (process {first})" in said, second
-    assert fault_of(second, folder) is None
-    assert outcome(server.wait(first), folder)[1:] == expected[1:]
-    assert outcome(server.finish(job, folder), folder) == expected
 
 
 @pytest.mark.parametrize(

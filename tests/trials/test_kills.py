@@ -9,11 +9,16 @@ from .jobs import write_tables
 # How many of the moments are tried: in a sample, and in all (None: each). At each two processes are
 # killed: the run, and the one that resumes it.
 MOMENTS = {
-    ("minimize", "write"): (2, None),
-    ("minimize", "evaluation"): (1, None),
-    ("real_time", "write"): (2, 30),
-    ("real_time", "evaluation"): (1, 8),
-    ("clean", "write"): (1, 10),
+    ("minimize", "write"): (1, 40),
+    ("minimize", "evaluation"): (1, 10),
+    ("real_time", "write"): (1, 30),
+    ("real_time", "evaluation"): (0, 8),
+    ("attribute", "write"): (1, 20),
+    ("attribute", "evaluation"): (0, None),
+    ("disk", "write"): (1, 30),
+    ("experiment", "write"): (0, 12),
+    ("clean", "write"): (0, 10),
+    ("explain", "write"): (1, 10),
 }
 AS_IT_MAY = ("config.json", "report.html")  # they name the date and the folder
 
@@ -23,7 +28,7 @@ def files_of(folder):
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."]
     left = {str(path.relative_to(folder)): path for path in paths}
     return {
-        name: path.read_text()
+        name: path.read_bytes()
         for name, path in left.items()
         if not name.startswith(("state/", "checkpoints/")) and name not in AS_IT_MAY
     }

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 
 from .._engines.base import AbstractEngine, Hypergradient
 from .._engines.memory import parse_bytes
-from .._engines.nonfinite import NonFiniteError, explain, when_checked
+from .._engines.nonfinite import NonFiniteError, explain, first_nonfinite, when_checked
 from .._engines.reverse import Reverse
 from .._files.digests import digest
 from .._outer.callbacks import Callback
@@ -98,7 +98,7 @@ def attribute(
     reverse = _as_reverse(engine)
     if chunk is not None:
         check_count(chunk, f"attribute(chunk={chunk!r:.60})")
-    if not 0 < share <= 1:
+    if not isinstance(share, int | float | np.floating) or not 0 < share <= 1:
         raise ValueError(f"attribute(share={share!r:.60}): give a share above 0, up to 1.")
     if mesh is not None:
         check_mesh(mesh, "attribute(mesh=...)", "queries")
@@ -121,7 +121,7 @@ def attribute(
             for rows, errors, scores in swept:
                 found.errors[rows], found.scores[rows] = errors, scores
                 if when_checked() is not False:
-                    _check_finite(wanted, point, asked, rows, found)
+                    _check_finite(wanted, point, hparams, asked, rows, found)
                 chunks.write(rows, scores, errors)
                 step = run.step + len(rows)
                 run.count(step, {"step": step, "error": float(errors.mean())})
@@ -169,12 +169,19 @@ def _fingerprint(problem: Problem, weights: PyTree, queries: Queries) -> dict[st
 
 
 def _check_finite(
-    problem: Problem, weights: PyTree, queries: Queries, rows: np.ndarray, found: Attribution
+    problem: Problem,
+    weights: PyTree,
+    hparams: PyTree,
+    queries: Queries,
+    rows: np.ndarray,
+    found: Attribution,
 ) -> None:
     """Raise where an error or a score is not finite, and say since which step."""
     finite = np.isfinite(found.scores[rows]).all(1) & np.isfinite(found.errors[rows])
     if finite.all():
         return
+    if fault := first_nonfinite(jax.device_get(hparams), "hparams"):
+        raise NonFiniteError(f"{fault[0]} itself is not finite.")
     k = int(rows[np.argmin(finite)])
     problem = problem.replace(objective=queries.chosen(np.array([k])).mean)
     grad = jax.tree.map(lambda leaf: jnp.asarray(found.scores[k], leaf.dtype), weights)

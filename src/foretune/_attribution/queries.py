@@ -14,6 +14,7 @@ from .._problem.checks import (
     check_data,
     check_leading_axis,
     check_objective,
+    describe,
     describe_tree,
 )
 from .._problem.definition import Objective
@@ -71,6 +72,11 @@ def as_queries(problem: Problem, queries: PyTree) -> Queries:
             "of a query? Give the objectives as queries, `queries=[f, ...]`."
         )
     check_data(queries, "queries")
+    if not jax.tree.leaves(queries):
+        raise ValueError(
+            f"queries is {describe(queries)} and holds no example: give validation examples with a "
+            "leading axis, or a list of objectives."
+        )
     queries = as_arrays(queries, "queries")
     if check_leading_axis(queries, "queries", "the queries") == 0:
         raise ValueError("queries holds no example: its leading axis has the length 0.")

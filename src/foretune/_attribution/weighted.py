@@ -134,6 +134,10 @@ def weighted_problem(
 ) -> tuple[Problem, dict[str, Float[Array, " n"]], Queries]:
     """Return problem and queries as functions of the weights alone, and the weights."""
     own = isinstance(hparams, dict) and name in hparams
+    if not jax.tree.leaves(hparams) and hparams != {}:
+        raise TypeError(
+            f"hparams is {describe(hparams)} and holds no number: give `{{}}` where there are none."
+        )
     hparams = check_hparams(hparams) if jax.tree.leaves(hparams) else hparams
     begin = problem.init if problem.starts_from_function else None
     batches = problem.batches

@@ -232,6 +232,11 @@ def _about_fresh_runs(report: Trust) -> Iterator[Advice]:
         return
     step = max(abs(s.measured) for s in report.slopes if s.scale == report.scale)
     mean, deviation = np.mean(report.fresh), np.std(report.fresh, ddof=1)
+    lost = int(np.sum(~np.isfinite(report.fresh)))
+    if lost:
+        yield Advice(
+            "draws", f"the error of {lost} of {len(report.fresh)} other runs is not finite"
+        )
     remedy = "tune with draws, `minimize(draw, hparams, key=...)`, or `Mean.of_draws(draw, n)`"
     if report.value < mean - max(3 * deviation, step):
         why = f"the error of this run is {report.value:.4g}, of others {mean:.4g}: the "

@@ -37,7 +37,7 @@ from .._problem.problem import Problem, ProblemLike
 from .._problem.system import System
 from .._problem.warn import warn
 from .base import Hypergradient, Solution, TracedEngine
-from .nonfinite import NonFiniteError, when_checked
+from .nonfinite import NonFiniteError, is_finite, when_checked
 from .reverse import Reverse
 
 
@@ -92,6 +92,7 @@ class Sampling(NamedTuple):
     standard_error: PyTree[Float[Array, "..."]]
     stuck: Bool[Array, " m"]  # hyperparameters that their constraints do not let move
     diverged: Int[Array, ""]  # pairs in which a training is not finite
+    middle: Bool[Array, ""]  # whether the training between them is
 
 
 def _seed(key: Any) -> tuple[int, int]:
@@ -165,18 +166,21 @@ class Neighbourhood(TracedEngine):
         _, unravel = ravel_pytree(hparams)
         s_T = system.run(hparams)
         rows, error = jax.vmap(unravel)(mean), system.gradient(jax.vmap(unravel)(error))
-        report = Sampling(error, jnp.all(d == 0, 0), jnp.sum(~used))
-        return Solution(system.errors(s_T, hparams), rows, s_T, report)
+        errors = system.errors(s_T, hparams)
+        report = Sampling(error, jnp.all(d == 0, 0), jnp.sum(~used), is_finite(errors))
+        return Solution(errors, rows, s_T, report)
 
     def review(self, report: Sampling) -> None:
         """Warn of trainings that diverged, raise where a constraint leaves no room."""
-        name, stuck, diverged = type(self).__name__, *jax.device_get(report[1:])
+        name, stuck, diverged, middle = type(self).__name__, *jax.device_get(report[1:])
         if stuck.any():
             raise ValueError(
                 f"{name}(radius={self.radius:g}): {int(stuck.sum())} of {stuck.size} hyperparameters "
                 "cannot be moved inside their constraints, or not by so little in their type. Give "
                 "constraints that leave room, or a larger radius."
             )
+        if not middle:  # the radius is not to blame
+            return
         if diverged and (diverged < self.samples or when_checked() is not False):
             message = (
                 f"{name}(radius={self.radius:g}): in {int(diverged)} of {self.samples} pairs of points "

@@ -114,21 +114,24 @@ def set_aside(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: str | Path, *, reentrant: bool = False) -> Iterator[None]:
-    """Keep all others out of a folder, or raise `RunError` where another has it.
+def locked(
+    folder: str | Path, *, file: str | None = None, reentrant: bool = False
+) -> Iterator[None]:
+    """Keep all others out of a folder, or of one file in it; raise `RunError` where another has it.
 
     The lock is the kernel's, on the file `.lock`: it is gone when its owner is. With `reentrant` this
     process may lock it several times.
     """
     from filelock import FileLock, Timeout
 
-    path = Path(folder).resolve() / ".lock"
+    path = Path(folder).resolve() / (".lock" if file is None else f".{file}.lock")
     lock = FileLock(path, blocking=False, thread_local=False, is_singleton=reentrant)
     try:
         lock.acquire()
     except Timeout:
+        what, kind = (folder, "folder") if file is None else (Path(folder, file), "path")
         raise RunError(
-            f"{folder} is in use by another run (process {_owner(path)}): wait, or give another folder."
+            f"{what} is in use by another run (process {_owner(path)}): wait, or give another {kind}."
         ) from None
     with contextlib.suppress(OSError):  # on a full disk it holds, but cannot say whose it is
         path.write_text(f"{os.getpid()}\n")

@@ -1,13 +1,15 @@
 """Callbacks: what happens beside a run. Progress, history, TensorBoard."""
 
+import contextlib
 import json
+import secrets
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from .._files.files import append, as_path, make_folder, write_whole
+from .._files.files import append, as_path, locked, make_folder, write_whole
 from .._files.records import Record
 from .run import Run
 
@@ -94,10 +96,17 @@ class History(Callback):
 
     def __init__(self, path: str | Path):
         self.path = as_path(path, "History")
+        self._lock = contextlib.ExitStack()
 
     def start(self, run: Run) -> None:
-        """Begin the file, or put a resumed run's own to where it resumes."""
+        """Begin the file, which no other run may have, or put a resumed run's to where it resumes."""
         make_folder(self.path.parent)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(locked(self.path.parent, file=self.path.name))
+            self._begin(run)
+            self._lock = stack.pop_all()
+
+    def _begin(self, run: Run) -> None:
         text = self.path.read_text("utf-8", "replace") if self.path.exists() else ""
         lines = text.splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
@@ -121,6 +130,10 @@ class History(Callback):
     def step(self, run: Run) -> None:
         """Append the new record."""
         append(self.path, _line(run.record).encode())
+
+    def end(self, run: Run) -> None:
+        """Let other runs have the file."""
+        self._lock.close()
 
 
 def _line(record: Record) -> str:
@@ -158,7 +171,11 @@ class TensorBoard(Callback):
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
         make_folder(self.directory)
-        self._writer = SummaryWriter(str(self.directory), purge_step=run.step or None)
+        # without a name of its own, the file of another run that begins in this second is overwritten
+        suffix = f".{secrets.token_hex(4)}"
+        self._writer = SummaryWriter(
+            str(self.directory), purge_step=run.step or None, filename_suffix=suffix
+        )
 
     def step(self, run: Run) -> None:
         """Write the scalars."""

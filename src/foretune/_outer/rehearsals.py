@@ -1,6 +1,7 @@
 """The trials of a rehearsed training, as the steps of a run."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -159,8 +160,10 @@ class Rehearsals(Stepper):
         """Return the problem of a trial: one draw for each length."""
         performs = trial.kind == PERFORMANCE
         key = self.key if performs else jax.random.fold_in(self.key, trial.steps)
-        draws = trial.count if trial.kind == DESCENT else 1
-        return cast(Drawn, as_problem(self._draw(trial.steps, draws, not performs), key))
+        draw = self._draw(trial.steps, trial.count if trial.kind == DESCENT else 1, not performs)
+        with warnings.catch_warnings():  # a training in which nothing is random will do
+            warnings.filterwarnings("ignore", r"draw\(key\) does not use its key")
+            return cast(Drawn, as_problem(draw, key))
 
     def _made(self, steps: int, draws: int, cut: bool) -> Draw:
         make, share = self.make, steps / self.steps

@@ -2,7 +2,8 @@
 
 `equinox.filter_jit` makes the same split. Here it is made once per call and shared by the checks and
 the program, because overhead counts. JAX keeps every program that it has compiled for as long as the
-process runs, some megabytes each; `Compiled` and `filtered` keep those that were used last.
+process runs, some megabytes each; `Compiled` and `filtered` keep those that were used last, a number
+for the whole library.
 """
 
 import functools
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-PROGRAMS = 32  # kept of each function
+PROGRAMS = 64  # kept in all; an attribution makes five
 
 
 class Structure(NamedTuple):
@@ -93,19 +94,23 @@ class Compiled:
     """As `jax.jit(function, static_argnums=range(static), **options)`, with few programs kept."""
 
     def __init__(self, function: Callable[..., PyTree], static: int, **options: Any):
-        self._static = static
-
-        @functools.lru_cache(maxsize=PROGRAMS)
-        def program(*constants: object) -> Any:
-            return jax.jit(functools.partial(function, *constants), **options)
-
-        self._program = program
+        self._function, self._static, self._options = function, static, tuple(options.items())
 
     def __call__(self, *arguments: PyTree) -> Any:
-        return self._program(*arguments[: self._static])(*arguments[self._static :])
+        return self._program(arguments)(*arguments[self._static :])
 
     def lower(self, *arguments: PyTree) -> jax.stages.Lowered:
-        return self._program(*arguments[: self._static]).lower(*arguments[self._static :])
+        return self._program(arguments).lower(*arguments[self._static :])
+
+    def _program(self, arguments: tuple[PyTree, ...]) -> Any:
+        return _program(self._function, self._options, *arguments[: self._static])
+
+
+@functools.lru_cache(maxsize=PROGRAMS)
+def _program(
+    function: Callable[..., PyTree], options: tuple[tuple[str, Any], ...], *constants: object
+) -> Any:
+    return jax.jit(functools.partial(function, *constants), **dict(options))
 
 
 def filtered(function: Callable[..., Any]) -> Callable[..., Any]:

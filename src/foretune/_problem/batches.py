@@ -19,6 +19,7 @@ from .checks import (
     check_key,
     check_leading_axis,
     check_signature,
+    check_some_number,
     describe,
 )
 from .warn import warn
@@ -210,6 +211,7 @@ class Stacked(Batches):
         self.xs = as_arrays(xs, "batches")
         steps = check_leading_axis(self.xs, "batches", "T, one entry per step")
         check_count(steps, f"the leading axis of the batches, T = {steps}")
+        check_some_number(self.xs, "batches")
 
     @property
     def steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -7,7 +7,10 @@ a function from the key to the problem's arrays, and becomes a part of the progr
 key compiles nothing, and the arrays that it closes over are inputs of the program, on the device once.
 """
 
+import contextlib
 import functools
+import inspect
+import pickle
 from collections.abc import Callable
 
 import equinox as eqx
@@ -23,6 +26,7 @@ from .checks import check_key, check_signature, describe
 from .definition import Definition
 from .equality import closed_over
 from .validation import noting
+from .warn import warn
 
 REMEMBERED = 8  # draws, with the arrays that they close over
 Draw = Callable[[Array], Definition]
@@ -79,6 +83,7 @@ def _traced(
     `precision`, the type of Python's floats, is a key of the cache: the program depends on it.
     """
     found: list[Structure] = []
+    before = _random_states(draw)
 
     def arrays_of(key):
         with noting("draw(key)", key=key):
@@ -96,9 +101,29 @@ def _traced(
             "is drawn, and a draw is traced once. Pass what is drawn through `batches`, `validation` "
             "or `init`, which may be arrays of any structure."
         )
+    if _random_states(draw) != before:
+        raise TypeError(
+            "draw(key) takes random numbers from NumPy, but it is traced once: they would be "
+            "the same in every draw. Take them from the key, `jax.random.normal(key, shape)` say."
+        )
+    (variable,) = closed.jaxpr.invars
+    used = [*closed.jaxpr.outvars, *(v for e in closed.jaxpr.eqns for v in e.invars)]
+    if not any(v is variable for v in used):
+        warn("draw(key) does not use its key: every draw is the same problem.")
     with jax.ensure_compile_time_eval():  # inside `jit` too: what is remembered is of no trace
         constants = [c if isinstance(c, Tracer) else jnp.asarray(c) for c in closed.consts]
     return closed.replace(consts=constants), found[0]
+
+
+def _random_states(draw: object) -> list[bytes]:
+    """Return the states of NumPy's generators that a draw may use besides its key."""
+    states: list[object] = [np.random.get_state()]  # noqa: NPY002
+    with contextlib.suppress(TypeError):  # no function in Python
+        seen = inspect.getclosurevars(draw)  # pyright: ignore[reportArgumentType]
+        named = [*seen.nonlocals.values(), *seen.globals.values()]
+        kinds = np.random.Generator | np.random.RandomState
+        states += [value for value in named if isinstance(value, kinds)]
+    return [pickle.dumps(state) for state in states]
 
 
 def _tracers(leaf: object, seen: frozenset[int] = frozenset()) -> set[int]:

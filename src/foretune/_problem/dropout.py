@@ -53,10 +53,9 @@ def dropout(x: Any, rate: Any, *, key: Any, inference: object = False) -> Float[
     >>> bool(grad["rate"] > 0)  # nothing to regularise here
     True
     """
-    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        raise TypeError(f"dropout: x must be floating-point, got {describe(x)}.")
+    _check_disturbed(x)
     check_flag(inference, "dropout: inference")
-    _check_rate(rate)
+    _check_rate(rate, np.shape(x))
     if inference:
         return x
     check_key(key, "the key of dropout")
@@ -66,12 +65,30 @@ def dropout(x: Any, rate: Any, *, key: Any, inference: object = False) -> Float[
     return x * (1 + sigma * jax.random.normal(key, x.shape, x.dtype))
 
 
-def _check_rate(rate: object) -> None:
-    """Raise for a rate that is known, and not in [0, 1)."""
+def _check_disturbed(x: object) -> None:
+    number = isinstance(x, float | np.ndarray | np.generic | jax.Array)
+    if not number or not jnp.issubdtype(getattr(x, "dtype", float), jnp.floating):
+        raise TypeError(f"dropout: x must be floating-point, got {describe(x)}: give an array.")
+    if not np.size(x):
+        raise ValueError(f"dropout: x is {describe(x)}: it holds no number.")
+
+
+def _check_rate(rate: Any, shape: tuple[int, ...]) -> None:
+    """Raise for a rate of another shape, and for one that is known and not in [0, 1)."""
+    numbers = rate if isinstance(rate, Tracer) else np.asarray(rate)
+    try:
+        fits = np.broadcast_shapes(numbers.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"dropout: the rate is {describe(numbers)}: give one number, or an array that broadcasts "
+            f"to the shape of x, {shape}."
+        )
     if isinstance(rate, Tracer):
         return
-    numbers = np.asarray(rate)
-    if not np.issubdtype(numbers.dtype, np.number) or not np.all((numbers >= 0) & (numbers < 1)):
+    real = np.issubdtype(numbers.dtype, np.floating) or np.issubdtype(numbers.dtype, np.integer)
+    if not real or not np.all((numbers >= 0) & (numbers < 1)):
         raise ValueError(
             f"dropout: the rate must lie in [0, 1), got {rate!r:.60}. Where it is tuned, constrain it "
             "by `foretune.Box(0.0, 0.9)`."

@@ -7,9 +7,9 @@ from typing import cast
 import jax
 from jaxtyping import Array, Float, PyTree
 
-from .arguments import Compiled, Output, Structure, flatten, unflatten
+from .arguments import PROGRAMS, Compiled, Output, Structure, flatten, unflatten
 from .batches import Batches, Stacked, warn_of_rows
-from .checks import as_arrays, check_data, check_hparams, check_objective, check_signature
+from .checks import as_arrays, as_data, check_hparams, check_objective, check_signature
 from .definition import Definition
 from .draws import Draw, Drawn
 from .dynamics import check_dynamics
@@ -63,8 +63,7 @@ class Problem(Definition):
         if self.starts_from_function:
             check_signature(init, "init(hparams)")
         self.batches = batches if isinstance(batches, Batches) else Stacked(batches)
-        check_data(validation, "validation")
-        self.validation = as_arrays(validation, "validation")
+        self.validation = as_data(validation, "validation")
         warn_of_rows(self.batches, self.validation)
         self.trajectory = trajectory
 
@@ -122,7 +121,7 @@ def _checked(
     return arrays, structure, check_shapes(structure, shapes, smooth)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=PROGRAMS)
 def _drawn_shapes(structure: Structure, shapes: tuple) -> tuple[Structure, tuple]:
     """Return the structure and the shapes of a drawn problem."""
     found = []

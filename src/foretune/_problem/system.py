@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal, Var
 from jaxtyping import Array, Float, PyTree
 
-from .arguments import Structure, flatten, unflatten
+from .arguments import PROGRAMS, Structure, flatten, unflatten
 from .definition import Definition, Objective
 
 
@@ -162,7 +162,7 @@ def _constants(problem: Definition, hparams: PyTree) -> dict[int, Array]:
     return {i: arrays[k] for i, k in _unchanged(structure, shapes).items()}
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=PROGRAMS)
 def _unchanged(structure: Structure, shapes: tuple[tuple, ...]) -> dict[int, int]:
     """Return, by number of the state's leaf, the number of the array that it is from start to end."""
     arrays = [jax.ShapeDtypeStruct(s, d, weak_type=weak) for s, d, weak in shapes]

@@ -15,7 +15,7 @@ import optax
 from jax.interpreters import partial_eval
 from jaxtyping import PyTree
 
-from .arguments import Structure, unflatten
+from .arguments import PROGRAMS, Structure, unflatten
 from .checks import describe, describe_tree, named_leaves
 from .choices import cut_hparams
 from .definition import Definition
@@ -35,7 +35,7 @@ TRACED = (
 )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=PROGRAMS)
 def check_shapes(
     structure: Structure, shapes: tuple[tuple, ...], smooth: bool = True
 ) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def check_shapes(
     return _check_dependence(problem, hparams, smooth)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=PROGRAMS)
 def warn_of_choices(structure: Structure, paths: tuple[str, ...]) -> None:
     """Warn, once for each problem, of hyperparameters with a gradient that is not all of it."""
     warn(

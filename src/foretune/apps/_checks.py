@@ -61,6 +61,11 @@ def listed(names: Sequence[object] | np.ndarray) -> str:
     return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
+def check_seed(seed: object) -> None:
+    if not isinstance(seed, int | np.integer) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ValueError(f"random_state={seed!r:.60}: give a whole number from 0 to 2**32 - 1.")
+
+
 def by_name(given: object, what: str) -> dict[str, object]:
     """Return one matrix, or a dict or list of matrices, by their names in errors."""
     if isinstance(given, Mapping):
@@ -105,9 +110,14 @@ def probabilities(
     """Return out-of-fold probabilities (rows, classes) in the order of the classes, or raise."""
     array = _in_order(name, array, classes)
     try:
-        p = np.asarray(array, np.float64)
+        given = np.asarray(array)
+        if np.iscomplexobj(given):
+            raise TypeError
+        p = given.astype(np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be numbers, an array of shape (rows, classes).") from None
+        raise ValueError(
+            f"{name} must be numbers, a real array of shape (rows, classes)."
+        ) from None
     n, K = len(observed), len(classes)
     if p.shape != (n, K):
         raise ValueError(

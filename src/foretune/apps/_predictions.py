@@ -4,7 +4,7 @@ import numpy as np
 
 from .._outer.callbacks import Progress
 from . import _checks
-from ._checks import by_name, listed, plain_labels, positions, verified_rows
+from ._checks import by_name, check_seed, listed, plain_labels, positions, verified_rows
 from ._found import FoundLabels
 from ._label_model import judge
 
@@ -65,10 +65,13 @@ def clean_labels(
     >>> int(found.suspects_[:30].sum()), int(found.suspects_.sum())
     (30, 30)
     """
+    check_seed(random_state)
     y = plain_labels(labels, "labels")
     if y.ndim != 1 or not len(y):
         raise ValueError(f"labels have shape {y.shape}: give one label for each row.")
     names = np.unique(y) if classes is None else plain_labels(classes, "classes")
+    if len(np.unique(names)) < len(names):
+        raise ValueError(f"classes names a class twice: {listed(names)}. Give each column its own.")
     if len(names) < 2:
         raise ValueError(f"labels has only one class, {listed(names)}: nothing to confuse it with.")
     observed = positions(y, names, "labels", "classes")
