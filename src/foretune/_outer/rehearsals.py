@@ -56,7 +56,7 @@ class Trial(NamedTuple):
 
     kind: str
     steps: int
-    count: int
+    number: int
     cost: float
 
 
@@ -160,7 +160,7 @@ class Rehearsals(Stepper):
         """Return the problem of a trial: one draw for each length."""
         performs = trial.kind == PERFORMANCE
         key = self.key if performs else jax.random.fold_in(self.key, trial.steps)
-        draw = self._draw(trial.steps, trial.count if trial.kind == DESCENT else 1, not performs)
+        draw = self._draw(trial.steps, trial.number if trial.kind == DESCENT else 1, not performs)
         with warnings.catch_warnings():  # a training in which nothing is random will do
             warnings.filterwarnings("ignore", r"draw\(key\) does not use its key")
             return cast(Drawn, as_problem(draw, key))
@@ -186,7 +186,7 @@ class Rehearsals(Stepper):
         trial, decades = self.trials[step - 1], DECADES[step - 1]
         problem = self._problem(trial)
         key = jax.random.fold_in(problem.key, step)
-        tried = candidates(self.constraints, carry.hparams, trial.count, decades, key)
+        tried = candidates(self.constraints, carry.hparams, trial.number, decades, key)
         values = _values(problem, tried)
         best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
         found = jax.tree.map(lambda leaf: leaf[best], tried)
@@ -208,7 +208,7 @@ class Rehearsals(Stepper):
             row, v = self.lengths.index(trial.steps), moves.to(carry.hparams)
             ends = jax.tree.map(lambda rows, v: rows.at[row].set(v), carry.ends, v)
             carry = carry._replace(ends=ends)
-        return sum(jax.tree.leaves(value)), grad, carry
+        return _total(value), grad, carry
 
     def _compare(self, carry: Carry, trial: Trial) -> tuple[Array, Carry]:
         """Take the better of the start and of what was found."""
@@ -224,7 +224,8 @@ class Rehearsals(Stepper):
 
     def _why(self, hparams: PyTree, value: PyTree) -> str:
         drawn = self._problem(self.trials[-1])
-        problem, hparams = opened(*validated(drawn, hparams)[::-1])
+        arrays, structure = validated(drawn, hparams)
+        problem, hparams = opened(structure, arrays)
         why = explain(problem, hparams, (value, jax.tree.map(jnp.zeros_like, hparams), None))
         return f"{why}\nThis was a performance, with {shown(hparams)}."
 
@@ -287,7 +288,7 @@ def _next(
     moves: Moves, carry: Carry, value: PyTree, grad: PyTree, size: float, same: Bool[Array, ""]
 ) -> Carry:
     """Return the carry after a descent, which is accepted or rejected."""
-    v, error = moves.to(carry.hparams), sum(jax.tree.leaves(value)).astype(float)
+    v, error = moves.to(carry.hparams), _total(value)
     most = carry.lowest + RISE * jnp.abs(carry.lowest)  # NaN, where all candidates diverged
     accepts = is_finite((value, grad)) & ~(error > most)
     secant = carry.secant._replace(known=carry.secant.known & same)
@@ -333,11 +334,9 @@ def _values(drawn: Drawn, tried: PyTree) -> Float[Array, " candidates"]:
 
     def error(hparams):
         system = make_system(problem, hparams)
-        return jnp.sum(
-            jnp.stack(jax.tree.leaves(system.value(system.errors(system.run(hparams), hparams))))
-        )
+        return _total(system.value(system.errors(system.run(hparams), hparams)))
 
-    return lax.map(error, tried).astype(float)
+    return lax.map(error, tried)
 
 
 @filtered
@@ -345,6 +344,11 @@ def _performed(drawn: Drawn, hparams: PyTree) -> tuple[PyTree, PyTree]:
     system = make_system(drawn.problem(), hparams)
     state = system.run(hparams)
     return system.value(system.errors(state, hparams)), system.restore(state)
+
+
+def _total(value: PyTree) -> Float[Array, ""]:
+    """Return the error, or the sum of several."""
+    return jnp.sum(jnp.stack([leaf.astype(float) for leaf in jax.tree.leaves(value)]))
 
 
 def _failed(value: PyTree, carry: Carry) -> bool:

@@ -126,7 +126,7 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         )
         folds = _ensemble.Folds(
             *(inputs.rows, inputs.labels, fold, inputs.weight),
-            *(seed, self.progress, len(self.classes_)),
+            *(seed, bool(self.progress), len(self.classes_)),
         )
         folds.check(self.classes_)
         judgement, members, self._final = _ensemble.judged_by(self._own, inputs, folds)
