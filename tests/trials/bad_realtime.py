@@ -115,7 +115,7 @@ ROWS = [
     ("a window of text itself", lambda: updated("window"), ValueError, "window", "'window'"),
     ("a window of axes that differ", lambda: updated((np.ones((2, 4)), np.ones((3, 4)))), ValueError, "differ"),
     ("a window that does not fit the loss", lambda: updated({"x": WINDOW}), Exception, "step(state", "batch['x']"),
-    ("a window of an empty Minibatches", lambda: updated(ft.Minibatches(ROWS_OF_DATA, np.zeros((0, 2), int))), ValueError, "T = 0"),
+    ("a window of an empty Minibatches", lambda: updated(ft.Minibatches(ROWS_OF_DATA, np.zeros((0, 2), int))), ValueError, "(T, batch size)", "not empty"),
     ("indices out of range in a window", lambda: updated(ft.Minibatches(ROWS_OF_DATA, np.full((2, 2), 4))), ValueError, "4 examples"),
     ("no validation", lambda: updated(validation=None), Exception, "objective(state", "validation"),
     ("validation of lists", lambda: updated(validation=[1.0, 2.0]), TypeError, "validation is a Python list"),
