@@ -84,8 +84,7 @@ class RealTime:
         mesh: `foretune.mesh(data=..., tangents=...)`: `init` places the state on it, the columns of Z
             split over `tangents`, all else on every device. Place batches by `foretune.shard`.
 
-    The defaults were chosen over the tasks of `benchmarks/realtime_quality.py`; `hypergradient_bias`
-    measures how far updates can be trusted.
+    `hypergradient_bias` measures how far updates can be trusted.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> tuner = ft.RealTime(
