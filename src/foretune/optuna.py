@@ -163,6 +163,8 @@ def prune_nonfinite(trial: Trial) -> Iterator[None]:
     >>> study.trials[0].state.name, study.trials[0].user_attrs["foretune:not_finite"]
     ('PRUNED', 'not finite: the value')
     """
+    if not hasattr(trial, "set_user_attr"):  # only a training that is not finite would show it
+        raise TypeError(f"prune_nonfinite takes the trial, got {type(trial).__name__}.")
     try:
         yield
     except NonFiniteError as error:

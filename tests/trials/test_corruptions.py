@@ -19,6 +19,7 @@ import pytest
 
 from experiments.multitask import experiment as multitask
 from experiments.runs import Phases, RunFolder
+from foretune._engines import disk as _disk
 from foretune.apps import _files
 from foretune.report import RunError, write_page
 from foretune.report._page import ReportError
@@ -65,7 +66,8 @@ def files_in(folder):
 
 def fault_of(error, folder):
     """Return what is wrong with an error, if anything."""
-    of_the_disk = isinstance(error, OSError) and error.filename is not None
+    # one without a number is in the library's own words
+    of_the_disk = isinstance(error, OSError) and (error.filename or error.errno is None)
     if not (isinstance(error, NAMED) or type(error) in PLAIN or of_the_disk):
         return f"raw {type(error).__name__}: {error!s:.300}"
     if str(folder) not in str(error):
@@ -201,4 +203,34 @@ def test_a_stage_of_an_experiment(tmp_path, chosen):
 
     expected = proceed(tmp_path / "good")
     trials = [trial for trial in all_trials(tmp_path / "good") if trial[0].endswith(".npz")]
+    try_all(chosen(trials, 3), tmp_path / "good", tmp_path / "run", proceed, expected)
+
+
+def test_the_chunks_of_an_attribution(tmp_path, chosen):
+    """What cannot be read is set aside, and its queries are computed again."""
+
+    def proceed(folder):
+        return jobs.answer_of(jobs.attribute(folder, QUIET))
+
+    expected = proceed(tmp_path / "good")
+    trials = [trial for trial in all_trials(tmp_path / "good") if trial[0].endswith(".npz")]
+    try_all(chosen(trials, 3), tmp_path / "good", tmp_path / "run", proceed, expected)
+
+
+def test_states_on_a_disk(tmp_path, chosen):
+    """Of a call that was stopped after the last segment, before its files are removed."""
+
+    def proceed(folder):
+        return jobs.answer_of(jobs.disk(folder, QUIET))
+
+    def stopped(files):
+        files.flush()
+        raise KeyboardInterrupt
+
+    expected = proceed(tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_disk._Files, "remove", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            proceed(tmp_path / "good")
+    trials = [trial for trial in all_trials(tmp_path / "good") if trial[0].endswith(".foretune")]
     try_all(chosen(trials, 3), tmp_path / "good", tmp_path / "run", proceed, expected)
