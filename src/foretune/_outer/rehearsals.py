@@ -141,7 +141,7 @@ class Rehearsals(Stepper):
         """Return what was performed, again where it is not at hand; or what would be."""
         if run.record.get("trial") != PERFORMANCE:
             return run.carry.hparams, run.value, None
-        if run.state is None:
+        if run.state is None or run.step != int(run.best.step):
             hparams = run.best.hparams
             return hparams, *_performed(self._problem(self.trials[-1]), hparams)
         return run.hparams, run.value, run.state
@@ -211,15 +211,18 @@ class Rehearsals(Stepper):
         return _total(value), grad, carry
 
     def _compare(self, carry: Carry, trial: Trial) -> tuple[Array, Carry]:
-        """Take the better of the start and of what was found."""
+        """Take what was found; the last that was accepted, or the start, where that is better."""
         moves = Moves.about(self.constraints, carry.origin)
         x = jnp.log2(jnp.array(self.lengths, float) / self.steps)
         found = _found(moves, carry, x) if self.lengths else carry.hparams
         tried = jax.tree.map(lambda *leaves: jnp.stack(leaves), found, carry.start)
-        values = _values(self._problem(trial), tried)
-        starts = (values[1] < values[0]) | ~jnp.isfinite(values[0])
-        hparams = select(starts, carry.start, found)
-        value = jnp.where(starts, values[1], values[0])
+        value, of_start = _values(self._problem(trial), tried)
+        back = carry.begun & ~(value <= carry.lowest + RISE / 2 * jnp.abs(carry.lowest))
+        hparams = select(back, moves.back(carry.accepted), found)
+        value = jnp.where(back, carry.lowest, value)
+        starts = (of_start < value) | ~jnp.isfinite(value)
+        hparams = select(starts, carry.start, hparams)
+        value = jnp.where(starts, of_start, value)
         return value, carry._replace(hparams=hparams, lowest=value)
 
     def _why(self, hparams: PyTree, value: PyTree) -> str:

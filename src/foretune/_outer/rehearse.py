@@ -11,7 +11,8 @@ this order:
 - *descent*: hypergradients at T/16, T/8 and T/4, each followed by a step to where the derivatives would
   be 0 (`secant.py`). A step after which the error is higher is rejected, and half of it is tried the
   other way: where training is about to diverge, gradients point there;
-- *comparison*: the start and what was found, in the training of T/4. The better one goes on;
+- *comparison*: what was found and the start, in the training of T/4. The better one goes on, or, where
+  both are worse, the last that was accepted;
 - *performance*: T steps on all rows. Where it fails, it is repeated with scales of a third.
 
 A scale that had to be lower the longer the training was is lowered on: half way along the line through
