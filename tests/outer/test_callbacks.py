@@ -113,7 +113,8 @@ def test_a_resumed_run_goes_on_with_its_own_file(tmp_path, every):
         file.write('{"step": 4, "val')  # while it wrote a line
     minimize(ft.Checkpoint(tmp_path / "run"), ft.History(path), steps=5)
     assert lines(path) == whole
-    assert [file.name for file in tmp_path.iterdir() if file.name[0] != "."] == ["metrics.jsonl"]
+    names = [path.name for path in tmp_path.iterdir() if path.name[0] != "."]
+    assert sorted(names) == ["metrics.jsonl", "run"]
 
 
 def test_a_resumed_run_leaves_the_file_of_another_run(tmp_path):
