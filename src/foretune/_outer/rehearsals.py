@@ -43,7 +43,7 @@ from .update import select
 Make = Callable[[int, Array], Definition]
 SEARCH, DESCENT, COMPARISON, PERFORMANCE = "search", "descent", "comparison", "performance"
 DECADES = (8.0, 2.0)  # of the two searches
-RISE = 0.1  # of the error: rejected
+RISE, SLACK = 0.1, 0.01  # of the error and of the bar: no rise
 SIZES = (1.0, 0.7)  # of the first step and of the others, in units
 UNIT = 0.4  # of its scale, for what does not move by factors
 CARRIED_ON = 0.5  # of the trend
@@ -69,7 +69,8 @@ class Carry(NamedTuple):
     accepted: PyTree  # the last v of a descent that was, and the step from there
     step: PyTree
     begun: Bool[Array, ""]  # whether any was
-    lowest: Float[Array, ""]  # error of a descent so far; before, what it should be below
+    bar: Float[Array, ""]  # an error that descents should be below, of the search
+    lowest: Float[Array, ""]  # error of this length so far
     secant: Secant
     ends: PyTree  # the v that the descents of each length lead to, a row each
 
@@ -97,9 +98,9 @@ class Rehearsals(Stepper):
         zeros = jax.tree.map(jnp.zeros_like, hparams)
         count = len(self.lengths)
         ends = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), hparams)
-        none, infinite = jnp.array(False), jnp.array(jnp.inf, float)
+        none, most = jnp.array(False), jnp.array(jnp.inf, float)
         secant = first_secant(zeros)
-        return Carry(hparams, hparams, hparams, zeros, zeros, none, infinite, secant, ends)
+        return Carry(hparams, hparams, hparams, zeros, zeros, none, most, most, secant, ends)
 
     def check(self, hparams: PyTree) -> None:
         """Raise where the problem of a trial is none."""
@@ -193,8 +194,8 @@ class Rehearsals(Stepper):
         v = Moves.about(self.constraints, found).to(found)
         # In another draw the best is still better than half of them, of those far and wide.
         typical = jnp.nanmedian(jnp.where(jnp.isfinite(values), values, jnp.nan))
-        lowest = (values[best] + typical) / 2 if step == 1 else carry.lowest
-        return values[best], carry._replace(hparams=found, origin=found, accepted=v, lowest=lowest)
+        bar = (values[best] + typical) / 2 if step == 1 else carry.bar
+        return values[best], carry._replace(hparams=found, origin=found, accepted=v, bar=bar)
 
     def _descend(self, carry: Carry, step: int) -> tuple[Array, PyTree, Carry]:
         """Go to where the derivatives would be 0; or back, where the error has risen."""
@@ -217,7 +218,7 @@ class Rehearsals(Stepper):
         found = _found(moves, carry, x) if self.lengths else carry.hparams
         tried = jax.tree.map(lambda *leaves: jnp.stack(leaves), found, carry.start)
         value, of_start = _values(self._problem(trial), tried)
-        back = carry.begun & ~(value <= carry.lowest + RISE / 2 * jnp.abs(carry.lowest))
+        back = carry.begun & ~(value <= _most(carry.lowest, carry))
         hparams = select(back, moves.back(carry.accepted), found)
         value = jnp.where(back, carry.lowest, value)
         starts = (of_start < value) | ~jnp.isfinite(value)
@@ -292,8 +293,8 @@ def _next(
 ) -> Carry:
     """Return the carry after a descent, which is accepted or rejected."""
     v, error = moves.to(carry.hparams), _total(value)
-    most = carry.lowest + RISE * jnp.abs(carry.lowest)  # NaN, where all candidates diverged
-    accepts = is_finite((value, grad)) & ~(error > most)
+    lowest = jnp.where(same, carry.lowest, carry.bar)
+    accepts = is_finite((value, grad)) & ~(error > _most(lowest, carry))
     secant = carry.secant._replace(known=carry.secant.known & same)
     ahead, after = secant_step(secant, v, moves.gradient(v, grad), size)
     back = jax.tree.map(lambda step: -0.5 * step, carry.step)
@@ -308,7 +309,7 @@ def _next(
         accepted=origin,
         step=step,
         begun=carry.begun | accepts,
-        lowest=jnp.where(accepts, jnp.fmin(error, carry.lowest), carry.lowest),
+        lowest=jnp.where(accepts, jnp.fmin(error, lowest), lowest),
         secant=select(accepts, after, secant),
     )
 
@@ -354,10 +355,16 @@ def _total(value: PyTree) -> Float[Array, ""]:
     return jnp.sum(jnp.stack([leaf.astype(float) for leaf in jax.tree.leaves(value)]))
 
 
+def _most(error: Array, carry: Carry) -> Array:
+    """Return what is not above an error, up to a tenth of it and a hundredth of the bar."""
+    slack = RISE * jnp.abs(error) + SLACK * jnp.abs(carry.bar)
+    return error + jnp.where(jnp.isfinite(slack), slack, 0)
+
+
 def _failed(value: PyTree, carry: Carry) -> bool:
     """Return whether a performance is not finite, or worse than a rehearsal."""
-    error, rehearsed = sum(jax.tree.leaves(value)), float(carry.lowest)
-    return not np.isfinite(error) or error > rehearsed + RISE * abs(rehearsed)
+    error = sum(jax.tree.leaves(value))
+    return not np.isfinite(error) or error > float(_most(carry.lowest, carry))
 
 
 def cut_rows(problem: Problem, share: float, key: Array) -> Problem:
