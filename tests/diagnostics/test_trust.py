@@ -62,6 +62,7 @@ def test_predicted_and_measured_changes_are_the_formulas():
     assert log.measured == pytest.approx(0.1, rel=1e-4)
 
 
+@pytest.mark.second_tier
 def test_a_leaf_of_zeros_moves_by_the_scale_itself():
     found = report(lambda h: jnp.sum(h["x"]), {"x": jnp.zeros(3)}, scale=0.5)
     largest = max(abs(slope.measured) for slope in found.slopes if slope.scale == 0.5)

@@ -112,6 +112,7 @@ def test_of_few_hyperparameters_both_modes_are_timed(timeless):
 
 
 @pytest.mark.usefixtures("timeless")
+@pytest.mark.second_tier
 def test_where_reverse_mode_does_not_fit_it_goes_forward():
     problem, hparams, state = network(5000)
     choice = ft.Auto(8 * state + 300_000).explain(problem, hparams)

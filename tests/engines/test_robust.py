@@ -64,6 +64,7 @@ def of_each(problems, hparams, engine):
     return value, robust_mean([r.grad for r in results])
 
 
+@pytest.mark.second_tier
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "engine",

@@ -103,6 +103,7 @@ def test_steps_that_begin_at_a_state_on_the_way():
         *(later(name, 23) for name in ("clipped", "state", "key")),
     ],
 )
+@pytest.mark.second_tier
 def test_the_same_hypergradient(name, steps):
     found, expected = (e(*problem(TRAININGS[name], steps)) for e in (SEGMENTS, ft.Forward()))
     assert_trees_close(found.grad, expected.grad, 1e-11)

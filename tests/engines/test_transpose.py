@@ -133,6 +133,7 @@ PROBLEMS = {f.__name__: f for f in [*FEW, trajectory, folds, subclass, layers]}
 @pytest.mark.promotes("optimizers of Optax multiply floats by counts")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", [n if n in FIRST else later(n) for n in PROBLEMS])
+@pytest.mark.second_tier
 def test_it_equals_the_ordinary_transpose_and_forward_mode(name):
     problem, hparams = PROBLEMS[name]()
     expected = ORDINARY(problem, hparams)

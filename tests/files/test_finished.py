@@ -134,6 +134,7 @@ def test_a_kill_between_the_last_save_and_the_return_changes_nothing(kind, tmp_p
     assert same(again.state, whole.state)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("kind", ["minimize", "real time"])
 def test_it_continues_when_more_is_asked_for(kind, tmp_path):
     """More steps, no rule that ends it, or seconds that begin anew."""

@@ -55,6 +55,7 @@ def by_hand(hparams, key, optimizer):
     return hparams, values
 
 
+@pytest.mark.second_tier
 @pytest.mark.usefixtures("x64")
 @pytest.mark.promotes("a hand-written loop, as users write it")
 def test_tasks_drawn_anew_at_each_of_100_steps():
@@ -83,6 +84,7 @@ def reshuffled():
     return lambda key: problem.replace(batches=batches.reshuffled(key)), hparams
 
 
+@pytest.mark.second_tier
 def test_new_minibatches_at_each_step_are_those_of_the_key(tmp_path):
     fresh, hparams = reshuffled()
     options = {"optimizer": optax.sgd(0.0), "key": jax.random.key(3)}

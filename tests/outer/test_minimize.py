@@ -315,6 +315,7 @@ def test_minimize_inside_a_program_is_refused():
 
 
 @pytest.mark.usefixtures("untyped")
+@pytest.mark.second_tier
 def test_real_time_runs_check_the_same():
     problem, hparams = regression(steps=3)
     tuner = ft.RealTime(problem.dynamics, problem.objective)

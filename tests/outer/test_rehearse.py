@@ -40,7 +40,9 @@ def rehearsed(lr=0.01, constraints=None, **options):
     return ft.rehearse(make, start, steps=T, constraints=constraints or LOG, **options)
 
 
-@pytest.mark.parametrize("lr", [1e-6, 1e-2, 1e3])
+@pytest.mark.parametrize(
+    "lr", [1e-6, *(pytest.param(lr, marks=pytest.mark.second_tier) for lr in (1e-2, 1e3))]
+)
 def test_a_start_that_is_off_by_decades(lr):
     """Too low, fair, and diverging in the first steps."""
     key = jax.random.key(3)
@@ -54,6 +56,7 @@ def test_a_start_that_is_off_by_decades(lr):
     assert result.stopped == "performed"
 
 
+@pytest.mark.second_tier
 def test_a_start_at_0():
     result = rehearsed(0.0, {"lr": ft.NonNegative()})
     assert result.value < 1e-3
@@ -96,6 +99,7 @@ def test_rows_are_cut_to_the_share():
     assert cut_rows(whole, 0.5, jax.random.key(1)) is whole
 
 
+@pytest.mark.second_tier
 def test_where_the_performance_fails_it_is_repeated_lower():
     """A training that diverges only when it is long."""
 
@@ -115,6 +119,7 @@ def test_where_the_performance_fails_it_is_repeated_lower():
     np.testing.assert_allclose(lrs[1] / lrs[0], 1 / 3, rtol=1e-4)
 
 
+@pytest.mark.second_tier
 def test_nothing_finite_is_an_error():
     def broken(steps, key):
         return make(steps, key).replace(objective=lambda s, h, b: jnp.inf * h["lr"])
@@ -123,6 +128,7 @@ def test_nothing_finite_is_an_error():
         ft.rehearse(broken, {"lr": jnp.array(0.1)}, steps=32, constraints=LOG)
 
 
+@pytest.mark.second_tier
 def test_a_run_resumes_to_the_bit(tmp_path):
     class Stop(ft.Callback):
         def step(self, run):
@@ -142,6 +148,7 @@ def test_a_run_resumes_to_the_bit(tmp_path):
         rehearsed(callbacks=[ft.Checkpoint(tmp_path)], cost=6)
 
 
+@pytest.mark.second_tier
 def test_more_cost_means_over_draws():
     trials = plan(1024, 40.0)
     assert max(trial.number for trial in trials if trial.kind == "descent") > 1
@@ -149,6 +156,7 @@ def test_more_cost_means_over_draws():
     assert result.value < 1e-3
 
 
+@pytest.mark.second_tier
 def test_several_hyperparameters_and_objectives():
     def made(steps, key):
         problem = make(steps, key)
@@ -204,6 +212,7 @@ def test_candidates_are_spread_and_inside():
     np.testing.assert_array_equal(found["f"], jnp.full(32, 2.0))
 
 
+@pytest.mark.second_tier
 def test_no_scale_is_noted():
     with pytest.warns(UserWarning, match="no hyperparameter is a scale"):
         ft.rehearse(make, {"lr": jnp.array(0.05)}, steps=32)

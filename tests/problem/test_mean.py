@@ -158,6 +158,7 @@ class PowerIteration(ft.Dynamics):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.second_tier
 def test_any_dynamics_with_arrays_of_its_own():
     A = np.random.default_rng(1).normal(size=(FOLDS, 3, 3))
     A = A @ A.transpose(0, 2, 1)

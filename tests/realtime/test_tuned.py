@@ -111,6 +111,7 @@ class TestTuned:
         x, y = joined(data(windows=count // 4)[0])
         return list(zip(x, y, strict=True))
 
+    @pytest.mark.second_tier
     def test_it_is_real_time_tuning_spread_over_calls(self):
         _, validation = data()
         params, _ = start()
@@ -212,6 +213,7 @@ class TestTuned:
         assert jax.tree.structure(again) == jax.tree.structure(state)
         assert_trees_close(loss(again.params, validation), loss(state.params, validation), 0)
 
+    @pytest.mark.second_tier
     def test_donated_states_are_gone_and_the_numbers_the_same(self):
         _, validation = data()
         params, _ = start()
