@@ -23,9 +23,6 @@ FIRST_TIER = (
     "tests/test_imports.py",
 )
 STRICT = FIRST_TIER[: len(CORE) + 1]
-# Of these, programs are compiled as users get them in `--tier all`; of the rest of the first tier as in
-# `--tier 1`, whose programs are then at hand.
-OPTIMIZED = ("tests/engines/", "tests/conformance/")
 
 if jax.__version_info__ < (0, 11):
     # Compiles the tests' many small programs three times faster. XLA aborts at a flag that it does
@@ -59,7 +56,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     first = config.getoption("tier") == "1"
-    jax.config.update("jax_disable_most_optimizations", first)  # half the time
+    # Half the time; `--tier all` compiles as users do.
+    jax.config.update("jax_disable_most_optimizations", first)
     hypothesis.settings.register_profile(
         "tier", max_examples=5 if first else 12, deadline=None, derandomize=True, database=None
     )
@@ -79,13 +77,6 @@ def pytest_collection_modifyitems(config, items):
         tiers[in_first_tier(item)].append(item)
     config.hook.pytest_deselected(items=tiers[False])
     items[:] = tiers[True]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    if item.config.getoption("tier") == "all":
-        quick = in_first_tier(item) and not is_under(item, OPTIMIZED)
-        jax.config.update("jax_disable_most_optimizations", quick)
 
 
 def in_first_tier(item):

@@ -19,6 +19,7 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._realtime.program import UpdateProgram
 
 from ..problems import penalised, regression, squared_error
 
@@ -378,11 +379,11 @@ DYNAMICS = ft.Training(flat_penalised, lambda h: optax.sgd(h["lr"], 0.5))
 def tune(callbacks, at=lambda point, window: None, **options):
     """Tune over a stream in real time, saying `at(point, window)` where it is."""
 
-    class Tuner(ft.RealTime):
-        def dispatch(self, state, window, validation):
+    class Watched(UpdateProgram):
+        def __call__(self, state, window, validation, donate):
             number = int(state.window) + 1
             at("before the window", number)
-            result = super().dispatch(state, window, validation)
+            result = super().__call__(state, window, validation, donate)
             at("in the window", number)
             return result
 
@@ -404,7 +405,8 @@ def tune(callbacks, at=lambda point, window: None, **options):
 
     rng = np.random.default_rng(0)
     train, validation = rng.normal(size=(2, 8, 4)).astype(np.float32)
-    tuner = Tuner(DYNAMICS, flat_error, constraints={"lr": ft.NonNegative()}, **options)
+    tuner = ft.RealTime(DYNAMICS, flat_error, constraints={"lr": ft.NonNegative()}, **options)
+    tuner._program = Watched(tuner.settings)
     return tuner.run(
         stream("training stream", train, 2), stream("validation stream", validation, 1),
         params={"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)},
