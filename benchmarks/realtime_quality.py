@@ -86,6 +86,7 @@ class Bench:
             return 100 * jnp.mean(jnp.argmax(self.task.apply(params, test[0]), 1) == test[1])
 
         self.accuracy = jax.jit(accuracy)
+        self.makers = {kind: self._maker(kind) for kind in KINDS}  # once: programs are reused
 
     def problem(self, steps: int, key: Any, optimizer: Any) -> ft.Problem:
         """Return the training of so many steps."""
@@ -113,7 +114,7 @@ class Bench:
             params = optax.contrib.schedule_free_eval_params(state.opt_state, params)
         return float(self.accuracy(params))
 
-    def maker(self, kind: str) -> Callable[[int, Any], ft.Problem]:
+    def _maker(self, kind: str) -> Callable[[int, Any], ft.Problem]:
         """Return `make` of an optimizer."""
 
         def make(steps, key):
@@ -126,7 +127,7 @@ class Bench:
 
     def grid(self, kind: str, seeds: int) -> dict[float, float]:
         """Return the test accuracy of full trainings: learning rate -> mean."""
-        make, found = self.maker(kind), {}
+        make, found = self.makers[kind], {}
 
         @jax.jit
         def accuracy(hparams, key):
@@ -142,7 +143,7 @@ class Bench:
         """Return the test accuracy, the cost, and the hyperparameters."""
         hparams = {"lr": rate} | KINDS[kind]["others"]
         result = ft.rehearse(
-            self.maker(kind),
+            self.makers[kind],
             {name: jnp.array(x) for name, x in hparams.items()},
             steps=self.task.steps,
             constraints=KINDS[kind]["constraints"],

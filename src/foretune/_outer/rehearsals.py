@@ -30,7 +30,7 @@ from .._problem.arguments import filtered
 from .._problem.batches import Minibatches, shuffled_rows
 from .._problem.checks import shown
 from .._problem.definition import Definition
-from .._problem.draws import Draw, Drawn, as_problem
+from .._problem.draws import REMEMBERED, Draw, Drawn, as_problem
 from .._problem.mean import Mean
 from .._problem.problem import Problem, opened, validated
 from .._problem.system import make_system
@@ -75,6 +75,27 @@ class Carry(NamedTuple):
     ends: PyTree  # the v that the descents of each length lead to, a row each
 
 
+@functools.lru_cache(maxsize=REMEMBERED)
+def rehearsal_of(make: Make, steps: int, draws: int, share: float | None) -> Draw:
+    """Return the draw of so many steps and a share of the rows, or of the mean of several.
+
+    It is the same function in every call, so that its programs are reused.
+    """
+
+    def rehearsal(key):
+        problem = make(steps, key)
+        if not isinstance(problem, Problem):
+            raise TypeError(f"make({steps}, key) returned {problem!r:.80}, not a problem.")
+        if problem.steps != steps:
+            raise ValueError(
+                f"make({steps}, key) returned a problem of {problem.steps} steps: its minibatches and "
+                "its schedule must follow the first argument."
+            )
+        return problem if share is None else cut_rows(problem, share, key)
+
+    return rehearsal if draws == 1 else Mean.of_draws(rehearsal, draws)
+
+
 class Rehearsals(Stepper):
     """The steps of a rehearsed training, a trial each."""
 
@@ -91,7 +112,6 @@ class Rehearsals(Stepper):
         self.make, self.constraints, self.engine = make, constraints, engine
         self.key, self.trials, self.steps = key, trials, trials[-1].steps
         self.lengths = sorted({trial.steps for trial in trials if trial.kind == DESCENT})
-        self._draw = functools.lru_cache(self._made)  # a draw is known by its function
 
     def start(self, hparams: PyTree) -> Carry:
         """Return the carry before the first trial."""
@@ -161,26 +181,12 @@ class Rehearsals(Stepper):
         """Return the problem of a trial: one draw for each length."""
         performs = trial.kind == PERFORMANCE
         key = self.key if performs else jax.random.fold_in(self.key, trial.steps)
-        draw = self._draw(trial.steps, trial.number if trial.kind == DESCENT else 1, not performs)
+        draws = trial.number if trial.kind == DESCENT else 1
+        share = None if performs else trial.steps / self.steps
+        draw = rehearsal_of(self.make, trial.steps, draws, share)
         with warnings.catch_warnings():  # a training in which nothing is random will do
             warnings.filterwarnings("ignore", r"draw\(key\) does not use its key")
             return cast(Drawn, as_problem(draw, key))
-
-    def _made(self, steps: int, draws: int, cut: bool) -> Draw:
-        make, share = self.make, steps / self.steps
-
-        def rehearsal(key):
-            problem = make(steps, key)
-            if not isinstance(problem, Problem):
-                raise TypeError(f"make({steps}, key) returned {problem!r:.80}, not a problem.")
-            if problem.steps != steps:
-                raise ValueError(
-                    f"make({steps}, key) returned a problem of {problem.steps} steps: its minibatches "
-                    "and its schedule must follow the first argument."
-                )
-            return cut_rows(problem, share, key) if cut else problem
-
-        return rehearsal if draws == 1 else Mean.of_draws(rehearsal, draws)
 
     def _search(self, carry: Carry, step: int) -> tuple[Array, Carry]:
         """Find the best candidate, first widely about the start, then about what was found."""

@@ -20,7 +20,7 @@ the descents' ends against log L. (A rate that is too low costs little, one that
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 from jaxtyping import Array, Key, PyTree
@@ -97,6 +97,8 @@ def rehearse(
     """
     hparams = check_hparams(hparams)
     check_signature(make, "make(steps, key)")
+    if not isinstance(make, Hashable):
+        raise TypeError(f"make must be a function; {make!r:.80} cannot be hashed.")
     check_count(steps, f"rehearse(steps={steps!r})")
     check_engine(engine)
     check_callbacks(callbacks)
