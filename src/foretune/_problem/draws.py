@@ -10,7 +10,6 @@ key compiles nothing, and the arrays that it closes over are inputs of the progr
 import contextlib
 import functools
 import inspect
-import pickle
 from collections.abc import Callable
 
 import equinox as eqx
@@ -115,15 +114,18 @@ def _traced(
     return closed.replace(consts=constants), found[0]
 
 
-def _random_states(draw: object) -> list[bytes]:
+def _random_states(draw: object) -> list[bytes | str]:
     """Return the states of NumPy's generators that a draw may use besides its key."""
-    states: list[object] = [np.random.get_state()]  # noqa: NPY002
+    states: list[object] = [np.random.get_state(legacy=False)]  # noqa: NPY002
     with contextlib.suppress(TypeError):  # no function in Python
         seen = inspect.getclosurevars(draw)  # pyright: ignore[reportArgumentType]
-        named = [*seen.nonlocals.values(), *seen.globals.values()]
-        kinds = np.random.Generator | np.random.RandomState
-        states += [value for value in named if isinstance(value, kinds)]
-    return [pickle.dumps(state) for state in states]
+        for value in [*seen.nonlocals.values(), *seen.globals.values()]:
+            if isinstance(value, np.random.Generator):
+                states.append(value.bit_generator.state)
+            elif isinstance(value, np.random.RandomState):
+                states.append(value.get_state(legacy=False))
+    leaves = jax.tree.leaves(states)
+    return [leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf) for leaf in leaves]
 
 
 def _tracers(leaf: object, seen: frozenset[int] = frozenset()) -> set[int]:
