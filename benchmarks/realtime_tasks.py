@@ -74,12 +74,16 @@ def _folder(name: str) -> Path:
     return Path(where) / name
 
 
-def cifar() -> Task:
-    """1280-64-10 on features of CIFAR-10's images, by an EfficientNet-Lite0."""
-    with np.load(_folder("cifar") / "cifar10-efficientnet-lite0.npz") as data:
+def _features(name: str, classes: int) -> Task:
+    with np.load(_folder("cifar") / f"{name}-efficientnet-lite0.npz") as data:
         x, y = data["x"].astype(np.float32), data["y"]
     x = (x - x.mean(0)) / (x.std(0) + 1e-6)
-    return Task(_split(x, y, 4000, 4800), 100, 1000, *_network(1280, 64, 10))
+    return Task(_split(x, y, 4000, 4800), 100, 1000, *_network(1280, 64, classes))
+
+
+def cifar() -> Task:
+    """1280-64-10 on features of CIFAR-10's images, by an EfficientNet-Lite0."""
+    return _features("cifar10", 10)
 
 
 def human() -> Task:
@@ -156,10 +160,7 @@ def glyphs() -> Task:
 
 def objects() -> Task:
     """1280-64-100 on features of CIFAR-100's images, by an EfficientNet-Lite0."""
-    with np.load(_folder("cifar") / "cifar100-efficientnet-lite0.npz") as data:
-        x, y = data["x"].astype(np.float32), data["y"]
-    x = (x - x.mean(0)) / (x.std(0) + 1e-6)
-    return Task(_split(x, y, 4000, 4800), 100, 1000, *_network(1280, 64, 100))
+    return _features("cifar100", 100)
 
 
 def bible() -> Task:

@@ -32,7 +32,7 @@ from .._problem.checks import shown
 from .._problem.definition import Definition
 from .._problem.draws import REMEMBERED, Draw, Drawn, as_problem
 from .._problem.mean import Mean
-from .._problem.problem import Problem, opened, validated
+from .._problem.problem import Problem, opened, responded, validated
 from .._problem.system import make_system
 from .drive import Evaluation, Stepper
 from .run import Run
@@ -142,7 +142,7 @@ class Rehearsals(Stepper):
             value, carry = self._compare(carry, trial)
             hparams = carry.hparams
         else:
-            value, state = _performed(self._problem(trial), hparams)
+            value, state = responded(self._problem(trial), hparams)
             if step == len(self.trials) and not is_finite(value):
                 raise NonFiniteError(self._why(hparams, value))
             lower = Moves.about(self.constraints, hparams).lowered(jnp.log(LOWER), hparams)
@@ -164,7 +164,7 @@ class Rehearsals(Stepper):
             return run.carry.hparams, run.value, None
         if run.state is None or run.step != int(run.best.step):
             hparams = run.best.hparams
-            return hparams, *_performed(self._problem(self.trials[-1]), hparams)
+            return hparams, *responded(self._problem(self.trials[-1]), hparams)
         return run.hparams, run.value, run.state
 
     def fingerprint(self, hparams: PyTree) -> dict[str, str]:
@@ -347,13 +347,6 @@ def _values(drawn: Drawn, tried: PyTree) -> Float[Array, " candidates"]:
         return _total(system.value(system.errors(system.run(hparams), hparams)))
 
     return lax.map(error, tried)
-
-
-@filtered
-def _performed(drawn: Drawn, hparams: PyTree) -> tuple[PyTree, PyTree]:
-    system = make_system(drawn.problem(), hparams)
-    state = system.run(hparams)
-    return system.value(system.errors(state, hparams)), system.restore(state)
 
 
 def _total(value: PyTree) -> Float[Array, ""]:

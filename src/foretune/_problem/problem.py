@@ -69,9 +69,7 @@ class Problem(Definition):
 
     def response(self, hparams: PyTree) -> tuple[PyTree[Float[Array, ""]], PyTree]:
         """Return `(value, final state)` of one training run, which need not be finite."""
-        arrays, structure, _ = _checked(self, hparams)
-        value, state = _response(structure, arrays)
-        return value, state.tree()
+        return responded(self, hparams)
 
     def replace(self, **changes: object) -> "Problem":
         """Return the problem with some of its arguments changed.
@@ -89,6 +87,13 @@ class Problem(Definition):
 
 
 ProblemLike = Definition | Drawn | Draw
+
+
+def responded(problem: Definition | Drawn, hparams: PyTree) -> tuple[PyTree, PyTree]:
+    """Return `(value, final state)` of one training run, of a problem or of a draw."""
+    arrays, structure, _ = _checked(problem, hparams)
+    value, state = _response(structure, arrays)
+    return value, state.tree()
 
 
 def validated(
