@@ -9,7 +9,7 @@ import pytest
 import foretune as ft
 from foretune._outer.rehearsals import PERFORMANCE, cut_rows
 from foretune._outer.rehearse import plan
-from foretune._outer.search import candidates
+from foretune._outer.search import candidates, lowest_on_line
 from foretune._outer.secant import first_secant, secant_step
 
 T = 512
@@ -67,9 +67,10 @@ def test_the_history_is_an_account():
     result = rehearsed()
     kinds = [record["trial"] for record in result.history]
     assert kinds[0] == "search"
-    assert kinds[-2:] == ["comparison", "performance"]
+    assert kinds[-2:] == ["line", "performance"]
     assert kinds[1] == "search"
-    assert set(kinds[2:-2]) == {"descent"}
+    assert set(kinds[2:-3]) == {"descent"}
+    assert kinds[-3] == "line"
     assert sum(record["cost"] for record in result.history) <= 4
     assert result.history[-1]["length"] == T
     assert result.history[-1]["hparams"] == {"lr": float(result.hparams["lr"])}
@@ -78,8 +79,9 @@ def test_the_history_is_an_account():
 
 @pytest.mark.parametrize("steps", [1, 20, 100, 1000, 12345])
 @pytest.mark.parametrize("cost", [2.0, 3.0, 4.0, 10.0, 60.0])
-def test_a_plan_is_within_its_cost(steps, cost):
-    trials = plan(steps, cost)
+@pytest.mark.parametrize("scales", [0, 1, 2, 6, 10])
+def test_a_plan_is_within_its_cost(steps, cost, scales):
+    trials = plan(steps, cost, scales)
     first = next(i for i, trial in enumerate(trials) if trial.kind == PERFORMANCE)
     spent = sum(trial.cost for trial in trials[: first + 1])
     assert trials[-1].steps == steps
@@ -107,8 +109,8 @@ def test_where_the_performance_fails_it_is_repeated_lower():
         problem = make(steps, key)
 
         def error(state, h, batch):
-            high = jnp.where((h["lr"] > 0.1) & (steps == T), jnp.inf, 0.0)
-            return loss(state.params, h, batch) + high + h["lr"]
+            high = jnp.where((h["lr"] > 0.03) & (steps == T), jnp.inf, 0.0)
+            return loss(state.params, h, batch) + high
 
         return problem.replace(objective=error)
 
@@ -150,7 +152,7 @@ def test_a_run_resumes_to_the_bit(tmp_path):
 
 @pytest.mark.second_tier
 def test_more_cost_means_over_draws():
-    trials = plan(1024, 40.0)
+    trials = plan(1024, 40.0, 1)
     assert max(trial.number for trial in trials if trial.kind == "descent") > 1
     result = rehearsed(cost=30)
     assert result.value < 1e-3
@@ -187,29 +189,40 @@ def test_the_secant_finds_the_root():
     np.testing.assert_allclose(v, root, atol=1e-6)
 
 
-def test_candidates_are_spread_and_inside():
-    sets = {
-        "lr": ft.Log(),
-        "m": ft.Box(0.0, 0.9),
-        "p": ft.Logit(0.0, 1.0),
-        "w": ft.Simplex(),
-        "f": None,
-    }
-    start = {"lr": jnp.array(0.1), "m": jnp.array(0.5), "p": jnp.array(0.5)}
-    start |= {"w": jnp.full(3, 1 / 3), "f": jnp.array(2.0)}
+def test_candidates_move_one_scale_each():
+    sets = {"lr": ft.Log(), "decay": ft.NonNegative(), "m": ft.Box(0.0, 0.9)}
+    start = {"lr": jnp.array(0.1), "decay": jnp.zeros(2), "m": jnp.array(0.5)}
     sets = ft._constraints.base.check_constraints(sets, start)
-    found = candidates(sets, start, 32, 6.0, jax.random.key(0))
-    for name, leaf in found.items():
-        np.testing.assert_allclose(leaf[0], start[name], rtol=1e-6)
-    assert found["lr"].min() < 1e-3
-    assert found["lr"].max() > 10
-    assert found["m"].min() >= 0
-    assert found["m"].max() <= 0.9
-    assert jnp.std(found["m"]) > 0.1
-    assert found["p"].min() > 0
-    assert found["p"].max() < 1
-    np.testing.assert_allclose(found["w"], jnp.full((32, 3), 1 / 3), rtol=1e-6)
-    np.testing.assert_array_equal(found["f"], jnp.full(32, 2.0))
+    found = candidates(sets, start, 4, 8.0)
+    jax.tree.map(lambda leaf, x: np.testing.assert_array_equal(leaf[0], x), found, start)
+    decay, lr = np.asarray(found["decay"]), np.asarray(found["lr"])
+    np.testing.assert_allclose(decay[1:5, 0], [1e-5, 1e-3, 1e-1, 1e1], rtol=1e-5)  # of 0: of 0.01
+    np.testing.assert_allclose(lr[5:], [1e-4, 1e-2, 1, 100], rtol=1e-5)
+    np.testing.assert_allclose(lr[:5], 0.1, rtol=1e-6)
+    np.testing.assert_array_equal(decay[5:], 0)
+    np.testing.assert_array_equal(found["m"], jnp.full(9, 0.5))
+
+
+@pytest.mark.parametrize(("middle", "most"), [(0.2, 3), (-0.6, 3), (-1.3, 3), (-1.8, 4)])
+def test_the_lowest_place_of_a_line(middle, most):
+    """Of a parabola, exactly, and no more than so many places."""
+    tried = []
+
+    def error(place):
+        tried.append(place)
+        return 3.0 + (place - middle) ** 2
+
+    place, value, count = lowest_on_line(error, 4)
+    assert place == pytest.approx(middle)
+    assert value == min(3.0 + (x - middle) ** 2 for x in tried)
+    assert count == len(tried) == len(set(tried)) == most
+
+
+def test_a_line_that_ends_at_a_cliff():
+    place, value, _ = lowest_on_line(lambda place: np.nan if place > 0 else 1.0 - place / 10, 4)
+    assert place == pytest.approx(-0.5)  # between the lowest and the one before it
+    assert value == 1.0
+    assert lowest_on_line(lambda place: np.inf, 4)[1] == np.inf
 
 
 @pytest.mark.second_tier

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Float, PyTree
+from jaxtyping import Array, ArrayLike, Bool, DTypeLike, PyTree
 
 from .._problem.arguments import filtered
 from .._problem.checks import describe, named_leaves
@@ -47,10 +47,6 @@ class AbstractConstraint(eqx.Module):
     def from_unconstrained(self, u: PyTree) -> PyTree:
         """Return x from the variable that the outer optimizer moves."""
         return u
-
-    def spread(self, x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
-        """Return a point of the set for a search about x, as q goes from 0 to 1."""
-        return x
 
     def scale(self, u: PyTree, unit: PyTree) -> PyTree:
         """Return the natural scale of a change: |u|, and `unit` where u is near 0."""
@@ -210,16 +206,6 @@ def map_parts(f: Callable[..., PyTree], constraints: PyTree, *trees: PyTree) -> 
 
 def is_constraint(node: object) -> bool:
     return isinstance(node, AbstractConstraint)
-
-
-def over_decades(x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
-    """Return x times a factor of so many decades about 1, evenly in logarithms; for 0, about 0.01."""
-
-    def scaled(leaf):
-        factor = 10.0 ** (decades * (q.astype(leaf.dtype) - 0.5))
-        return jnp.where(leaf == 0, 1e-2, leaf) * factor
-
-    return jax.tree.map(scaled, x)
 
 
 def all_true(tree: PyTree) -> Bool[Array, ""]:

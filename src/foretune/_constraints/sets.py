@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._problem.checks import describe, named_leaves
-from .base import AbstractConstraint, Number, as_type, numbers_in, over_decades
+from .base import AbstractConstraint, Number, as_type, numbers_in
 
 NEWTON_STEPS = 100
 PARTS = 3  # of a common shift
@@ -50,20 +50,6 @@ class Box(AbstractConstraint):
         """Return x with each entry clipped to the bounds."""
         return jax.tree.map(lambda leaf: jnp.clip(leaf, *self._bounds(leaf)), x)
 
-    def spread(self, x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
-        """Return a point between the bounds; x over decades, where they are 0 and more than 1."""
-
-        def within(leaf):
-            lower, upper = self._bounds(leaf)
-            q_ = q.astype(leaf.dtype)
-            return jnp.where(
-                jnp.isfinite(upper - lower) & ((lower < 0) | (upper <= 1)),
-                lower + q_ * (upper - lower),
-                jnp.where(lower >= 0, over_decades(leaf, q, decades), leaf),
-            )
-
-        return self.project(jax.tree.map(within, x))
-
     def scale(self, u: PyTree, unit: PyTree) -> PyTree:
         """Return the natural scale of a change: at most the distance to the upper bound."""
 
@@ -91,9 +77,6 @@ class NonNegative(AbstractConstraint):
 
     def project(self, x: PyTree) -> PyTree:
         return optax.projections.projection_non_negative(x)
-
-    def spread(self, x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
-        return over_decades(x, q, decades)
 
 
 class Simplex(AbstractConstraint):

@@ -8,10 +8,10 @@ import abc
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, DTypeLike, Float, PyTree
+from jaxtyping import Array, Bool, DTypeLike, PyTree
 
 from .._problem.checks import named_leaves
-from .base import AbstractConstraint, Number, all_true, as_type, numbers_in, over_decades
+from .base import AbstractConstraint, Number, all_true, as_type, numbers_in
 
 HAIR = 1e-7  # of an interval; nearer a bound, Adam's epsilon of 1e-8 would outweigh the slope
 
@@ -70,9 +70,6 @@ class Log(Change):
         # A factor of 4 from the ends: log(x) is rounded, and exp of it must stay a normal number.
         return as_type(dtype, 4 * jnp.finfo(dtype).tiny, jnp.finfo(dtype).max / 4)
 
-    def spread(self, x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
-        return self.project(over_decades(x, q, decades))
-
     def to_unconstrained(self, x: PyTree) -> PyTree:
         return jax.tree.map(jnp.log, x)
 
@@ -127,15 +124,6 @@ class Logit(Change):
                     f"rounds to {lower} and {upper}. Take others, or hyperparameters of a wider type."
                 )
         super().check_start(x, path)
-
-    def spread(self, x: PyTree, q: Float[Array, ""], decades: float) -> PyTree:
-        """Return a point of the interval."""
-
-        def within(leaf):
-            lower, upper = self._bounds(leaf.dtype)
-            return jnp.broadcast_to(lower + q.astype(leaf.dtype) * (upper - lower), leaf.shape)
-
-        return self.project(jax.tree.map(within, x))
 
     def to_unconstrained(self, x: PyTree) -> PyTree:
         def logit(leaf):

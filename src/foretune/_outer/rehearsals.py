@@ -1,6 +1,7 @@
 """The trials of a rehearsed training, as the steps of a run."""
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -36,18 +37,19 @@ from .._problem.problem import Problem, opened, responded, validated
 from .._problem.system import make_system
 from .drive import Evaluation, Stepper
 from .run import Run
-from .search import candidates
+from .search import candidates, lowest_on_line
 from .secant import Secant, first_secant, secant_step
 from .update import select
 
 Make = Callable[[int, Array], Definition]
-SEARCH, DESCENT, COMPARISON, PERFORMANCE = "search", "descent", "comparison", "performance"
+SEARCH, DESCENT, LINE, PERFORMANCE = "search", "descent", "line", "performance"
 DECADES = (8.0, 2.0)  # of the two searches
 RISE, SLACK = 0.1, 0.01  # of the error and of the bar: no rise
 SIZES = (1.0, 0.7)  # of the first step and of the others, in units
 UNIT = 0.4  # of its scale, for what does not move by factors
-CARRIED_ON = 0.5  # of the trend
-FARTHEST = 0.9  # that it is, in logarithms
+SPACING = math.log(2.0)  # of the places on a line, in logarithms
+CARRIED_ON = 0.5  # of the fall from the first line to the last
+FARTHEST = 1.2  # that this is, in logarithms
 LOWER = 1 / 3  # scales, where the performance failed
 
 
@@ -72,7 +74,7 @@ class Carry(NamedTuple):
     bar: Float[Array, ""]  # an error that descents should be below, of the search
     lowest: Float[Array, ""]  # error of this length so far
     secant: Secant
-    ends: PyTree  # the v that the descents of each length lead to, a row each
+    first: PyTree  # the lowest place on the first line
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -111,16 +113,13 @@ class Rehearsals(Stepper):
     ):
         self.make, self.constraints, self.engine = make, constraints, engine
         self.key, self.trials, self.steps = key, trials, trials[-1].steps
-        self.lengths = sorted({trial.steps for trial in trials if trial.kind == DESCENT})
 
     def start(self, hparams: PyTree) -> Carry:
         """Return the carry before the first trial."""
         zeros = jax.tree.map(jnp.zeros_like, hparams)
-        count = len(self.lengths)
-        ends = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), hparams)
         none, most = jnp.array(False), jnp.array(jnp.inf, float)
         secant = first_secant(zeros)
-        return Carry(hparams, hparams, hparams, zeros, zeros, none, most, most, secant, ends)
+        return Carry(hparams, hparams, hparams, zeros, zeros, none, most, most, secant, hparams)
 
     def check(self, hparams: PyTree) -> None:
         """Raise where the problem of a trial is none."""
@@ -138,18 +137,18 @@ class Rehearsals(Stepper):
             hparams = carry.hparams
         elif trial.kind == DESCENT:
             value, grad, carry = self._descend(carry, step)
-        elif trial.kind == COMPARISON:
-            value, carry = self._compare(carry, trial)
+        elif trial.kind == LINE:
+            value, carry, trial = self._line(carry, step)
             hparams = carry.hparams
         else:
             value, state = responded(self._problem(trial), hparams)
             if step == len(self.trials) and not is_finite(value):
                 raise NonFiniteError(self._why(hparams, value))
-            lower = Moves.about(self.constraints, hparams).lowered(jnp.log(LOWER), hparams)
+            lower = Moves.about(self.constraints, hparams).scaled(jnp.log(LOWER), hparams)
             carry = carry._replace(hparams=lower)
         record = {
             "value": value,
-            "gradient_norm": 0.0 if grad is None else optax.tree.norm(grad),
+            "gradient_norm": None if grad is None else optax.tree.norm(grad),
             "trial": trial.kind,
             "length": trial.steps,
             "cost": trial.cost,
@@ -188,13 +187,16 @@ class Rehearsals(Stepper):
             warnings.filterwarnings("ignore", r"draw\(key\) does not use its key")
             return cast(Drawn, as_problem(draw, key))
 
+    def _goes_on(self, step: int) -> bool:
+        """Return whether the trial before was a descent of the same length."""
+        trial, before = self.trials[step - 1], self.trials[max(step - 2, 0)]
+        return step > 1 and before.kind == DESCENT and before.steps == trial.steps
+
     def _search(self, carry: Carry, step: int) -> tuple[Array, Carry]:
         """Find the best candidate, first widely about the start, then about what was found."""
         trial, decades = self.trials[step - 1], DECADES[step - 1]
-        problem = self._problem(trial)
-        key = jax.random.fold_in(problem.key, step)
-        tried = candidates(self.constraints, carry.hparams, trial.number, decades, key)
-        values = _values(problem, tried)
+        tried = candidates(self.constraints, carry.hparams, trial.number, decades)
+        values = _values(self._problem(trial), tried)
         best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
         found = jax.tree.map(lambda leaf: leaf[best], tried)
         v = Moves.about(self.constraints, found).to(found)
@@ -205,32 +207,45 @@ class Rehearsals(Stepper):
 
     def _descend(self, carry: Carry, step: int) -> tuple[Array, PyTree, Carry]:
         """Go to where the derivatives would be 0; or back, where the error has risen."""
-        before, trial, after = self.trials[step - 2 : step + 1]
+        trial = self.trials[step - 1]
         with check_finite(False):
             value, grad, _ = self.engine(self._problem(trial), carry.hparams)
         moves = Moves.about(self.constraints, carry.origin)
-        size, same = SIZES[before.kind == DESCENT], jnp.array(before.steps == trial.steps)
-        carry = _next(moves, carry, value, grad, size, same)
-        if after.steps != trial.steps or after.kind != DESCENT:
-            row, v = self.lengths.index(trial.steps), moves.to(carry.hparams)
-            ends = jax.tree.map(lambda rows, v: rows.at[row].set(v), carry.ends, v)
-            carry = carry._replace(ends=ends)
-        return _total(value), grad, carry
+        same = self._goes_on(step)
+        size, same = SIZES[same], jnp.array(same)
+        return _total(value), grad, _next(moves, carry, value, grad, size, same)
 
-    def _compare(self, carry: Carry, trial: Trial) -> tuple[Array, Carry]:
-        """Take what was found; the last that was accepted, or the start, where that is better."""
-        moves = Moves.about(self.constraints, carry.origin)
-        x = jnp.log2(jnp.array(self.lengths, float) / self.steps)
-        found = _found(moves, carry, x) if self.lengths else carry.hparams
-        tried = jax.tree.map(lambda *leaves: jnp.stack(leaves), found, carry.start)
-        value, of_start = _values(self._problem(trial), tried)
-        back = carry.begun & ~(value <= _most(carry.lowest, carry))
-        hparams = select(back, moves.back(carry.accepted), found)
-        value = jnp.where(back, carry.lowest, value)
-        starts = (of_start < value) | ~jnp.isfinite(value)
-        hparams = select(starts, carry.start, hparams)
-        value = jnp.where(starts, of_start, value)
-        return value, carry._replace(hparams=hparams, lowest=value)
+    def _line(self, carry: Carry, step: int) -> tuple[Array, Carry, Trial]:
+        """Multiply all scales by a common factor, and find the one with the lowest error.
+
+        After the last line: the start, where that is better; or what the trend leads to.
+        """
+        trial, after = self.trials[step - 1 : step + 1]
+        problem, moves = self._problem(trial), Moves.about(self.constraints, carry.origin)
+        share = trial.steps / self.steps
+
+        def error(hparams):
+            return float(_total(responded(problem, hparams)[0]))
+
+        def at(place):
+            return moves.scaled(jnp.array(place * SPACING), carry.hparams)
+
+        place, lowest, count = lowest_on_line(lambda place: error(at(place)), trial.number)
+        hparams = at(place)
+        if self._goes_on(step) and carry.begun and not lowest <= _most(carry.lowest, carry):
+            hparams, lowest = moves.back(carry.accepted), float(carry.lowest)
+        v = moves.to(hparams)
+        carry = carry._replace(accepted=v, begun=jnp.array(True), lowest=jnp.array(lowest))
+        if after.kind != PERFORMANCE:
+            carry = carry._replace(hparams=hparams, first=hparams)
+            return jnp.array(lowest), carry, trial._replace(cost=count * share)
+        of_start = error(carry.start)
+        if of_start < lowest or not math.isfinite(lowest):
+            hparams, lowest = carry.start, of_start
+        else:
+            hparams = moves.carried_on(moves.to(carry.first), v)
+        carry = carry._replace(hparams=hparams, lowest=jnp.array(lowest))
+        return jnp.array(lowest), carry, trial._replace(cost=(count + 1) * share)
 
     def _why(self, hparams: PyTree, value: PyTree) -> str:
         drawn = self._problem(self.trials[-1])
@@ -278,8 +293,17 @@ class Moves(eqx.Module):
 
         return map_parts(part, self.constraints, v, *others)
 
-    def lowered(self, by: Array, hparams: PyTree) -> PyTree:
+    def scaled(self, by: Array, hparams: PyTree) -> PyTree:
+        """Return the hyperparameters with all scales times exp(by)."""
         return self.back(self.of_scales(lambda v: v + by.astype(v.dtype), self.to(hparams)))
+
+    def carried_on(self, before: PyTree, v: PyTree) -> PyTree:
+        """Return the hyperparameters at v, with scales that have fallen a part of that lower."""
+
+        def further(v, before):
+            return v + jnp.clip(CARRIED_ON * (v - before), -FARTHEST, 0)
+
+        return self.back(self.of_scales(further, v, before))
 
     def _unconfined(self, v: PyTree) -> PyTree:
         u = jax.tree.map(jnp.multiply, v, self.units)
@@ -318,23 +342,6 @@ def _next(
         lowest=jnp.where(accepts, jnp.fmin(error, lowest), lowest),
         secant=select(accepts, after, secant),
     )
-
-
-@filtered
-def _found(moves: Moves, carry: Carry, x: Float[Array, " lengths"]) -> PyTree:
-    """Return what the descents lead to: of scales, the lower of the last two points, and the trend."""
-    centred = x - jnp.mean(x)
-
-    def trend(rows):
-        weights = (centred / jnp.maximum(jnp.sum(centred**2), 1e-9)).astype(rows.dtype)
-        slope = jnp.tensordot(weights, rows, 1)
-        return jnp.clip(CARRIED_ON * slope * -x[-1].astype(rows.dtype), -FARTHEST, 0)
-
-    def lower(v, accepted, rows):
-        return jnp.minimum(v, accepted) + trend(rows)
-
-    v = moves.to(carry.hparams)
-    return moves.back(moves.of_scales(lower, v, carry.accepted, carry.ends))
 
 
 @filtered

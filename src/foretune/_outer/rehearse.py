@@ -6,17 +6,18 @@ A rehearsal is a whole training of L steps, with its whole schedule and from a s
 share L / T of the rows: it sees each row as often as the performance will, and overfits as much. In
 this order:
 
-- *search*: of some candidates over eight decades, the start among them, and then of some over two
-  decades about the best, the lowest error at T/32;
-- *descent*: hypergradients at T/16, T/8 and T/4, each followed by a step to where the derivatives would
-  be 0 (`secant.py`). A step after which the error is higher is rejected, and half of it is tried the
-  other way: where training is about to diverge, gradients point there;
-- *comparison*: what was found and the start, in the training of T/4. The better one goes on, or, where
-  both are worse, the last that was accepted;
-- *performance*: T steps on all rows. Where it fails, it is repeated with scales of a third.
+- *search*: each scale alone over eight decades, and then over two about what was found, the start
+  among them: the lowest error at T/32;
+- *descent*: hypergradients at T/16, each followed by a step to where the derivatives would be 0
+  (`secant.py`). A step after which the error is higher is rejected, and half of it is tried the other
+  way: where training is about to diverge, gradients point there;
+- *line*: all scales times a common factor, at T/16 and at T/4. Errors tell the best factor to a quarter
+  of a decade, and tell it again in another draw, where gradients do not;
+- *performance*: T steps on all rows, with the start, if that was the best at T/4. Where it fails, it is
+  repeated with scales of a third.
 
-A scale that had to be lower the longer the training was is lowered on: half way along the line through
-the descents' ends against log L. (A rate that is too low costs little, one that is too high all.)
+Scales that had to be lower at T/4 than at T/16 are lowered on, by half as much. (A rate that is too low
+costs little, one that is too high all.)
 """
 
 import math
@@ -25,7 +26,7 @@ from collections.abc import Hashable, Sequence
 import jax
 from jaxtyping import Array, Key, PyTree
 
-from .._constraints.base import check_constraints, feasible, is_constraint
+from .._constraints.base import check_constraints, feasible
 from .._engines.base import AbstractEngine, check_engine
 from .._engines.reverse import Reverse
 from .._problem.checks import check_count, check_hparams, check_key, check_signature
@@ -33,14 +34,16 @@ from .._problem.warn import warn
 from .callbacks import Callback
 from .checks import check_callbacks
 from .drive import drive
-from .rehearsals import COMPARISON, DESCENT, PERFORMANCE, SEARCH, Make, Rehearsals, Trial
+from .rehearsals import DESCENT, LINE, PERFORMANCE, SEARCH, Make, Rehearsals, Trial
 from .run import Result, Run
-from .search import is_scale
+from .search import count_scales
 
 PRICE = 3.5  # of a hypergradient, in trainings of the same length
 SHORTEST = 16  # steps of a rehearsal
-CANDIDATES = 8  # of each search, at a cost of 4
-DESCENTS = (16, 16, 16, 8, 4)  # T / L of each hypergradient, at a cost of 4
+CANDIDATES, PER_SCALE = 12, 8  # of each search, at a cost of 4
+PLACES = 4  # on a line, at most
+ENOUGH = 2.5  # a budget for a line at T/4
+DESCENTS = (16, 16, 16, 8, 8, 4, 4)  # T / L of the hypergradients, the shortest first
 AGAIN = 2  # performances after the first, at most
 
 
@@ -63,8 +66,7 @@ def rehearse(
         hparams: where to start. It may be far off: a learning rate by decades, or 0.
         steps: T, the steps of the performance.
         constraints: as in `minimize`. What is under `Log` or `NonNegative` is a scale and is searched
-            over decades: learning rates, decays. A `Box` with both bounds or a `Logit` is searched over
-            its range; all else is moved by hypergradients alone.
+            over decades: learning rates, decays. All else is moved by hypergradients alone.
         cost: what all may cost, in trainings of T steps, the performance included. More buys more
             candidates, more hypergradients, and means over several draws. A hypergradient counts as
             3.5 trainings of its length.
@@ -110,13 +112,14 @@ def rehearse(
     check_key(key, "the key of rehearse")
     constraints = check_constraints(constraints, hparams)
     hparams = feasible(constraints, hparams)
-    if not any(map(is_scale, jax.tree.leaves(constraints, is_leaf=is_constraint))):
+    scales = count_scales(constraints)
+    if not scales:
         warn(
             "rehearse: no hyperparameter is a scale, so none is searched over decades. Say which is: "
             '`constraints={"lr": ft.Log()}`.',
         )
     engine = Reverse() if engine is None else engine
-    trials = plan(steps, float(cost))
+    trials = plan(steps, float(cost), scales)
     rehearsals = Rehearsals(make, constraints, engine.within(constraints), key, trials)
     rehearsals.check(hparams)
     start = rehearsals.start(hparams)
@@ -124,7 +127,7 @@ def rehearse(
     return drive(run, rehearsals, callbacks=callbacks, rules=[], evaluate=None, score=None)
 
 
-def plan(steps: int, cost: float) -> list[Trial]:
+def plan(steps: int, cost: float, scales: int) -> list[Trial]:
     """Return the trials that a budget allows, the performances last."""
 
     def length(divisor):
@@ -133,21 +136,25 @@ def plan(steps: int, cost: float) -> list[Trial]:
     def share(divisor):
         return length(divisor) / steps
 
+    def line(divisor, more=0):
+        return Trial(LINE, length(divisor), places, (places + more) * share(divisor))
+
     budget = cost - 1
-    most = CANDIDATES * budget / 3
-    candidates = max(4, int(min(most, budget / 12 / share(32))))
-    left = budget - 2 * candidates * share(32) - 2 * share(4)
-    rounds = max(1, int(left / sum(PRICE * share(divisor) for divisor in DESCENTS) + 1e-6))
+    places, last = (PLACES, 4) if budget >= ENOUGH else (PLACES - 1, 8)
+    lines = line(4 * last), line(last, 1)  # at the end the start, too
+    most = min(CANDIDATES * budget / 3, budget / 8 / share(32)) / max(scales, 1)
+    each = min(PER_SCALE, max(2, int(most)))
+    search = Trial(SEARCH, length(32), each, (1 + each * scales) * share(32))
+    searches = [search] * min(2, int(budget / 3 / search.cost)) if scales else []
+    left = budget - sum(trial.cost for trial in [*searches, *lines])
+    rounds = 1 + max(0, int(left / sum(PRICE * share(divisor) for divisor in DESCENTS)))
     draws = max(1, rounds // 4)
-    descents = []
+    short, long = [], []
     for divisor in sorted(DESCENTS * (rounds // draws), reverse=True):
         price = PRICE * share(divisor) * draws
         if price <= left + 1e-6:
             left -= price
-            descents.append(Trial(DESCENT, length(divisor), draws, price))
-    return [
-        *[Trial(SEARCH, length(32), candidates, candidates * share(32))] * 2,
-        *descents,
-        Trial(COMPARISON, length(4), 2, 2 * share(4)),
-        *[Trial(PERFORMANCE, steps, 1, 1.0)] * (1 + AGAIN),
-    ]
+            trials = short if divisor == DESCENTS[0] else long
+            trials.append(Trial(DESCENT, length(divisor), draws, price))
+    performances = [Trial(PERFORMANCE, steps, 1, 1.0)] * (1 + AGAIN)
+    return [*searches, *short, lines[0], *long, lines[1], *performances]

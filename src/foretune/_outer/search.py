@@ -1,4 +1,7 @@
-"""Candidates for a search: hyperparameters spread over their constraints, the start first."""
+"""Searches by values alone: over decades of each scale, and along a line."""
+
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,37 +11,58 @@ from .._constraints.base import AbstractConstraint, is_constraint, project
 from .._constraints.sets import NonNegative
 from .._constraints.variables import Log
 
+FROM_0 = 1e-2  # the middle of the decades about 0
+
 
 def is_scale(constraint: AbstractConstraint) -> bool:
     """Return whether what it constrains is searched over decades, and moved by factors."""
     return isinstance(constraint, Log | NonNegative)
 
 
-def candidates(
-    constraints: PyTree, start: PyTree, count: int, decades: float, key: Array
-) -> PyTree:
-    """Return `count` hyperparameters, stacked, the scales over so many decades.
+def count_scales(constraints: PyTree) -> int:
+    return sum(map(is_scale, jax.tree.leaves(constraints, is_leaf=is_constraint)))
 
-    In every second one all parts are spread, in the others one scale alone, each in its turn. A part's
-    places are one in each of `count` equal shares of its range, in an order of its own.
+
+def candidates(constraints: PyTree, start: PyTree, each: int, decades: float) -> PyTree:
+    """Return the start, and `each` more for every scale, which alone is moved; stacked.
+
+    A scale is multiplied by factors evenly spread, in logarithms, over so many decades about 1.
     """
     structure = jax.tree.structure(constraints, is_leaf=is_constraint)
-    parts = list(
-        zip(structure.flatten_up_to(constraints), structure.flatten_up_to(start), strict=True)
-    )
-    number = jnp.arange(count)
-    of_scales = [i for i, (constraint, _) in enumerate(parts) if is_scale(constraint)]
-    turn = jnp.array(of_scales or [-1])[(number // 2) % max(len(of_scales), 1)]
-    stacked = []
-    for i, (constraint, part) in enumerate(parts):
-        order, within = jax.random.split(jax.random.fold_in(key, i))
-        q = jax.random.permutation(order, jnp.arange(count, dtype=float))
-        q = (q + jax.random.uniform(within, (count,), float)) / count
-        moved = (number > 0) & ((number % 2 == 0) | (turn == i))
-        spread = jax.vmap(constraint.spread, (None, 0, None))(part, q, decades)
-        stacked.append(jax.tree.map(lambda s, x, m=moved: _where(m, s, x), spread, part))
-    return jax.vmap(lambda h: project(constraints, h))(structure.unflatten(stacked))
+    sets = structure.flatten_up_to(constraints)
+    found = [start]
+    for i in (i for i, constraint in enumerate(sets) if is_scale(constraint)):
+        for place in range(each):
+            parts = structure.flatten_up_to(start)
+            factor = 10.0 ** (decades * ((place + 0.5) / each - 0.5))
+            parts[i] = jax.tree.map(lambda x, by=factor: _times(x, by), parts[i])
+            found.append(project(constraints, structure.unflatten(parts)))
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
 
-def _where(moved: Array, spread: Array, x: Array) -> Array:
-    return jnp.where(moved.reshape(-1, *[1] * jnp.ndim(x)), spread, x)
+def _times(x: Array, factor: float) -> Array:
+    return jnp.where(x == 0, FROM_0, x) * jnp.asarray(factor, x.dtype)
+
+
+def lowest_on_line(error: Callable[[int], float], most: int) -> tuple[float, float, int]:
+    """Return the lowest place of a line, its error, and how often the error was computed.
+
+    Places are numbers, from 0 and -1 on in the direction in which the error falls, until it rises.
+    Between them the lowest is that of the parabola through the three about it.
+    """
+    errors: dict[int, float] = {}
+
+    def compute(place: int) -> float:
+        value = error(place)
+        errors[place] = value if math.isfinite(value) else 1e30
+        return errors[place]
+
+    down = compute(0) >= compute(-1)
+    place = -2 if down else 1
+    while len(errors) < most and compute(place) <= min(errors.values()):
+        place += -1 if down else 1
+    best = min(errors, key=lambda place: (errors[place], place))
+    before, here, after = (errors.get(best + by, math.nan) for by in (-1, 0, 1))
+    bend = before - 2 * here + after
+    offset = 0.5 * (before - after) / bend if bend > 0 else 0.0  # NaN at an end
+    return best + offset, here if here < 1e30 else math.inf, len(errors)
