@@ -2,8 +2,7 @@
 
 A step is accepted when the error after it is finite, no higher than at the start, and either no higher
 than the highest of the last five that were accepted, or above the lowest so far by at most a tenth of
-what has been gained (good optimizers swing about a minimum). Where the problem is drawn anew at each
-step, all this up to ten times as much as these five differ, so that only what diverges is not accepted.
+what has been gained (good optimizers swing about a minimum).
 Otherwise the step is rejected: the next one begins where it began, a quarter as long,
 
     u_{k+1} = u_a + q d_a,    q <- q / 4  when rejected,  q <- min(2 q, 1)  when accepted,
@@ -27,7 +26,6 @@ REMEMBERED = 5  # errors that a new one is compared with
 SHORTER, LONGER = 0.25, 2.0
 ROUNDING = 1e-5  # of the error: not a rise
 GAINED = 0.1  # of what has been gained: not a rise
-NOISE = 10.0  # times what the last errors of draws differ by: not a rise
 RESTART = 2  # times in a row that a step is rejected, and the optimizer begins anew
 
 
@@ -59,7 +57,7 @@ def none_accepted(hparams: PyTree, unconstrained: PyTree) -> Accepted:
     )
 
 
-def is_accepted(accepted: Accepted, value: PyTree, grad: PyTree, noisy: bool) -> Bool[Array, ""]:
+def is_accepted(accepted: Accepted, value: PyTree, grad: PyTree) -> Bool[Array, ""]:
     """Return whether the step to an evaluation is accepted; of several errors, if all are finite."""
     finite = is_finite((value, grad))
     if len(jax.tree.leaves(value)) > 1:
@@ -69,9 +67,6 @@ def is_accepted(accepted: Accepted, value: PyTree, grad: PyTree, noisy: bool) ->
     highest = jnp.max(accepted.values)
     most = jnp.maximum(highest, accepted.lowest + GAINED * (accepted.first - accepted.lowest))
     slack = ROUNDING * jnp.abs(highest)
-    if noisy:  # of two values nothing is known of the noise
-        least = jnp.min(jnp.where(known, accepted.values, jnp.inf))
-        slack += NOISE * jnp.where(jnp.sum(known) < 3, jnp.abs(highest), highest - least)
     return finite & (~jnp.any(known) | (error <= jnp.minimum(most, accepted.first) + slack))
 
 
@@ -82,19 +77,18 @@ def next_accepted(
     grad: PyTree,
     direction: PyTree,
     value: PyTree,
-    noisy: bool,
 ) -> Accepted:
     """Return where the descent continues from: here, if accepted, or from before, and shorter."""
     dtype = accepted.values.dtype
     error = jnp.sum(jnp.array([x.astype(dtype) for x in jax.tree.leaves(value)]))
     longer = jnp.minimum(LONGER * accepted.share, 1.0)
-    alone = (accepted.values if noisy else jnp.full_like(accepted.values, -jnp.inf)).at[0]
+    alone = jnp.full_like(accepted.values, -jnp.inf).at[0]
     shifted = jnp.roll(accepted.values, 1).at[0].set(error)
     here = Accepted(
         hparams,
         grad,
         direction,
-        shifted if noisy else jnp.where(longer < 1, alone.set(error), shifted),
+        jnp.where(longer < 1, alone.set(error), shifted),
         jnp.where(jnp.isinf(accepted.first), error, accepted.first),
         jnp.minimum(accepted.lowest, error),
         longer,

@@ -32,6 +32,9 @@ class Callback:
 
     resumes: bool = False
     """Whether `start` may resume an earlier run: it comes before that of others, `step` after."""
+    coarse: bool = False
+    """Whether one call will do for several steps, with their records in `run.new`: on a draw, the
+    steps are one program then."""
 
     def start(self, run: Run) -> None:
         """Do what is to be done before the first evaluation."""
@@ -49,6 +52,8 @@ class Progress(Callback):
     >>> import foretune as ft
     >>> progress = ft.Progress()
     """
+
+    coarse = True
 
     def __init__(self, description: str = "tuning"):
         self.description = description
@@ -94,6 +99,8 @@ class History(Callback):
     >>> history = ft.History("runs/clean/metrics.jsonl")
     """
 
+    coarse = True
+
     def __init__(self, path: str | Path):
         self.path = as_path(path, "History")
         self._lock = contextlib.ExitStack()
@@ -128,8 +135,8 @@ class History(Callback):
         write_whole(self.path, "".join(records[step] for step in sorted(records)))
 
     def step(self, run: Run) -> None:
-        """Append the new record."""
-        append(self.path, _line(run.record).encode())
+        """Append the new records."""
+        append(self.path, "".join(map(_line, run.new)).encode())
 
     def end(self, run: Run) -> None:
         """Let other runs have the file."""
@@ -162,6 +169,8 @@ class TensorBoard(Callback):
     >>> board = ft.TensorBoard("runs/clean/tensorboard")
     """
 
+    coarse = True
+
     def __init__(self, directory: str | Path):
         self.directory = as_path(directory, "TensorBoard")
         self._writer: Any = None
@@ -179,11 +188,12 @@ class TensorBoard(Callback):
 
     def step(self, run: Run) -> None:
         """Write the scalars."""
-        paths, _ = jax.tree_util.tree_flatten_with_path(run.record)
-        for path, number in paths:
-            name = "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-            if name != "step":
-                self._writer.add_scalar(name, number, run.step)
+        for record in run.new:
+            paths, _ = jax.tree_util.tree_flatten_with_path(record)
+            for path, number in paths:
+                name = "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+                if name != "step":
+                    self._writer.add_scalar(name, number, record["step"])
 
     def end(self, run: Run) -> None:
         """Close the log."""

@@ -33,7 +33,7 @@ class Checkpoint(Callback):
     >>> checkpoint = ft.Checkpoint("runs/clean", every=10)
     """
 
-    resumes = True
+    resumes = coarse = True
 
     def __init__(self, directory: str | Path, every: int = 1, keep: int = 2):
         check_count(every, f"Checkpoint(every={every!r})")
@@ -63,7 +63,8 @@ class Checkpoint(Callback):
 
     def step(self, run: Run) -> None:
         """Save the first step, the last, and every few."""
-        if run.step % self.every == 0 or self._saved is None or run.stopped is not None:
+        due = self._saved is None or run.step // self.every > self._saved // self.every
+        if due or run.stopped is not None:
             self._save(run)
 
     def end(self, run: Run) -> None:

@@ -40,6 +40,7 @@ class Evaluation(NamedTuple):
     record: dict[str, PyTree]  # all but the step and the metrics
     arguments: tuple[PyTree, PyTree]  # of `evaluate`
     counts: bool | Bool[Array, ""] = True  # whether it may be the best
+    before: Sequence[dict[str, PyTree]] = ()  # records of steps that were made on the way
 
 
 class Stepper(abc.ABC):
@@ -73,6 +74,8 @@ def drive(
 ) -> Result:
     """Make the steps of a run until it ends, and return its result."""
     run.rules = rules
+    run.coarse = evaluate is score is None and all(callback.coarse for callback in callbacks)
+    run.coarse &= all(getattr(rule, "pauses", False) for rule in rules)
     with Interrupt() as run.interrupt, started(callbacks, run):
         run.stopped = run.ended or _all_done(run)
         if run.stopped is None:
@@ -119,6 +122,9 @@ def _note(
     run: Run, step: int, found: Evaluation, evaluate: Metrics | None, score: Score | None
 ) -> None:
     """Let the run stand after a step, in every respect."""
+    run.new = [plain({"step": step + i, **record}) for i, record in enumerate(found.before)]
+    run.history.extend(run.new)
+    step += len(run.new)
     record = {"step": step, **found.record}
     if evaluate is not None:
         record |= _metrics(evaluate, *found.arguments)
@@ -127,6 +133,7 @@ def _note(
     if found.counts:
         best = _better(best, found.hparams, _score_of(run, record, score), step)
     run.value, run.grad, run.state = found.value, found.grad, found.state
+    run.new.append(record)
     run.move(step, found.carry, best, found.hparams, record)
 
 
@@ -143,7 +150,7 @@ def _better(best: Best, hparams: PyTree, score: Float[Array, ""], step: ArrayLik
 
 def _score_of(run: Run, record: Record, score: Score | None) -> Float[Array, ""]:
     """Return the score of a record, and warn, once, where it is NaN."""
-    values = jax.tree.leaves(record["value"])
+    values = jax.tree.leaves(record.get("paired", record["value"]))
     now = sum(values) if score is None else _scored(score, record)
     if np.isnan(now) and not run.nan_reported:
         run.nan_reported = True

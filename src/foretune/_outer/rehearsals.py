@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._constraints.base import (
@@ -34,8 +33,8 @@ from .._problem.definition import Definition
 from .._problem.draws import REMEMBERED, Draw, Drawn, as_problem
 from .._problem.mean import Mean
 from .._problem.problem import Problem, opened, responded, validated
-from .._problem.system import make_system
 from .drive import Evaluation, Stepper
+from .paired import errors_of, total
 from .run import Run
 from .search import candidates, lowest_on_line
 from .secant import Secant, first_secant, secant_step
@@ -196,7 +195,7 @@ class Rehearsals(Stepper):
         """Find the best candidate, first widely about the start, then about what was found."""
         trial, decades = self.trials[step - 1], DECADES[step - 1]
         tried = candidates(self.constraints, carry.hparams, trial.number, decades)
-        values = _values(self._problem(trial), tried)
+        values = errors_of(self._problem(trial), tried)
         best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
         found = jax.tree.map(lambda leaf: leaf[best], tried)
         v = Moves.about(self.constraints, found).to(found)
@@ -213,7 +212,7 @@ class Rehearsals(Stepper):
         moves = Moves.about(self.constraints, carry.origin)
         same = self._goes_on(step)
         size, same = SIZES[same], jnp.array(same)
-        return _total(value), grad, _next(moves, carry, value, grad, size, same)
+        return total(value), grad, _next(moves, carry, value, grad, size, same)
 
     def _line(self, carry: Carry, step: int) -> tuple[Array, Carry, Trial]:
         """Multiply all scales by a common factor, and find the one with the lowest error.
@@ -225,7 +224,7 @@ class Rehearsals(Stepper):
         share = trial.steps / self.steps
 
         def error(hparams):
-            return float(_total(responded(problem, hparams)[0]))
+            return float(total(responded(problem, hparams)[0]))
 
         def at(place):
             return moves.scaled(jnp.array(place * SPACING), carry.hparams)
@@ -322,7 +321,7 @@ def _next(
     moves: Moves, carry: Carry, value: PyTree, grad: PyTree, size: float, same: Bool[Array, ""]
 ) -> Carry:
     """Return the carry after a descent, which is accepted or rejected."""
-    v, error = moves.to(carry.hparams), _total(value)
+    v, error = moves.to(carry.hparams), total(value)
     lowest = jnp.where(same, carry.lowest, carry.bar)
     accepts = is_finite((value, grad)) & ~(error > _most(lowest, carry))
     secant = carry.secant._replace(known=carry.secant.known & same)
@@ -342,23 +341,6 @@ def _next(
         lowest=jnp.where(accepts, jnp.fmin(error, lowest), lowest),
         secant=select(accepts, after, secant),
     )
-
-
-@filtered
-def _values(drawn: Drawn, tried: PyTree) -> Float[Array, " candidates"]:
-    """Return the errors of several hyperparameters in one draw."""
-    problem = drawn.problem()
-
-    def error(hparams):
-        system = make_system(problem, hparams)
-        return _total(system.value(system.errors(system.run(hparams), hparams)))
-
-    return lax.map(error, tried)
-
-
-def _total(value: PyTree) -> Float[Array, ""]:
-    """Return the error, or the sum of several."""
-    return jnp.sum(jnp.stack([leaf.astype(float) for leaf in jax.tree.leaves(value)]))
 
 
 def _most(error: Array, carry: Carry) -> Array:

@@ -53,8 +53,9 @@ class Run:
     """A run in progress, as callbacks and stopping rules see it.
 
     `step` is that of the last evaluation, to which `hparams`, `value`, `grad`, `state` and `record`
-    belong; `history` holds all records, `steps` is the last step asked for (None where a stream
-    decides). `resumed` is whether the run continues an earlier one, `stopped` why it ends.
+    belong; `history` holds all records, `new` those since the callbacks were last called. `steps` is
+    the last step asked for (None where a stream decides). `resumed` is whether the run continues an
+    earlier one, `stopped` why it ends.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Run:
         self.steps, self.fingerprint = steps, fingerprint
         self.history: list[Record] = []
         self.record: Record = {}
+        self.new: list[Record] = []
         self.value: PyTree = None
         self.grad: PyTree = None
         self.state: PyTree = None
@@ -76,6 +78,7 @@ class Run:
         self.ended: str | None = None  # the reason of a rule: it ends the run for good
         self.interrupt: Interrupt | None = None
         self.resumed = self.nan_reported = False
+        self.coarse = False  # whether several steps may be made before the callbacks are called
         self.begun = False  # whether an earlier run was killed before it saved anything
         nowhere = jax.tree.map(jnp.copy, hparams)  # theirs may be donated
         best = Best(nowhere, jnp.array(jnp.inf, float), jnp.zeros((), jnp.int32))

@@ -1,0 +1,227 @@
+"""The descent on a problem that is drawn anew at each step: points are compared in the same draws.
+
+Errors of different draws differ by more than a step gains, so single steps are not judged: only one
+that is not finite is rejected. After a span of S steps the point reached, lambda, is compared with the
+incumbent, the last one that was accepted, in n draws that both share,
+
+    d_i = f_i(lambda) - f_i(incumbent),    m = mean of d,    e = t std(d) / sqrt(n)
+
+- m < -e: lambda is accepted; it is the incumbent from now on, and steps may be twice as long, up to
+  the optimizer's own;
+- m > e', of a larger t, and again in 32 draws: lambda is rejected; the descent goes on from the
+  incumbent, the optimizer anew, with steps of a quarter;
+- else noise decides: on, and the next span is twice as long and compared in twice as many draws. After
+  the fourth time in a row the descent ends, with nothing more to be gained.
+
+So an optimizer that descends is left alone. Between two comparisons, unless callbacks want to see each,
+the steps are one program.
+"""
+
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from .._engines.base import TracedEngine
+from .._engines.nonfinite import check_finite, is_finite
+from .._problem.arguments import filtered
+from .._problem.draws import Drawn
+from .._problem.problem import responded
+from .._problem.system import make_system
+from .descent import Descent
+from .drive import Evaluation
+from .run import Run
+from .update import Outer, select
+
+SPAN = 8  # steps to the first comparison
+QUANTILES = {4: (2.35, 4.54), 8: (1.89, 3.00), 16: (1.75, 2.60), 32: (1.70, 2.45)}
+"""n -> t of n - 1 degrees of freedom, one side of 95 % and of 99 %."""
+FEWEST = 4  # n
+SHORTER, LONGER = 0.25, 2.0
+ENOUGH = 4  # spans in a row of which noise decides
+MOST = 256  # steps of one program
+NO_GAIN = "nothing more is gained"
+
+
+class Paired(NamedTuple):
+    """All that decides how the descent continues: what a checkpoint saves."""
+
+    hparams: PyTree  # to be evaluated next
+    last: PyTree  # that were evaluated
+    opt_state: PyTree
+    incumbent: PyTree
+    error: Float[Array, ""]  # of the incumbent: the first one, and all differences since
+    share: Float[Array, ""]  # of the optimizer's steps
+    since: Int[Array, ""]  # steps since the last comparison
+    span: Int[Array, ""]
+    undecided: Int[Array, ""]
+
+
+class PairedDescent(Descent):
+    """The steps of `minimize` on a draw."""
+
+    source: Drawn
+
+    def first_carry(self, hparams: PyTree) -> Paired:
+        copy = jax.tree.map(jnp.copy, hparams)
+        error, share = jnp.array(jnp.inf, float), jnp.ones((), float)
+        since, span, undecided = (jnp.array(n, jnp.int32) for n in (0, SPAN, 0))
+        opt_state = self.outer.init(hparams)
+        return Paired(hparams, copy, opt_state, copy, error, share, since, span, undecided)
+
+    def problem_at(self, step: int) -> Drawn:
+        return self.source.at(jax.random.fold_in(self.source.key, step))
+
+    def advance(self, run: Run, step: int) -> Evaluation | str:
+        """Make the steps up to the next comparison, or one; and compare, where it is time."""
+        carry: Paired = run.carry
+        if int(carry.undecided) >= ENOUGH:
+            return NO_GAIN
+        before = []
+        if run.coarse and not run.begins and isinstance(self.engine, TracedEngine):
+            ahead = min(int(carry.span - carry.since), cast(int, run.steps) - step + 1, MOST) - 1
+            carry, before = self._many(run, carry, step, ahead)
+            step += ahead
+        hparams = carry.hparams
+        hyper = self.evaluated(step, hparams)
+        carry, finite, norm = _moved(self.outer, carry, hyper.value, hyper.grad)
+        if not finite:
+            self.report(run, step, hyper)
+        record = {"value": hyper.value, "gradient_norm": norm, "rejected": ~finite}
+        if len(jax.tree.leaves(hyper.value)) == 1:
+            if run.begins:
+                carry = carry._replace(error=total(hyper.value))
+            elif finite and int(carry.since) >= int(carry.span):
+                carry = self._compared(carry, step, hparams)
+            record["paired"] = carry.error
+            before = [record | {"paired": run.carry.error} for record in before]
+        arguments = hyper.state, hparams
+        return Evaluation(carry, hparams, *hyper, record, arguments, finite, before)
+
+    def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
+        """Return the incumbent, or the last point, where that is lower (of several objectives: it)."""
+        carry: Paired = run.carry
+        single = "paired" in run.record
+        lower = not run.record["rejected"]
+        if single and lower:
+            lower = self._difference(run.step, carry.last, carry.incumbent, FEWEST)[0] < 0
+        if lower and run.state is not None:
+            return carry.last, run.value, run.state
+        hparams = carry.last if lower else carry.incumbent
+        return hparams, *responded(self.problem_at(run.step), hparams)
+
+    def _many(
+        self, run: Run, carry: Paired, step: int, count: int
+    ) -> tuple[Paired, list[dict[str, PyTree]]]:
+        """Make `count` steps in one program, and return their records."""
+        if count < 1:
+            return carry, []
+        place = jnp.array([step, count], jnp.int32)
+        with check_finite(False):
+            carry, rows = _steps(self.engine, self.outer, self.source, carry, place)
+        rows = jax.tree.map(lambda leaf: np.asarray(leaf)[:count], rows)
+        if rows["rejected"].any():
+            self.warn_once(run, step + int(np.argmax(rows["rejected"])))
+        return carry, [jax.tree.map(lambda leaf, i=i: leaf[i], rows) for i in range(count)]
+
+    def _difference(
+        self, step: int, hparams: PyTree, other: PyTree, draws: int
+    ) -> tuple[float, float]:
+        """Return the mean difference of the errors in draws of a step's own, and its deviation."""
+        pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), hparams, other)
+        at_step = self.problem_at(step)
+        keys = jax.random.split(jax.random.fold_in(at_step.key, 1), draws)
+        errors = np.array([errors_of(at_step.at(key), pair) for key in keys])
+        differences = errors[:, 0] - errors[:, 1]
+        return float(differences.mean()), float(np.std(differences, ddof=1) / np.sqrt(draws))
+
+    def _compared(self, carry: Paired, step: int, hparams: PyTree) -> Paired:
+        """Return the carry after a comparison at a step."""
+        draws = min(FEWEST * 2 ** int(carry.undecided), max(QUANTILES))
+        mean, deviation = self._difference(step, hparams, carry.incumbent, draws)
+        low, high = (t * deviation for t in QUANTILES[draws])
+        zero = jnp.zeros_like(carry.since)
+        if mean < -low:
+            return carry._replace(
+                incumbent=hparams,
+                error=carry.error + mean,
+                share=jnp.minimum(LONGER * carry.share, 1),
+                since=zero,
+                undecided=zero,
+            )
+        if not mean <= high:  # NaN, too; once more, since tails may be long, and a span is at stake
+            draws = max(QUANTILES)
+            mean, deviation = self._difference(step, hparams, carry.incumbent, draws)
+            if not mean <= QUANTILES[draws][1] * deviation:
+                return _back(self.outer, carry)
+        return carry._replace(since=zero, span=2 * carry.span, undecided=carry.undecided + 1)
+
+
+@filtered
+def _moved(
+    outer: Outer, carry: Paired, value: PyTree, grad: PyTree
+) -> tuple[Paired, Bool[Array, ""], Float[Array, ""]]:
+    """Return the carry for lambda_{k+1}; whether lambda_k is finite; its gradient norm."""
+    finite = is_finite((value, grad))
+    direction, opt_state = outer.direction(carry.hparams, carry.opt_state, value, grad)
+    shorter = jax.tree.map(lambda d: d * carry.share.astype(d.dtype), direction)
+    ahead = carry._replace(
+        hparams=outer.moved(carry.hparams, shorter), opt_state=opt_state, since=carry.since + 1
+    )
+    carry = select(finite, ahead, _back(outer, carry))._replace(last=carry.hparams)
+    return carry, finite, optax.tree.norm(grad)
+
+
+def _back(outer: Outer, carry: Paired) -> Paired:
+    """Return the carry at the incumbent, for shorter steps."""
+    return carry._replace(
+        hparams=jax.tree.map(jnp.copy, carry.incumbent),
+        opt_state=outer.init(carry.incumbent),
+        share=SHORTER * carry.share,
+        since=jnp.zeros_like(carry.since),
+        undecided=jnp.zeros_like(carry.undecided),
+    )
+
+
+@filtered
+def _steps(
+    engine: TracedEngine, outer: Outer, source: Drawn, carry: Paired, place: Int[Array, " 2"]
+) -> tuple[Paired, dict[str, PyTree]]:
+    """Make the steps from a first one on, a number of them; return the carry and their records."""
+    first, count = place
+
+    def step(i, carried):
+        carry, rows = carried
+        drawn = source.at(jax.random.fold_in(source.key, first + i))
+        value, grad, _ = engine(drawn, carry.hparams)
+        carry, finite, norm = _moved(outer, carry, value, grad)
+        row = {"value": value, "gradient_norm": norm, "rejected": ~finite}
+        return carry, jax.tree.map(lambda rows, leaf: rows.at[i].set(leaf), rows, row)
+
+    def shapes():
+        value, grad, _ = engine(source, carry.hparams)
+        return {"value": value, "gradient_norm": optax.tree.norm(grad), "rejected": jnp.array(True)}
+
+    rows = jax.tree.map(lambda leaf: jnp.zeros(MOST, leaf.dtype), jax.eval_shape(shapes))
+    return lax.fori_loop(0, count, step, (carry, rows))
+
+
+@filtered
+def errors_of(drawn: Drawn, tried: PyTree) -> Float[Array, " tried"]:
+    """Return the errors of several hyperparameters in one draw."""
+    problem = drawn.problem()
+
+    def error(hparams):
+        system = make_system(problem, hparams)
+        return total(system.value(system.errors(system.run(hparams), hparams)))
+
+    return lax.map(error, tried)
+
+
+def total(value: PyTree) -> Float[Array, ""]:
+    """Return the error, or the sum of several."""
+    return jnp.sum(jnp.stack([leaf.astype(float) for leaf in jax.tree.leaves(value)]))
