@@ -1,6 +1,7 @@
 """The trials of a rehearsed training, as the steps of a run."""
 
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._constraints.base import (
     AbstractConstraint,
@@ -36,7 +37,7 @@ from .._problem.problem import Problem, opened, responded, validated
 from .drive import Evaluation, Stepper
 from .paired import errors_of, total
 from .run import Run
-from .search import candidates, lowest_on_line
+from .search import candidates, is_scale, lowest_on_line
 from .secant import Secant, first_secant, secant_step
 from .update import select
 
@@ -73,6 +74,7 @@ class Carry(NamedTuple):
     bar: Float[Array, ""]  # an error that descents should be below, of the search
     lowest: Float[Array, ""]  # error of this length so far
     secant: Secant
+    leading: Int[Array, ""]  # which scale the error depends on most, of those that are searched
     first: PyTree  # the lowest place on the first line
 
 
@@ -117,8 +119,10 @@ class Rehearsals(Stepper):
         """Return the carry before the first trial."""
         zeros = jax.tree.map(jnp.zeros_like, hparams)
         none, most = jnp.array(False), jnp.array(jnp.inf, float)
-        secant = first_secant(zeros)
-        return Carry(hparams, hparams, hparams, zeros, zeros, none, most, most, secant, hparams)
+        secant, leading = first_secant(zeros), jnp.zeros((), jnp.int32)
+        return Carry(
+            *(hparams, hparams, hparams, zeros, zeros, none, most, most, secant, leading, hparams)
+        )
 
     def check(self, hparams: PyTree) -> None:
         """Raise where the problem of a trial is none."""
@@ -131,6 +135,11 @@ class Rehearsals(Stepper):
         if run.record.get("trial") == PERFORMANCE and not _failed(run.record["value"], carry):
             return "performed"
         hparams, grad, state = carry.hparams, None, None
+        if trial.kind == PERFORMANCE and self._goes_on(
+            step
+        ):  # what was accepted, not the last step
+            moves = Moves.about(self.constraints, carry.origin, carry.leading)
+            hparams = moves.back(carry.accepted)
         if trial.kind == SEARCH:
             value, carry = self._search(carry, step)
             hparams = carry.hparams
@@ -143,7 +152,8 @@ class Rehearsals(Stepper):
             value, state = responded(self._problem(trial), hparams)
             if step == len(self.trials) and not is_finite(value):
                 raise NonFiniteError(self._why(hparams, value))
-            lower = Moves.about(self.constraints, hparams).scaled(jnp.log(LOWER), hparams)
+            moves = Moves.about(self.constraints, hparams, carry.leading)
+            lower = moves.scaled(jnp.log(LOWER), hparams)
             carry = carry._replace(hparams=lower)
         record = {
             "value": value,
@@ -198,29 +208,37 @@ class Rehearsals(Stepper):
         values = errors_of(self._problem(trial), tried)
         best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
         found = jax.tree.map(lambda leaf: leaf[best], tried)
-        v = Moves.about(self.constraints, found).to(found)
+        # Of the scale that leads, most candidates are the worst.
+        of_scales = jnp.nan_to_num(values[1:], nan=jnp.inf).reshape(-1, trial.number)
+        leading = jnp.argmax(jnp.median(of_scales, 1)).astype(jnp.int32)
+        v = Moves.about(self.constraints, found, leading).to(found)
         # In another draw the best is still better than half of them, of those far and wide.
         typical = jnp.nanmedian(jnp.where(jnp.isfinite(values), values, jnp.nan))
         bar = (values[best] + typical) / 2 if step == 1 else carry.bar
-        return values[best], carry._replace(hparams=found, origin=found, accepted=v, bar=bar)
+        return values[best], carry._replace(
+            hparams=found, origin=found, accepted=v, bar=bar, leading=leading
+        )
 
     def _descend(self, carry: Carry, step: int) -> tuple[Array, PyTree, Carry]:
         """Go to where the derivatives would be 0; or back, where the error has risen."""
         trial = self.trials[step - 1]
         with check_finite(False):
             value, grad, _ = self.engine(self._problem(trial), carry.hparams)
-        moves = Moves.about(self.constraints, carry.origin)
+        moves = Moves.about(self.constraints, carry.origin, carry.leading)
         same = self._goes_on(step)
         size, same = SIZES[same], jnp.array(same)
         return total(value), grad, _next(moves, carry, value, grad, size, same)
 
     def _line(self, carry: Carry, step: int) -> tuple[Array, Carry, Trial]:
-        """Multiply all scales by a common factor, and find the one with the lowest error.
+        """Multiply the scale that leads by a factor, and find the one with the lowest error.
 
         After the last line: the start, where that is better; or what the trend leads to.
         """
-        trial, after = self.trials[step - 1 : step + 1]
-        problem, moves = self._problem(trial), Moves.about(self.constraints, carry.origin)
+        trial = self.trials[step - 1]
+        problem, moves = (
+            self._problem(trial),
+            Moves.about(self.constraints, carry.origin, carry.leading),
+        )
         share = trial.steps / self.steps
 
         def error(hparams):
@@ -235,7 +253,7 @@ class Rehearsals(Stepper):
             hparams, lowest = moves.back(carry.accepted), float(carry.lowest)
         v = moves.to(hparams)
         carry = carry._replace(accepted=v, begun=jnp.array(True), lowest=jnp.array(lowest))
-        if after.kind != PERFORMANCE:
+        if any(later.kind == LINE for later in self.trials[step:]):
             carry = carry._replace(hparams=hparams, first=hparams)
             return jnp.array(lowest), carry, trial._replace(cost=count * share)
         of_start = error(carry.start)
@@ -259,10 +277,13 @@ class Moves(eqx.Module):
 
     constraints: PyTree
     units: PyTree
+    leads: PyTree  # of each constraint, whether it is that of the scale that leads
 
     @classmethod
-    def about(cls, constraints: PyTree, origin: PyTree) -> "Moves":
+    def about(cls, constraints: PyTree, origin: PyTree, leading: Int[Array, ""]) -> "Moves":
         """Return the moves about a point. A scale that is 0 there cannot move by factors."""
+        number = itertools.count()
+        leads = map_parts(lambda c: is_scale(c) and leading == next(number), constraints)
         constraints = map_parts(_by_factors, constraints, origin)
         sizes = scales(constraints, to_unconstrained(constraints, origin))
 
@@ -270,7 +291,7 @@ class Moves(eqx.Module):
             share = 1.0 if isinstance(constraint, Change) else UNIT
             return jax.tree.map(lambda size: share * size, sizes)
 
-        return cls(constraints, map_parts(unit, constraints, sizes))
+        return cls(constraints, map_parts(unit, constraints, sizes), leads)
 
     def to(self, hparams: PyTree) -> PyTree:
         u = to_unconstrained(self.constraints, hparams)
@@ -284,25 +305,27 @@ class Moves(eqx.Module):
         _, pull = jax.vjp(self._unconfined, v)
         return pull(grad)[0]
 
-    def of_scales(self, f: Callable[..., Array], v: PyTree, *others: PyTree) -> PyTree:
-        """Return v, where it is of scales f of it and of others."""
+    def of_leading(self, f: Callable[..., Array], v: PyTree, *others: PyTree) -> PyTree:
+        """Return v, where it is of the scale that leads f of it and of others."""
 
-        def part(constraint, v, *others):
-            return jax.tree.map(f, v, *others) if isinstance(constraint, Log) else v
+        def part(constraint, leads, v, *others):
+            if not isinstance(constraint, Log):
+                return v
+            return jax.tree.map(lambda v, *others: jnp.where(leads, f(v, *others), v), v, *others)
 
-        return map_parts(part, self.constraints, v, *others)
+        return map_parts(part, self.constraints, self.leads, v, *others)
 
     def scaled(self, by: Array, hparams: PyTree) -> PyTree:
-        """Return the hyperparameters with all scales times exp(by)."""
-        return self.back(self.of_scales(lambda v: v + by.astype(v.dtype), self.to(hparams)))
+        """Return the hyperparameters with the scale that leads times exp(by)."""
+        return self.back(self.of_leading(lambda v: v + by.astype(v.dtype), self.to(hparams)))
 
     def carried_on(self, before: PyTree, v: PyTree) -> PyTree:
-        """Return the hyperparameters at v, with scales that have fallen a part of that lower."""
+        """Return the hyperparameters at v, the scale that leads lower still, if it has fallen."""
 
         def further(v, before):
             return v + jnp.clip(CARRIED_ON * (v - before), -FARTHEST, 0)
 
-        return self.back(self.of_scales(further, v, before))
+        return self.back(self.of_leading(further, v, before))
 
     def _unconfined(self, v: PyTree) -> PyTree:
         u = jax.tree.map(jnp.multiply, v, self.units)
@@ -329,8 +352,8 @@ def _next(
     back = jax.tree.map(lambda step: -0.5 * step, carry.step)
     step = select(accepts, ahead, back)
     origin = select(accepts | carry.begun, select(accepts, v, carry.accepted), v)
-    # Where none has been accepted yet, scales are too high.
-    lower = moves.of_scales(lambda step: step - 1, jax.tree.map(jnp.zeros_like, v))
+    # Where none has been accepted yet, the scale is too high.
+    lower = moves.of_leading(lambda step: step - 1, jax.tree.map(jnp.zeros_like, v))
     step = select(accepts | carry.begun, step, lower)
     hparams = moves.back(jax.tree.map(jnp.add, origin, step))
     return carry._replace(

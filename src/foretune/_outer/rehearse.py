@@ -11,13 +11,14 @@ this order:
 - *descent*: hypergradients at T/16, each followed by a step to where the derivatives would be 0
   (`secant.py`). A step after which the error is higher is rejected, and half of it is tried the other
   way: where training is about to diverge, gradients point there;
-- *line*: all scales times a common factor, at T/16 and at T/4. Errors tell the best factor to a quarter
-  of a decade, and tell it again in another draw, where gradients do not;
+- *line*: the scale that the error depends on most (the learning rate) times a factor, at T/16 and at
+  T/4. Errors tell the best factor to a quarter of a decade, and tell it again in another draw, where
+  gradients do not. A larger budget has descents of T/8 and T/4 steps between, and of T at the end;
 - *performance*: T steps on all rows, with the start, if that was the best at T/4. Where it fails, it is
-  repeated with scales of a third.
+  repeated with a third of that scale.
 
-Scales that had to be lower at T/4 than at T/16 are lowered on, by half as much. (A rate that is too low
-costs little, one that is too high all.)
+If the best factor falls from T/16 to T/4, the scale is lowered on, by half as much. (A rate that is too
+low costs little, one that is too high all.)
 """
 
 import math
@@ -43,7 +44,7 @@ SHORTEST = 16  # steps of a rehearsal
 CANDIDATES, PER_SCALE = 12, 8  # of each search, at a cost of 4
 PLACES = 4  # on a line, at most
 ENOUGH = 2.5  # a budget for a line at T/4
-DESCENTS = (16, 16, 16, 8, 8, 4, 4)  # T / L of the hypergradients, the shortest first
+DESCENTS = (16, 16, 16, 8, 8, 4, 4, 1, 1)  # T / L of the hypergradients, the shortest first
 AGAIN = 2  # performances after the first, at most
 
 
@@ -147,14 +148,16 @@ def plan(steps: int, cost: float, scales: int) -> list[Trial]:
     search = Trial(SEARCH, length(32), each, (1 + each * scales) * share(32))
     searches = [search] * min(2, int(budget / 3 / search.cost)) if scales else []
     left = budget - sum(trial.cost for trial in [*searches, *lines])
-    rounds = 1 + max(0, int(left / sum(PRICE * share(divisor) for divisor in DESCENTS)))
-    draws = max(1, rounds // 4)
-    short, long = [], []
-    for divisor in sorted(DESCENTS * (rounds // draws), reverse=True):
+    cycle = sum(PRICE * share(divisor) for divisor in DESCENTS)
+    draws = max(1, int(left / cycle / 4))
+    found: dict[int, list[Trial]] = {divisor: [] for divisor in DESCENTS}
+    for divisor in DESCENTS * (1 + max(0, int(2 * left / cycle))):
         price = PRICE * share(divisor) * draws
         if price <= left + 1e-6:
             left -= price
-            trials = short if divisor == DESCENTS[0] else long
-            trials.append(Trial(DESCENT, length(divisor), draws, price))
+            found[divisor].append(Trial(DESCENT, length(divisor), draws, price))
     performances = [Trial(PERFORMANCE, steps, 1, 1.0)] * (1 + AGAIN)
-    return [*searches, *short, lines[0], *long, lines[1], *performances]
+    return [
+        *(*searches, *found[16], lines[0], *found[8], *found[4], lines[1], *found[1]),
+        *performances,
+    ]
