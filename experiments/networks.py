@@ -56,6 +56,7 @@ def dense(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
 
 
 def linear(layer: dict[str, Array], x: Float[Array, "n a"]) -> Float[Array, "n b"]:
+    """Return what a linear layer makes of rows."""
     return x @ layer["w"] + layer["b"]
 
 

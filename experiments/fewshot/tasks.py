@@ -83,7 +83,7 @@ def check(letters: Letters, size: Size) -> None:
             )
 
 
-def task(key: Array, images: Images, size: Size) -> tuple[Pair, Pair]:
+def sampled(key: Array, images: Images, size: Size) -> tuple[Pair, Pair]:
     """Return the support and the query of a random task."""
     ways, shots, queries = size
     class_key, image_key = jax.random.split(key)

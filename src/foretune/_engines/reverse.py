@@ -60,9 +60,8 @@ class Reverse(TracedEngine):
             `jax.custom_vjp` and "everything" always get. Give it where the loss has a
             `jax.custom_jvp` of several arguments that is not the derivative of any function.
         unroll: steps in one turn of the loops: longer compilation, less overhead of small steps.
-        first_order: leave out the second derivatives of `Training`'s loss in the weights, so that A_t is
-            that of the optimizer alone: cheaper steps, and an approximation (first-order MAML, where
-            the initial weights are learnt).
+        first_order: leave out the Hessian of `Training`'s loss, so that A_t is the optimizer's alone:
+            cheaper steps, and an approximation (first-order MAML, where initial weights are learnt).
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
