@@ -15,6 +15,7 @@ from .tasks import Images, Pair, Size, sampled
 
 HEAD_STEPS = 100
 HEADS = [(rate, decay) for rate in (0.01, 0.1) for decay in (0.0, 0.001, 0.01)]
+COSINE = [0.0, 1.0]
 
 
 def descended(
@@ -86,23 +87,25 @@ def pretrained(
     return {name: part for name, part in learnt.items() if name != "head"}
 
 
-def by_nearest_mean(size: Size, cosine: bool) -> Accuracy:
+def by_nearest_mean(size: Size) -> Accuracy:
     """Return the accuracy of the nearest class mean, by distance or by angle."""
 
-    def accuracy(layers, support, query):
+    def accuracy(learnt, support, query):
+        layers, cosine = learnt
         features = [strided(layers, x) for x in (support[0], query[0])]
-        if cosine:
-            features = [x / jnp.linalg.norm(x, axis=1, keepdims=True) for x in features]
+        lengths = [jnp.linalg.norm(x, axis=1, keepdims=True) for x in features]
+        features = [x / n**cosine for x, n in zip(features, lengths, strict=True)]
         means = class_means(features[0], support[1], jnp.arange(size.ways))
         return share_right(linear(nearest_mean(means, 1.0), features[1]), query[1])
 
     return accuracy
 
 
-def by_own_head(size: Size, rate: float, decay: float) -> Accuracy:
+def by_own_head(size: Size) -> Accuracy:
     """Return the accuracy of softmax regression on the features."""
 
-    def accuracy(layers, support, query):
+    def accuracy(learnt, support, query):
+        layers, (rate, decay) = learnt
         x, y = strided(layers, support[0]), support[1]
         optimizer = optax.sgd(rate, 0.9)
 

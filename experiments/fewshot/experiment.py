@@ -9,6 +9,7 @@ tasks in each, by the same outer optimizer.
 import concurrent.futures
 import multiprocessing
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ class Settings(NamedTuple):
 
 
 QUICK = Settings(
-    sizes=((5, 1),), inner=(1, 20), steps=100, tasks=4, widths=(16, 16, 32), test=200, quick=True
+    sizes=((5, 1),), inner=(1,), steps=100, tasks=4, widths=(16, 16, 32), test=200, quick=True
 )
 
 
@@ -62,6 +63,7 @@ class Cell(NamedTuple):
 
     @property
     def stage(self) -> str:
+        """The file of what was found."""
         name = self.method.replace(",", "").replace(" ", "-")
         return f"stages/{name}-{self.ways}-{self.shots}-{self.inner}-{self.seed}.json"
 
@@ -115,7 +117,9 @@ def cells_of(settings: Settings) -> list[Cell]:
     return sorted(others + cells, key=lambda c: -c.inner * (10 if c.method != HEAD else 1) - c.ways)
 
 
-def computed(left: list[Cell], settings: Settings, paths: tuple[Path, Path], processes: int):
+def computed(
+    left: list[Cell], settings: Settings, paths: tuple[Path, Path], processes: int
+) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Give each cell with what was found, here or in processes of their own."""
     if processes == 1:
         for cell in left:
@@ -151,12 +155,8 @@ def found_in(cell: Cell, settings: Settings, paths: tuple[Path, Path]) -> dict[s
     method = made(cell, size, budget.widths, start_key)
     learnt = jax.block_until_ready(method.learn(letters.train, size, budget, learn_key))
     seconds = time.monotonic() - began
-    found = {
-        f"{cell.method}{name}": judged(
-            method.accuracy, learnt, images, size, test_key, settings.test
-        )
-        for name, images in (("", letters.test), (", validation", letters.validation))
-    }
+    test = judge(method.accuracy, letters.test, size, test_key, settings.test)
+    found = {cell.method: test(learnt)}
     rates = jax.tree.map(lambda x: float(jnp.exp(x)), learnt["log"])
     return {"accuracy": found, "seconds": seconds, "rates": rates}
 
@@ -173,10 +173,10 @@ def made(
     return methods.maml(key, size, widths, cell.inner, means=means, exact=exact)
 
 
-def judged(
-    accuracy: methods.Accuracy, learnt: Any, images: Images, size: Size, key: jax.Array, count: int
-) -> dict[str, float]:
-    """Return the mean accuracy over random tasks, and its standard error."""
+def judge(
+    accuracy: methods.Accuracy, images: Images, size: Size, key: jax.Array, count: int
+) -> Callable[[Any], dict[str, float]]:
+    """Return the mean accuracy over random tasks, and its standard error, as a function."""
     images = jnp.asarray(images)
 
     @jax.jit
@@ -186,21 +186,26 @@ def judged(
 
         return jax.lax.map(of_task, keys, batch_size=min(count, 50))
 
-    right = np.asarray(one_of_each(learnt, jax.random.split(key, count)))
-    return {"mean": float(right.mean()), "error": float(right.std(ddof=1) / np.sqrt(count))}
+    def judged(learnt):
+        right = np.asarray(one_of_each(learnt, jax.random.split(key, count)))
+        return {"mean": float(right.mean()), "error": float(right.std(ddof=1) / np.sqrt(count))}
+
+    return judged
 
 
 def with_own_heads(
     layers: Any, letters: Letters, size: Size, settings: Settings, key: jax.Array
 ) -> dict[str, dict[str, float]]:
     """Return the accuracies of a pretrained network's features; the options are chosen in validation."""
-    own = [baselines.by_own_head(size, *options) for options in baselines.HEADS]
-    means = [baselines.by_nearest_mean(size, cosine) for cosine in (False, True)]
+    heads = {
+        "own head": (baselines.by_own_head(size), baselines.HEADS),
+        "nearest mean": (baselines.by_nearest_mean(size), baselines.COSINE),
+    }
     found = {}
-    for name, options in (("own head", own), ("nearest mean", means)):
-        few = max(50, settings.test // 5)
-        tried = [judged(f, layers, letters.validation, size, key, few)["mean"] for f in options]
-        best = options[int(np.argmax(tried))]
+    for name, (accuracy, options) in heads.items():
+        test = judge(accuracy, letters.test, size, key, settings.test)
+        validate = judge(accuracy, letters.validation, size, key, max(50, settings.test // 5))
+        tried = [validate((layers, option))["mean"] for option in options]
         of_size = f"{PRETRAINED}, {name}, {size.ways} ways, {size.shots} shots"
-        found[of_size] = judged(best, layers, letters.test, size, key, settings.test)
+        found[of_size] = test((layers, options[int(np.argmax(tried))]))
     return found

@@ -114,6 +114,7 @@ class Bilevel(NamedTuple):
 
 
 def share_right(logits: Logits, y: Array) -> Array:
+    """Return the accuracy."""
     return jnp.mean(jnp.argmax(logits, 1) == y)
 
 
@@ -121,24 +122,28 @@ def layer_rates(hparams: PyTree) -> optax.GradientTransformation:
     """Gradient descent with a rate for each layer."""
 
     def update(gradients, _):
-        return {
-            name: jax.tree.map(lambda g, rate=jnp.exp(hparams["log"][name]): -rate * g, part)
-            for name, part in gradients.items()
-        }
+        scaled = {}
+        for name, part in gradients.items():
+            rate = jnp.exp(hparams["log"][name])
+            scaled[name] = jax.tree.map(lambda g, rate=rate: -rate * g, part)
+        return scaled
 
     return optax.stateless(update)
 
 
 def loss_on_support(weights: PyTree, hparams: PyTree, batch: Pair) -> Float[Array, ""]:
+    """Return the inner loss of MAML."""
     x, y = batch
     return cross_entropy(linear(weights["head"], strided(weights, x)), y)
 
 
 def loss_on_query(state: ft.TrainState, hparams: PyTree, batch: Pair) -> Float[Array, ""]:
+    """Return the error of MAML."""
     return loss_on_support(state.params, hparams, batch)
 
 
 def learnt_weights(hparams: PyTree) -> PyTree:
+    """Return s_0 of MAML."""
     return hparams["start"]
 
 
@@ -183,12 +188,14 @@ def features_once(support: Pair, classes: Array, hparams: PyTree) -> tuple[PyTre
 def loss_of_head(
     head: PyTree, hparams: PyTree, y: Array, features: Array
 ) -> tuple[Float[Array, ""], Array]:
+    """Return the inner loss of a head, and the features as they were."""
     decay = jnp.exp(hparams["log"]["decay"])
     loss = cross_entropy(linear(head, features), y) + decay * jnp.sum(head["w"] ** 2)
     return loss, features
 
 
 def loss_of_features(state: ft.TrainState, hparams: PyTree, batch: Pair) -> Float[Array, ""]:
+    """Return the error of a head on learnt features."""
     x, y = batch
     return cross_entropy(linear(state.params, strided(hparams["layers"], x)), y)
 
