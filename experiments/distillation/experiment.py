@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from foretune.report import say
@@ -34,7 +33,7 @@ from .distil import (
 from .page import describe
 
 HELD = 10_000  # training images
-INNER_RATE = 0.01  # to begin with
+INNER_RATE = 0.05  # to begin with
 RANDOM, NEAREST = "random", "nearest to the mean"
 
 

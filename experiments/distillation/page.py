@@ -39,9 +39,10 @@ def describe(folder: RunFolder, settings: Any, records: Records) -> dict[str, An
     return {
         "headline": f"Test accuracy from fresh random weights: {said}.",
         "notes": [
-            f"Mean and standard deviation over {settings.judges} networks, each from weights drawn anew, "
-            f"of three layers {settings.width} wide with instance norm. Learnt: images, soft labels, and "
-            "a rate for each step, in stages of growing length T, each from where the one before ended.",
+            f"Mean and standard deviation over {settings.judges} networks, each from weights drawn "
+            f"anew, of three layers {settings.width} wide with instance norm. Learnt: images, soft "
+            "labels and a rate for each step, in stages of growing length T, each from where the one "
+            "before ended.",
         ],
         "tables": [
             by_length(by_each),
@@ -63,8 +64,12 @@ def spread(values: Any) -> str:
 def by_length(by_each: dict[int, Records]) -> dict[str, Any]:
     """Return the table of accuracies after each stage."""
     rows = [
-        [each, length, spread([r["accuracy"][length] for r in records])]
-        + [round(np.mean([r["seconds"][length] for r in records]))]
+        [
+            each,
+            length,
+            spread([r["accuracy"][length] for r in records]),
+            round(np.mean([r["seconds"][length] for r in records])),
+        ]
         for each, records in by_each.items()
         for length in records[0]["accuracy"]
     ]
@@ -81,7 +86,7 @@ def others(each: int, records: Records, length: str) -> dict[str, Any]:
     ]
     return {
         "title": f"{each} of each class: other networks, other images",
-        "note": f"T = {length}. Real images have hard labels and the best of nine rates on images held out.",
+        "note": f"T = {length}. Real images: hard labels, the best of nine rates on images held out.",
         "columns": ["network", *sets],
         "rows": rows,
     }

@@ -48,14 +48,17 @@ class Prototypes:
         self.classes = jnp.arange(size.ways)
 
     def logits(self, learnt: PyTree, support: Pair, x: Array) -> Float[Array, "n k"]:
+        """Return minus the squared distances to the class means, scaled."""
         means = class_means(strided(learnt["layers"], support[0]), support[1], self.classes)
         head = nearest_mean(means, jnp.exp(learnt["log"]["scale"]))
         return linear(head, strided(learnt["layers"], x))
 
     def accuracy(self, learnt: PyTree, support: Pair, query: Pair) -> Array:
+        """Return the share of the query that is right."""
         return share_right(self.logits(learnt, support, query[0]), query[1])
 
     def learn(self, images: Images, size: Size, budget: Budget, key: Array, **_: Any) -> PyTree:
+        """Return what is learnt from tasks that are drawn anew at each step."""
         images = jnp.asarray(images)
 
         def loss(learnt, key):

@@ -1,9 +1,9 @@
 """Few-shot learning: letters of scripts that were not seen, from one or five images of each.
 
-The classes of `glyphs/background.npz` are learnt from, but for those of six scripts, on which choices are
-made; those of `glyphs/test.npz`, or of another file, are only tested. A task has some classes, a few
-images of each as its support and ten more as its query. Every method makes as many steps, with as many
-tasks in each, by the same outer optimizer.
+The classes of `glyphs/background.npz` are learnt from, but for those of six scripts, on which choices
+are made; those of `glyphs/test.npz`, or of another file, are only tested. A task has some classes, a
+few images of each as its support and ten more as its query. Every method makes as many steps, with as
+many tasks in each, by the same outer optimizer.
 """
 
 import concurrent.futures
@@ -150,6 +150,7 @@ def found_in(cell: Cell, settings: Settings, paths: tuple[Path, Path]) -> dict[s
             found |= with_own_heads(layers, letters, size, settings, test_key)
         return {"accuracy": found, "seconds": seconds}
     size = Size(cell.ways, cell.shots, QUERIES)
+    budget = budget._replace(steps=steps_of(cell, settings))
     if cell.ways > 5:
         budget = budget._replace(tasks=max(1, budget.tasks // 4))  # as many images
     method = made(cell, size, budget.widths, start_key)
@@ -159,6 +160,11 @@ def found_in(cell: Cell, settings: Settings, paths: tuple[Path, Path]) -> dict[s
     found = {cell.method: test(learnt)}
     rates = jax.tree.map(lambda x: float(jnp.exp(x)), learnt["log"])
     return {"accuracy": found, "seconds": seconds, "rates": rates}
+
+
+def steps_of(cell: Cell, settings: Settings) -> int:
+    """Return the outer steps; where more than 50 steps are inside, so many times fewer."""
+    return settings.steps * 50 // max(50, cell.inner)
 
 
 def made(
@@ -196,7 +202,7 @@ def judge(
 def with_own_heads(
     layers: Any, letters: Letters, size: Size, settings: Settings, key: jax.Array
 ) -> dict[str, dict[str, float]]:
-    """Return the accuracies of a pretrained network's features; the options are chosen in validation."""
+    """Return the accuracies of a pretrained network's features; validation chooses the options."""
     heads = {
         "own head": (baselines.by_own_head(size), baselines.HEADS),
         "nearest mean": (baselines.by_nearest_mean(size), baselines.COSINE),

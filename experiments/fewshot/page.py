@@ -87,7 +87,8 @@ def by_steps(settings: Any, cells: dict[Any, Records]) -> dict[str, Any]:
     rows.sort(key=lambda row: row[0])
     return {
         "title": f"Inner steps: {Size(ways, shots, 0)}",
-        "note": "Learnt and tested with so many steps on a task's support, by exact gradients.",
+        "note": "Learnt and tested with so many steps on a task's support, by exact gradients. "
+        "With 200 of them, a quarter of the outer steps.",
         "columns": ["method", "inner steps", "accuracy", "seconds"],
         "rows": rows,
     }
