@@ -1,10 +1,10 @@
 """Images, labels and step sizes, learnt so that a network trained on them alone does well.
 
-    s_0 drawn anew,   s_t = s_{t-1} - r_t grad J(s_{t-1}; images, labels),   E = loss of s_T on real images
+    s_0 drawn anew,  s_t = s_{t-1} - r_t grad J(s_{t-1}; images, labels),  E = real images' loss at s_T
 
 The hyperparameters are the images, the logits of their labels and the logarithms of r_1 .. r_T
-(Wang et al., Dataset Distillation, 2018, with labels as in Bohdal et al., 2020). T grows in stages, each
-from where the one before ended; the last rates are then repeated.
+(Wang et al., Dataset Distillation, 2018, with labels as in Bohdal et al., 2020). T grows in stages,
+each from where the one before ended; the last rates are then repeated.
 """
 
 from collections.abc import Callable

@@ -3,8 +3,8 @@
 The images, soft labels and step sizes are learnt through whole trainings of 10 steps, then of more,
 each from weights drawn anew. They are judged by networks trained from fresh weights, of the same kind
 and of others, beside real images: random ones, and those nearest to the mean of their class, with the
-best of nine rates. No image of MNIST's test set is used before that; 10,000 of the training set are held
-out for the choice of rates.
+best of nine rates. No image of MNIST's test set is used before that; 10,000 of the training set are
+held out for the choice of rates.
 """
 
 import time
