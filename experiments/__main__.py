@@ -436,6 +436,110 @@ def language(
         show_result(experiment.run(out or Path("runs") / name, settings))
 
 
+@app.command(
+    epilog="Examples:\n\n"
+    "`python -m experiments fewshot --quick` — a small network, three minutes on two CPU cores\n\n"
+    "`python -m experiments fewshot --processes 4` — all methods and sizes of tasks, on a GPU\n\n"
+    "`python -m experiments fewshot --data mine.npz` — tested on classes of your own"
+)
+def fewshot(
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A .npz file with x, classes x images x 28 x 28, to test on; by default glyphs.",
+            show_default=False,
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of each method; 1.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Outer steps of each method; 4000.")
+    ] = None,
+    tasks: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="Tasks of an outer step; 16.")
+    ] = None,
+    test: Annotated[
+        int | None, typer.Option(min=2, max=1_000_000, help="Test tasks; 1000.")
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, max=64, help="Methods that learn at the same time.")
+    ] = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="5 ways, 1 shot, 100 steps of 4 tasks, a small network.")
+    ] = False,
+    out: Out = None,
+    debug: Debug = False,
+) -> None:
+    """Few-shot learning: letters of scripts that were not seen, from one or five images of each.
+
+    Initial weights and rates by MAML, and a representation whose head is trained to its end, compared
+    with prototypical networks, first-order MAML and a pretrained network. Interrupted, the same command
+    continues where it was. Ends with the path of a report.
+    """
+    name = f"fewshot{f'-{Path(data).stem}' if data else ''}{'-quick' if quick else ''}"
+    out = out or Path("runs") / name
+    with plain_errors(debug, out):
+        from .fewshot import experiment
+
+        given = {"seeds": seeds, "steps": steps, "tasks": tasks, "test": test}
+        asked = {name: value for name, value in given.items() if value is not None}
+        usual = experiment.QUICK if quick else experiment.Settings()
+        show_result(experiment.run(out, usual._replace(data=data, **asked), processes))
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "`python -m experiments distillation --quick` — a small network, minutes on two CPU cores\n\n"
+    "`python -m experiments distillation` — one and ten images of each digit, on a GPU"
+)
+def distillation(
+    data: Annotated[str, typer.Option(help="mnist.")] = "mnist",
+    each: Annotated[str | None, typer.Option(help="Images of a class; 1,10.")] = None,
+    stages: Annotated[
+        str | None,
+        typer.Option(help="Inner x outer steps of each stage; 10x3000,50x2500,200x300."),
+    ] = None,
+    width: Annotated[int | None, typer.Option(min=1, max=4096, help="Of a layer; 64.")] = None,
+    draws: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Networks of an outer step; 4.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Sets of images; 1.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One image of a class, 10 x 120 steps, 8 wide.")
+    ] = False,
+    out: Out = None,
+    debug: Debug = False,
+) -> None:
+    """Distilled data: a few learnt images in the place of MNIST's training set.
+
+    Images, soft labels and step sizes are learnt through whole trainings from weights drawn anew, and
+    judged by networks trained from fresh weights. Interrupted, the same command continues where it was.
+    Ends with the path of a report.
+    """
+    out = out or Path("runs") / f"distillation-{data}{'-quick' if quick else ''}"
+    with plain_errors(debug, out):
+        from .distillation import experiment
+
+        if data != "mnist":
+            raise typer.BadParameter(f"--data {data[:40]}: give mnist.")
+        pairs = None if stages is None else [_numbers(s, "x", "10x3000") for s in stages.split(",")]
+        if pairs is not None and any(pair is None or len(pair) != 2 or 0 in pair for pair in pairs):
+            raise typer.BadParameter(f"--stages {stages[:80]!r}: give 10x3000,50x2500 say.")
+        given = {
+            "each": _numbers(each, ",", "1,10"),
+            "stages": None if pairs is None else tuple(pairs),
+            "width": width,
+            "draws": draws,
+            "seeds": seeds,
+        }
+        asked = {name: value for name, value in given.items() if value is not None}
+        usual = experiment.QUICK if quick else experiment.Settings()
+        show_result(experiment.run(out, usual._replace(**asked)))
+
+
 def _numbers(text: str | None, separator: str, example: str) -> tuple[int, ...] | None:
     if text is None:
         return None

@@ -304,3 +304,79 @@ class TestImplicit:
         problem, hparams = self.ridge(steps=5)
         with pytest.warns(UserWarning, match=r"has not converged.*% of the length of the first"):
             run_to_the_end(jax.jit(lambda h: ft.Implicit()(problem, h).grad), hparams)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.promotes("a hand-written loop, as users write it")
+class TestFirstOrder:
+    """`Reverse(first_order=True)`: the gradient of a step has no derivative in the weights."""
+
+    x, y = np.random.default_rng(0).normal(size=(2, 2, 8, 3))  # support and query
+
+    @staticmethod
+    def loss(params, x, y):
+        return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
+
+    def problem(self, steps=4, weighted=False):
+        def inner(params, hparams, batch):
+            penalty = hparams["decay"] * jnp.sum(params["b"] ** 2) if weighted else 0.0
+            return self.loss(params, *batch) + penalty
+
+        return ft.Problem(
+            ft.Training(inner, lambda h: optax.sgd(h["lr"], 0.5)),
+            lambda state, h, batch: self.loss(state.params, *batch),
+            lambda h: h["start"],
+            ft.FullBatch((self.x[0], self.y[0]), steps=steps),
+            (self.x[1], self.y[1]),
+        )
+
+    def start(self):
+        a, b = np.random.default_rng(1).normal(size=(2, 3, 3)) / 2
+        return {"start": {"a": jnp.array(a), "b": jnp.array(b)}, "lr": jnp.array(0.1)}
+
+    def by_hand(self, hparams, steps=4, weighted=False):
+        """First-order MAML: gradients at weights that count as constants."""
+        params = hparams["start"]
+        trace = jax.tree.map(jnp.zeros_like, params)
+        for _ in range(steps):
+            here = jax.lax.stop_gradient(params)
+            g = jax.grad(self.loss)(here, self.x[0], self.y[0])
+            if weighted:
+                g["b"] = g["b"] + 2 * hparams["decay"] * here["b"]
+            trace = jax.tree.map(lambda m, g: 0.5 * m + g, trace, g)
+            params = jax.tree.map(lambda w, m: w - hparams["lr"] * m, params, trace)
+        return self.loss(params, self.x[1], self.y[1])
+
+    @pytest.mark.parametrize("store", ["states", "everything", "gradients", "segments", 2])
+    def test_it_is_first_order_maml(self, store):
+        hparams = self.start()
+        expected = jax.grad(self.by_hand)(hparams)
+        found = ft.Reverse(store, first_order=True)(self.problem(), hparams)
+        assert_trees_close(found.value, self.by_hand(hparams), 1e-12)
+        assert_trees_close(found.grad, expected, 1e-12)
+        exact = ft.Reverse()(self.problem(), hparams)
+        assert not np.allclose(exact.grad["start"]["a"], found.grad["start"]["a"], rtol=0.01)
+
+    def test_hyperparameters_of_the_loss_keep_their_part(self):
+        hparams = self.start() | {"decay": jnp.array(0.1)}
+        expected = jax.grad(self.by_hand)(hparams, weighted=True)
+        found = ft.Reverse(first_order=True)(self.problem(weighted=True), hparams)
+        assert_trees_close(found.grad, expected, 1e-12)
+        assert found.grad["decay"] != 0
+
+    def test_of_a_mean_over_tasks(self):
+        problem, hparams = self.problem(), self.start()
+        found = ft.Reverse(first_order=True)(ft.Mean([problem, problem]), hparams)
+        assert_trees_close(found.grad, jax.grad(self.by_hand)(hparams), 1e-12)
+
+    def test_other_dynamics_are_refused(self):
+        class Still(ft.Dynamics):
+            def init(self, params, hparams):
+                return params
+
+            def step(self, state, hparams, batch):
+                return hparams["a"] * state
+
+        problem = ft.Problem(Still(), lambda s, h, _: s, jnp.array(1.0), ft.FullBatch(None, 2))
+        with pytest.raises(TypeError, match="Still has no `first_order`"):
+            ft.Reverse(first_order=True)(problem, {"a": jnp.array(0.5)})

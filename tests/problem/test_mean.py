@@ -326,3 +326,24 @@ def test_functions_are_the_same_when_code_and_closure_are():
     assert not same(jax.jit(make(1)), jax.jit(make(2)))
     assert same(jax.jit(make(3)), jax.jit(make(3)))
     assert not same(make(1), 3)
+
+
+def test_a_start_that_is_a_function_holds_arrays_of_each_problem():
+    """As features of each task's examples, by a network that is learnt, computed once."""
+
+    def start(x, h):
+        return h["a"] * x
+
+    def problem_of(x):
+        return ft.Problem(
+            ft.Training(lambda w, h, batch: jnp.sum((w - batch) ** 2), optax.sgd(0.1)),
+            lambda state, h, _: jnp.sum(state.params),
+            jax.tree_util.Partial(start, x),
+            ft.FullBatch(jnp.zeros(2), steps=1),
+        )
+
+    xs, hparams = (jnp.array([1.0, 2.0]), jnp.array([3.0, 5.0])), {"a": jnp.array(2.0)}
+    mean = ft.Reverse()(ft.Mean([problem_of(x) for x in xs]), hparams)
+    each = [ft.Reverse()(problem_of(x), hparams) for x in xs]
+    np.testing.assert_allclose(mean.grad["a"], sum(e.grad["a"] for e in each) / 2, rtol=1e-6)
+    np.testing.assert_allclose(mean.state.params, [e.state.params for e in each], rtol=1e-6)

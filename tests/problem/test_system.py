@@ -1,11 +1,14 @@
 """What of a problem is state: neither stored nor differentiated is what no step changes."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Literal
 
 import foretune as ft
+from foretune._problem.system import _origins
 
 from ..problems import assert_trees_close
 
@@ -62,3 +65,14 @@ def test_a_start_that_depends_on_hyperparameters_is_state_though_no_step_changes
     )  # fmt: skip
     for engine in (ft.Reverse(), ft.Forward()):
         assert float(engine(problem, {"a": 3.0}).grad["a"]) == 6.0
+
+
+def test_a_constant_without_tangent_is_no_zero():
+    """Derivatives of integers, as positions in a text are, have the type float0."""
+    jaxpr = jax.make_jaxpr(lambda x: x + 0.0)(1.0).jaxpr
+    (sum_,) = jaxpr.eqns
+    nothing = np.zeros((), jax.dtypes.float0)
+    aval = jax.core.ShapedArray((), jax.dtypes.float0)
+    odd = sum_.replace(invars=[sum_.invars[0], Literal(nothing, aval)])
+    assert len(_origins(jaxpr)) == 1
+    assert _origins(jaxpr.replace(eqns=[odd])) == {}

@@ -21,9 +21,9 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .._problem.checks import check_count
+from .._problem.checks import check_count, check_flag
 from .._problem.problem import Problem
-from .._problem.system import System
+from .._problem.system import System, make_system
 from .base import Solution, TracedEngine, check_not_problem
 from .nonfinite import FORWARD
 from .products import error_gradients, pull_rows
@@ -60,6 +60,8 @@ class Reverse(TracedEngine):
             `jax.custom_vjp` and "everything" always get. Give it where the loss has a
             `jax.custom_jvp` of several arguments that is not the derivative of any function.
         unroll: steps in one turn of the loops: longer compilation, less overhead of small steps.
+        first_order: leave out the Hessian of `Training`'s loss, so that A_t is the optimizer's alone:
+            cheaper steps, and an approximation (first-order MAML, where initial weights are learnt).
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -77,10 +79,12 @@ class Reverse(TracedEngine):
     store: Any = "states"  # a name or a number
     transpose: str = eqx.field(default="forward", kw_only=True)
     unroll: int = eqx.field(default=1, kw_only=True)
+    first_order: bool = eqx.field(default=False, kw_only=True)
 
     def __check_init__(self):
         check_not_problem("Reverse", self.store)
         check_count(self.unroll, f"Reverse(unroll={self.unroll})")
+        check_flag(self.first_order, "Reverse's first_order")
         if self.store not in tuple(STORES) and not (type(self.store) is int and self.store >= 1):
             raise ValueError(
                 f"Reverse(store={self.store!r}): give a number of states, 1 or more, or one of "
@@ -100,6 +104,9 @@ class Reverse(TracedEngine):
         return system if self.transpose == "forward" else system._replace(transposable=system.step)
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
+        if self.first_order:
+            plain = eqx.tree_at(lambda p: p.dynamics, problem, problem.dynamics.first_order())
+            system = make_system(plain, hparams)
         schedule, system = self.schedule, self.transposing(system)
         s_0, pull_initial = eqx.filter_vjp(system.initial, hparams)
         s_T, memory = schedule.forward(system, hparams, s_0)

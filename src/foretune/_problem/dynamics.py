@@ -21,7 +21,7 @@ class Dynamics(eqx.Module):
     """A training procedure: a subclass with the methods `init` and `step`.
 
     It is an `equinox.Module`: a frozen dataclass, whose fields are declared with their types.
-    `gradient` and `transposable` are optional.
+    `gradient`, `transposable` and `first_order` are optional.
 
     >>> import foretune as ft, jax.numpy as jnp
     >>> class Scaling(ft.Dynamics):
@@ -51,6 +51,12 @@ class Dynamics(eqx.Module):
         """Return the same dynamics with a step that is cheap to transpose, without forward mode."""
         return self
 
+    def first_order(self) -> "Dynamics":
+        """Return the same dynamics, whose derivative leaves out the Hessian of the loss."""
+        raise TypeError(
+            f"Reverse(first_order=True): {type(self).__name__} has no `first_order`; `Training` has."
+        )
+
 
 class Wrapper(Dynamics):
     """A dynamics that does as another one, but for what a subclass overrides."""
@@ -70,6 +76,10 @@ class Wrapper(Dynamics):
         inner = self.dynamics.transposable()
         if inner is self.dynamics:
             return self
+        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, inner)
+
+    def first_order(self) -> Dynamics:
+        inner = self.dynamics.first_order()
         return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, inner)
 
 

@@ -99,6 +99,16 @@ class Mean(Problem):
             )
         return MeanDraw(cast(Draw, draw), n)
 
+    def start(self, hparams: PyTree) -> PyTree:
+        """Return the stack of the s_0; a start that is a function may hold arrays of each problem."""
+        if not isinstance(self.init, jax.tree_util.Partial | eqx.Partial):
+            return super().start(hparams)
+        dynamics, h = (
+            self.dynamics.dynamics,
+            hparams if self.dynamics.shared else _per_fold(hparams),
+        )
+        return _each(lambda d, f, h: d.init(f(h), h), self.count, dynamics, self.init, h)
+
     def values(self, state: PyTree, hparams: PyTree) -> PyTree[Float[Array, " count"]]:
         """Return the error of each problem at a final state; their mean is the value."""
         means = cast(dict[str | None, MeanObjective], self.objectives)

@@ -199,7 +199,9 @@ def _origins(jaxpr: Jaxpr) -> dict[Var, Var]:
     zeros, origin = set(), {}
 
     def is_zero(atom):
-        return bool(np.all(atom.val == 0)) if isinstance(atom, Literal) else atom in zeros
+        if not isinstance(atom, Literal):
+            return atom in zeros
+        return atom.aval.dtype != jax.dtypes.float0 and bool(np.all(atom.val == 0))
 
     for equation in jaxpr.eqns:
         if len(equation.outvars) != 1:

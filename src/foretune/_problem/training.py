@@ -87,6 +87,7 @@ class Training(Dynamics):
     has_state: bool = eqx.field(static=True, default=False, kw_only=True)
     key: Key[Array, ""] | UInt32[Array, "..."] | None = eqx.field(default=None, kw_only=True)
     _symmetric: bool = eqx.field(default=False, kw_only=True, repr=False)  # see `transposable`
+    _first_order: bool = eqx.field(default=False, kw_only=True, repr=False)
 
     def __check_init__(self):
         check_flag(self.has_state, "Training's has_state")
@@ -127,8 +128,13 @@ class Training(Dynamics):
     def step(self, state: TrainState, hparams: PyTree, batch: PyTree) -> TrainState:
         """Return s_t: one gradient, one update of the optimizer."""
         weights, fixed, objective = self.objective(state, hparams, batch)
-        differentiated = _symmetric_gradient if self._symmetric else _gradient
+        symmetric = self._symmetric and not self._first_order
+        differentiated = _symmetric_gradient if symmetric else _gradient
         (value, model_state), grads = differentiated(objective, weights)
+        if self._first_order:  # the same numbers, which the compiler finds once
+            floats, rest = eqx.partition(state, eqx.is_inexact_array)
+            stopped = eqx.combine(jax.lax.stop_gradient(floats), rest)
+            grads = self.gradient(stopped, hparams, batch)
         optimizer = self._optimizer(hparams)
         extra = {"value": value, "grad": grads, "value_fn": lambda weights: objective(weights)[0]}
         extra = _taken(optimizer.update, extra)
@@ -178,6 +184,10 @@ class Training(Dynamics):
     def transposable(self) -> "Training":
         """Return the same training, with the gradient's transposed product by forward mode."""
         return eqx.tree_at(lambda training: training._symmetric, self, True)
+
+    def first_order(self) -> "Training":
+        """Return the same training, with a gradient that has no derivative in the state."""
+        return eqx.tree_at(lambda training: training._first_order, self, True)
 
     def _optimizer(self, hparams: PyTree) -> optax.GradientTransformationExtraArgs:
         optimizer = self.optimizer

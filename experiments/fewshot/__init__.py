@@ -1,0 +1,1 @@
+"""Few-shot learning of letters of scripts that were not seen."""
