@@ -152,7 +152,7 @@ def test_a_run_resumes_to_the_bit(tmp_path):
 
 @pytest.mark.second_tier
 def test_more_cost_means_over_draws():
-    trials = plan(1024, 40.0, 1)
+    trials = plan(1024, 100.0, 1)
     assert max(trial.number for trial in trials if trial.kind == "descent") > 1
     result = rehearsed(cost=30)
     assert result.value < 1e-3
