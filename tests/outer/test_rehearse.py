@@ -9,7 +9,7 @@ import pytest
 import foretune as ft
 from foretune._outer.rehearsals import PERFORMANCE, cut_rows
 from foretune._outer.rehearse import plan
-from foretune._outer.search import candidates, lowest_on_line
+from foretune._outer.search import candidates, leading_scale, lowest_on_line
 from foretune._outer.secant import first_secant, secant_step
 
 T = 512
@@ -201,6 +201,15 @@ def test_candidates_move_one_scale_each():
     np.testing.assert_allclose(lr[:5], 0.1, rtol=1e-6)
     np.testing.assert_array_equal(decay[5:], 0)
     np.testing.assert_array_equal(found["m"], jnp.full(9, 0.5))
+
+
+def test_the_scale_that_leads_does_harm_on_both_sides():
+    rate = [2.3, 2.3, 0.4, np.inf]
+    decay = [1.0, 1.0, 1.1, np.nan]
+    assert leading_scale(jnp.array([*decay, *rate]), 4) == 1
+    assert leading_scale(jnp.array([*rate, *decay]), 4) == 0
+    assert leading_scale(jnp.array([*[np.inf] * 4, *rate]), 4) == 1  # a start that diverges
+    assert leading_scale(jnp.full(8, np.inf), 4) == 0
 
 
 @pytest.mark.parametrize(("middle", "most"), [(0.2, 3), (-0.6, 3), (-1.3, 3), (-1.8, 4)])

@@ -37,7 +37,7 @@ from .._problem.problem import Problem, opened, responded, validated
 from .drive import Evaluation, Stepper
 from .paired import errors_of, total
 from .run import Run
-from .search import candidates, is_scale, lowest_on_line
+from .search import candidates, is_scale, leading_scale, lowest_on_line
 from .secant import Secant, first_secant, secant_step
 from .update import select
 
@@ -208,9 +208,7 @@ class Rehearsals(Stepper):
         values = errors_of(self._problem(trial), tried)
         best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
         found = jax.tree.map(lambda leaf: leaf[best], tried)
-        # Of the scale that leads, most candidates are the worst.
-        of_scales = jnp.nan_to_num(values[1:], nan=jnp.inf).reshape(-1, trial.number)
-        leading = jnp.argmax(jnp.median(of_scales, 1)).astype(jnp.int32)
+        leading = carry.leading if step > 1 else leading_scale(values[1:], trial.number)
         v = Moves.about(self.constraints, found, leading).to(found)
         # In another draw the best is still better than half of them, of those far and wide.
         typical = jnp.nanmedian(jnp.where(jnp.isfinite(values), values, jnp.nan))

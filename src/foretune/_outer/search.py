@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .._constraints.base import AbstractConstraint, is_constraint, project
 from .._constraints.sets import NonNegative
@@ -42,6 +42,19 @@ def candidates(constraints: PyTree, start: PyTree, each: int, decades: float) ->
 
 def _times(x: Array, factor: float) -> Array:
     return jnp.where(x == 0, FROM_0, x) * jnp.asarray(factor, x.dtype)
+
+
+def leading_scale(errors: Float[Array, " n"], each: int) -> Int[Array, ""]:
+    """Return the number of the scale that the error depends on most, given those of `candidates`.
+
+    It is the one whose lowest error is farthest below the median of its own: a learning rate does harm
+    on both sides, a decay on one. What is not finite counts as the highest that is.
+    """
+    finite = jnp.isfinite(errors)
+    errors = jnp.where(finite, errors, jnp.max(jnp.where(finite, errors, -jnp.inf)))
+    of_scales = errors.reshape(-1, each)
+    gains = jnp.median(of_scales, 1) - jnp.min(of_scales, 1)
+    return jnp.argmax(jnp.nan_to_num(gains, nan=0.0)).astype(jnp.int32)
 
 
 def lowest_on_line(error: Callable[[int], float], most: int) -> tuple[float, float, int]:
