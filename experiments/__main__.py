@@ -462,6 +462,20 @@ def fewshot(
     test: Annotated[
         int | None, typer.Option(min=2, max=1_000_000, help="Test tasks; 1000.")
     ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WAYSxSHOTS,...", help="Sizes of tasks; 5x1,5x5,20x1,20x5.", show_default=False
+        ),
+    ] = None,
+    inner: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEPS,...",
+            help="Inner steps to compare at the first size; 1,5,50,200.",
+            show_default=False,
+        ),
+    ] = None,
     processes: Annotated[
         int, typer.Option(min=1, max=64, help="Methods that learn at the same time.")
     ] = 1,
@@ -482,7 +496,17 @@ def fewshot(
     with plain_errors(debug, out):
         from .fewshot import experiment
 
-        given = {"seeds": seeds, "steps": steps, "tasks": tasks, "test": test}
+        pairs = None if sizes is None else [_numbers(s, "x", "5x1") for s in sizes.split(",")]
+        if pairs is not None and any(len(pair) != 2 for pair in pairs):
+            raise typer.BadParameter(f"--sizes {sizes[:80]!r}: give 5x1,20x5 say.")
+        given = {
+            "seeds": seeds,
+            "steps": steps,
+            "tasks": tasks,
+            "test": test,
+            "sizes": None if pairs is None else tuple(pairs),
+            "inner": None if inner is None else tuple(_numbers(inner, ",", "1,5,50")),
+        }
         asked = {name: value for name, value in given.items() if value is not None}
         usual = experiment.QUICK if quick else experiment.Settings()
         show_result(experiment.run(out, usual._replace(data=data, **asked), processes))
