@@ -202,13 +202,17 @@ class Rehearsals(Stepper):
         return step > 1 and before.kind == DESCENT and before.steps == trial.steps
 
     def _search(self, carry: Carry, step: int) -> tuple[Array, Carry]:
-        """Find the best candidate, first widely about the start, then about what was found."""
+        """Find the best candidate: of the scale that leads, far and wide; then of all, nearby."""
         trial, decades = self.trials[step - 1], DECADES[step - 1]
         tried = candidates(self.constraints, carry.hparams, trial.number, decades)
         values = errors_of(self._problem(trial), tried)
-        best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
+        leading, counts = carry.leading, jnp.isfinite(values)
+        if step == 1:  # far from the best, others make up for what is wrong with the one that leads
+            leading = leading_scale(values[1:], trial.number)
+            number = (jnp.arange(len(values)) - 1) // trial.number  # -1: the start
+            counts &= (number == leading) | (number < 0)
+        best = int(jnp.argmin(jnp.where(counts, values, jnp.inf)))
         found = jax.tree.map(lambda leaf: leaf[best], tried)
-        leading = carry.leading if step > 1 else leading_scale(values[1:], trial.number)
         v = Moves.about(self.constraints, found, leading).to(found)
         # In another draw the best is still better than half of them, of those far and wide.
         typical = jnp.nanmedian(jnp.where(jnp.isfinite(values), values, jnp.nan))

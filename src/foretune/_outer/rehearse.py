@@ -6,14 +6,14 @@ A rehearsal is a whole training of L steps, with its whole schedule and from a s
 share L / T of the rows: it sees each row as often as the performance will, and overfits as much. In
 this order:
 
-- *search*: each scale alone over eight decades, and then over two about what was found, the start
-  among them: the lowest error at T/32;
+- *search*: each scale alone over eight decades, which tells the one that the error depends on most (the
+  learning rate), and its best value; then each over two decades: the lowest error at T/32;
 - *descent*: hypergradients at T/16, each followed by a step to where the derivatives would be 0
   (`secant.py`). A step after which the error is higher is rejected, and half of it is tried the other
   way: where training is about to diverge, gradients point there;
-- *line*: the scale that the error depends on most (the learning rate) times a factor, at T/16 and at
-  T/4. Errors tell the best factor to a quarter of a decade, and tell it again in another draw, where
-  gradients do not. A larger budget has descents of T/8 and T/4 steps between, and of T at the end;
+- *line*: the scale that leads times a factor, at T/16 and at T/4. Errors tell the best factor to a
+  quarter of a decade, and tell it again in another draw, where gradients do not. A larger budget has
+  descents of T/8 and T/4 steps between, and of T at the end;
 - *performance*: T steps on all rows, with the start, if that was the best at T/4. Where it fails, it is
   repeated with a third of that scale.
 
