@@ -169,7 +169,7 @@ def confuse(
 # ---- baselines
 
 
-def estimator(name: str, x, classes: int) -> Any:
+def estimator(name: str, x, classes: int, rarest: int) -> Any:
     """Return an everyday pipeline: missing values filled, categories one-hot, free text as TF-IDF."""
     width = x.shape[1]
     if name == "logistic":
@@ -181,7 +181,7 @@ def estimator(name: str, x, classes: int) -> Any:
         model = HistGradientBoostingClassifier(
             max_iter=100 if classes <= 4 else 30,
             learning_rate=0.1 if classes <= 4 else 0.2,
-            early_stopping=True,  # pyright: ignore[reportArgumentType]
+            early_stopping=rarest >= 10,  # pyright: ignore[reportArgumentType]
             random_state=0,
         )
     if isinstance(x, pd.DataFrame):
@@ -228,7 +228,8 @@ def cross_validate(
     name: str, x, labels: np.ndarray, classes: int, seed: int, judged: slice = slice(None)
 ) -> np.ndarray:
     """Return out-of-fold probabilities of the rows that are judged."""
-    model, found = estimator(name, x, classes), np.zeros((len(labels), classes))
+    rarest = int(np.unique(labels, return_counts=True)[1].min())
+    model, found = estimator(name, x, classes, rarest), np.zeros((len(labels), classes))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rare classes; regressions stopped at max_iter
         folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
