@@ -72,6 +72,8 @@ class Encoder:
 
     categories: Sequence[int] = ()
     """The columns of `narrow` that are codes."""
+    sources: dict[str, list[int]]
+    """The columns of `narrow` that each column becomes; empty where they are mixed."""
 
     def __init__(self, text: tuple[str, ...] = ()):
         self.text = text
@@ -89,8 +91,9 @@ class Encoder:
         if self.counts:  # one scale for all words
             squares = X.multiply(X).sum() / X.shape[0]
             self.wide.scale_ = np.full(X.shape[1], np.sqrt(squares) or 1.0)
-        self.narrow = None
+        self.narrow, self.sources = None, {str(i): [i] for i in range(X.shape[1])}
         if X.shape[1] > WIDE:
+            self.sources = {}
             self.narrow = Components().fit(self.wide.transform(X))
         return self
 
@@ -125,6 +128,15 @@ class Encoder:
         self.wide = ColumnTransformer(wide, sparse_threshold=1.0).fit(X)
         self.narrow = ColumnTransformer(narrow, sparse_threshold=0.0).fit(X)
         self.categories = range(len(names["categories"]))
+        spans = self.narrow.output_indices_
+        self.sources = {
+            name: [spans[part].start + i]
+            for part, kind in (("codes", "categories"), ("numbers", "numbers"), ("dates", "dates"))
+            for i, name in enumerate(names[kind])
+        }
+        for name in names["text"]:
+            span = spans[f"text of {name}"]
+            self.sources[name] = list(range(span.start, span.stop))
 
     def transform(self, X: Rows) -> Views:
         """Return the views."""

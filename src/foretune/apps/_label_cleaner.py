@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.ensemble import RandomForestClassifier
 from sklearn.utils import Tags, _safe_indexing, check_random_state, indexable
 from sklearn.utils._param_validation import Interval
 from sklearn.utils.multiclass import check_classification_targets
@@ -270,6 +271,19 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         """Return the probability of each class, in the order of `classes_`."""
         check_is_fitted(self, "weights_")
         return self._final.predict_proba(self._rows(X))
+
+    def columns_by_importance(self) -> list[str]:
+        """Return the names of the columns, the one that matters most to the final forest first."""
+        encoder, models = self._final.encoder, self._final.models
+        forests = [m for m in models if isinstance(m, RandomForestClassifier)]
+        if encoder is None or not forests:
+            return []
+        matters = np.mean([forest.feature_importances_ for forest in forests], axis=0)
+        names = getattr(self, "feature_names_in_", None)
+        found = {name: matters[at].sum() for name, at in encoder.sources.items()}
+        if names is not None and not encoder.mixed:
+            found = dict(zip(map(str, names), found.values(), strict=False))
+        return sorted(found, key=lambda name: -found[name])
 
     def __sklearn_tags__(self) -> Tags:
         """Tell scikit-learn that sparse input is taken."""
