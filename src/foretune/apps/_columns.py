@@ -2,9 +2,10 @@
 
 Two views of the same rows. `wide` is for linear models and kernels: numbers standardised (with the
 median where they are missing, and a column that marks it), an indicator for each category, the TF-IDF
-of free text. `narrow` is for trees: numbers as they are, categories as codes, the leading components of
-text. Of an array all columns are numbers. One with many columns and few entries that are not zero is
-taken for word counts: it is not centred, and `narrow` are its components.
+of free text. `narrow` is for trees: numbers as they are (missing ones below all others), categories as
+codes, the leading components of text. Of an array all columns are numbers. One with many columns and
+few entries that are not zero is taken for word counts: it is not centred, and `narrow` are its
+components.
 
 A column of text of which each row has its own word is an identifier, and is left out with a warning. No
 label is used.
@@ -108,7 +109,7 @@ class Encoder:
         fill = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
         to_text = FunctionTransformer(_as_text)
         one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=bool(names["text"]))
-        codes = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=np.nan)
+        codes = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1)
         to_seconds = FunctionTransformer(_seconds)
         wide: list[tuple[str, Any, Any]] = [
             ("numbers", make_pipeline(fill, StandardScaler()), names["numbers"]),
@@ -118,8 +119,8 @@ class Encoder:
         ]
         narrow: list[tuple[str, Any, Any]] = [
             ("codes", make_pipeline(to_text, codes), names["categories"]),
-            ("numbers", "passthrough", names["numbers"]),
-            ("dates", to_seconds, names["dates"]),
+            ("numbers", Below(), names["numbers"]),
+            ("dates", make_pipeline(to_seconds, Below()), names["dates"]),
             *(
                 (f"text of {n}", make_pipeline(to_text, Words(), Components()), n)
                 for n in names["text"]
@@ -181,6 +182,23 @@ def _kind(column: Series) -> str:
     return "identifiers" if short and distinct > 0.95 * len(texts) else "text"
 
 
+class Below(TransformerMixin, BaseEstimator):
+    """Puts missing numbers below all others of their column, where trees can tell them."""
+
+    def fit(self, X: Rows, y: object = None) -> "Below":
+        """Learn the least number of each column."""
+        X = np.asarray(X, np.float64)
+        least = np.min(X, axis=0, initial=np.inf, where=~np.isnan(X))
+        least = np.where(np.isfinite(least), least, 0.0)
+        self.below_ = least - 1 - np.abs(least)
+        return self
+
+    def transform(self, X: Rows) -> np.ndarray:
+        """Return the columns without a gap."""
+        X = np.asarray(X, np.float64)
+        return np.where(np.isnan(X), self.below_, X)
+
+
 class Words(TransformerMixin, BaseEstimator):
     """TF-IDF of the words that two rows have at least; where there are none, a column of 0."""
 
@@ -234,12 +252,11 @@ def row_order(X: Rows, labels: np.ndarray) -> np.ndarray:
         from pandas.util import hash_pandas_object
 
         key = hash_pandas_object(X, index=False).to_numpy()
-    elif sparse.issparse(X) or (
-        isinstance(X, np.ndarray) and X.dtype.kind in "biuf" and X.ndim == 2
-    ):
-        key = X @ np.random.default_rng(0).normal(size=X.shape[1])
     else:
-        return np.arange(len(labels))
+        X = X if sparse.issparse(X) else np.asarray(X)
+        if X.ndim != 2 or X.dtype.kind not in "biuf":
+            return np.arange(len(labels))
+        key = X @ np.random.default_rng(0).normal(size=X.shape[1])
     return np.lexsort((labels, key))
 
 

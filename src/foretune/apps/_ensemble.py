@@ -9,7 +9,7 @@ per fold. A classifier of the user's is trained by folds.
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol, Self, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 from rich.progress import track
@@ -55,7 +55,7 @@ class Kernel(BaseEstimator):
     def __init__(self, seed: int = 0):
         self.seed = seed
 
-    def fit(self, X: Rows, y: np.ndarray) -> Self:
+    def fit(self, X: Rows, y: np.ndarray) -> "Kernel":
         """Fit all ridges, and keep the best."""
         self.classes_, codes = np.unique(y, return_inverse=True)
         squares = X.multiply(X) if hasattr(X, "multiply") else X * X
@@ -115,7 +115,7 @@ class Training(NamedTuple):
     def unseen(self, name: str, member: Member) -> np.ndarray:
         """Return each row's probabilities by a classifier that was not trained on it."""
         X, n = member.rows(self.rows), len(self.labels)
-        if isinstance(member.estimator, RandomForestClassifier):
+        if isinstance(member.estimator, RandomForestClassifier) and member.view is not None:
             forest = cast(RandomForestClassifier, self.trained(member, np.arange(n)))
             return self._all(forest.oob_decision_function_, forest.classes_)
         if isinstance(member.estimator, Kernel):
@@ -148,7 +148,7 @@ class Training(NamedTuple):
     def trained(self, member: Member, rows: np.ndarray) -> Classifier:
         """Return the classifier, trained on these rows."""
         labels = self.labels[rows]
-        if isinstance(member.estimator, HistGradientBoostingClassifier):
+        if isinstance(member.estimator, HistGradientBoostingClassifier) and member.view is not None:
             common = np.bincount(labels)[labels] >= COMMON
             rows, labels = (
                 (rows[common], labels[common]) if np.ptp(labels[common]) else (rows, labels)

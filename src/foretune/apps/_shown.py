@@ -72,7 +72,7 @@ def columns_note(table: Table, which: str = "first") -> str:
     return f" The {which} {COLUMNS} of {table.x.shape[1]} columns are shown."
 
 
-def _short(value: object) -> float | str:
+def _short(value: object) -> int | float | str:
     if isinstance(value, int | float | np.integer | np.floating):
         return int(value) if float(value).is_integer() else float(value)
     text = str(value)
