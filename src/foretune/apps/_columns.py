@@ -248,7 +248,7 @@ def _seconds(frame: DataFrame) -> np.ndarray:
 
 def row_order(X: Rows, labels: np.ndarray) -> np.ndarray:
     """Return an order of the rows that follows from what they hold, not from where they stand."""
-    if is_frame(X):
+    if is_mixed(X):
         from pandas.util import hash_pandas_object
 
         key = hash_pandas_object(X, index=False).to_numpy()

@@ -61,7 +61,10 @@ def run(out: str | Path, settings: Settings) -> Path:
     cleaner = LabelCleaner(random_state=settings.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fit says it again
-        cleaner.inputs(rows[0], tables[0].y, clean, tuple(checked.values()) or (None, None))
+        cleaner.inputs(
+            *(rows[0], tables[0].y, clean),
+            (checked.get("checked"), checked.get("checked_labels")),
+        )
     trusted = len(checked.get("checked", ())) + (len(tables[1].y) if len(tables) > 1 else 0)
     asked = settings._asdict() | {"rows": len(table.y), "trusted rows": trusted}
     title = f"Suspicious labels in {Path(settings.train).name}"

@@ -275,7 +275,8 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
     def columns_by_importance(self) -> list[str]:
         """Return the names of the columns, the one that matters most to the final forest first."""
         encoder, models = self._final.encoder, self._final.models
-        forests = [m for m in models if isinstance(m, RandomForestClassifier)]
+        forests = [cast(object, m) for m in models]
+        forests = [m for m in forests if isinstance(m, RandomForestClassifier)]
         if encoder is None or not forests:
             return []
         matters = np.mean([forest.feature_importances_ for forest in forests], axis=0)
