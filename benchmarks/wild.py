@@ -314,6 +314,7 @@ def main() -> None:
 
 def judge(cell: Cell, cache: Path) -> list[dict]:
     """Return the scores of every method on a cell, from its files where they are there."""
+    cache.mkdir(parents=True, exist_ok=True)
     found = everyday(cell, cache)
     path = cache / f"{cell.name}-ours.json"
     if path.exists():
