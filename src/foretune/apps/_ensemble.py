@@ -14,7 +14,11 @@ from typing import NamedTuple, Protocol, cast, runtime_checkable
 import numpy as np
 from rich.progress import track
 from sklearn.base import BaseEstimator, clone, is_classifier
-from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
+from sklearn.ensemble import (
+    ExtraTreesClassifier,
+    HistGradientBoostingClassifier,
+    RandomForestClassifier,
+)
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.kernel_approximation import Nystroem
 from sklearn.linear_model import LogisticRegression
@@ -32,6 +36,7 @@ COMMON = 20
 TREES, LANDMARKS = 200, 400
 """Of a forest, and of the kernel's approximation."""
 RIDGES = np.logspace(-3, 2, 11)
+FORESTS = (RandomForestClassifier, ExtraTreesClassifier)
 
 
 @runtime_checkable
@@ -115,7 +120,7 @@ class Training(NamedTuple):
     def unseen(self, name: str, member: Member) -> np.ndarray:
         """Return each row's probabilities by a classifier that was not trained on it."""
         X, n = member.rows(self.rows), len(self.labels)
-        if isinstance(member.estimator, RandomForestClassifier) and member.view is not None:
+        if isinstance(member.estimator, FORESTS) and member.view is not None:
             forest = cast(RandomForestClassifier, self.trained(member, np.arange(n)))
             return self._all(forest.oob_decision_function_, forest.classes_)
         if isinstance(member.estimator, Kernel):
@@ -200,11 +205,15 @@ def members_of(
 ) -> Iterator[tuple[str, Member]]:
     """Yield the members of the default ensemble, and their names."""
     counts = np.bincount(labels)
+    few, many = np.sum(counts > 0) <= 4, len(counts) > MOST_CLASSES
     yield "logistic", Member(LogisticRegression(max_iter=300), "wide")
     for name, leaf in (("forest", 1), ("smooth forest", 5)):
-        forest = RandomForestClassifier(
-            TREES,
+        # splits drawn at random: with many classes to try all takes minutes
+        kind = ExtraTreesClassifier if many else RandomForestClassifier
+        forest = kind(
+            TREES // 4 if many else TREES,
             min_samples_leaf=leaf,
+            bootstrap=True,
             oob_score=True,
             max_samples=MOST_TRAINED if rows > MOST_TRAINED else None,
             n_jobs=-1 if rows > 2000 else 1,
@@ -212,13 +221,12 @@ def members_of(
         )
         yield name, Member(forest, "narrow")
     yield "kernel", Member(Kernel(seed), "wide")
-    if len(counts) <= MOST_CLASSES:
-        few, common = np.sum(counts > 0) <= 4, np.sum(counts >= 1.25 * COMMON) >= 2
+    if not many:
         boosting = HistGradientBoostingClassifier(
             max_iter=100 if few else 30,
             learning_rate=0.1 if few else 0.2,
-            early_stopping=bool(common),  # pyright: ignore[reportArgumentType]
-            categorical_features=list(encoder.categories) or None,
+            early_stopping=bool(np.sum(counts >= 1.25 * COMMON) >= 2),  # pyright: ignore[reportArgumentType]
+            categorical_features=list(encoder.categories) or None,  # pyright: ignore[reportArgumentType]
             random_state=seed,
         )
         yield "boosting", Member(boosting, "narrow")

@@ -6,7 +6,6 @@ from typing import NamedTuple, cast
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.ensemble import RandomForestClassifier
 from sklearn.utils import Tags, _safe_indexing, check_random_state, indexable
 from sklearn.utils._param_validation import Interval
 from sklearn.utils.multiclass import check_classification_targets
@@ -14,7 +13,16 @@ from sklearn.utils.validation import _num_samples, check_is_fitted, column_or_1d
 
 from ._checks import listed, plain_labels, positions, verified_rows
 from ._columns import Encoder, Rows, is_mixed, row_order, stack_rows
-from ._ensemble import Ensemble, Member, Training, is_quiet, make_folds, members_of, own_classifier
+from ._ensemble import (
+    FORESTS,
+    Ensemble,
+    Member,
+    Training,
+    is_quiet,
+    make_folds,
+    members_of,
+    own_classifier,
+)
 from ._found import FoundLabels
 from ._label_model import judge
 
@@ -276,7 +284,7 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         """Return the names of the columns, the one that matters most to the final forest first."""
         encoder, models = self._final.encoder, self._final.models
         forests = [cast(object, m) for m in models]
-        forests = [m for m in forests if isinstance(m, RandomForestClassifier)]
+        forests = [m for m in forests if isinstance(m, FORESTS)]
         if encoder is None or not forests:
             return []
         matters = np.mean([forest.feature_importances_ for forest in forests], axis=0)

@@ -54,7 +54,7 @@ RARE = 3
 MOST_ROWS, MOST_ENTRIES = 20_000, 2_000_000
 """Rows, and rows times classes, that the parameters are fitted on."""
 STEPS, MANY = 60, 50
-"""Of L-BFGS; a quarter of them with more classes than this."""
+"""Of L-BFGS; a quarter of them with more classes than this, whose models have equal weights."""
 
 
 class Parameters(NamedTuple):
@@ -240,7 +240,7 @@ def _best_spread(
     log_q: np.ndarray, observed: np.ndarray, true: np.ndarray, rng: np.random.Generator
 ) -> float:
     """Return the spread of the exponents under which labels of the other half are most likely."""
-    if len(log_q) == 1:
+    if len(log_q) == 1 or log_q.shape[2] > MANY:
         return SPREADS[0]
     half = rng.permutation(len(observed)) % 2 == 0
 
