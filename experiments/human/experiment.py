@@ -130,9 +130,7 @@ def score(labels: Labels, checked: int, seed: int) -> dict[str, Any]:
         "margin": others.max(1) - log_p[i, given],
     }
     helped = (verified, labels.true[verified]) if checked else ()
-    found = clean_labels(
-        labels.given, np.exp(labels.log_p), *helped, progress=False, random_state=seed
-    )
+    found = clean_labels(labels.given, np.exp(labels.log_p), *helped, random_state=seed)
     doubt["clean_labels"] = found.probability_wrong_[rest]
     if checked:
         with warnings.catch_warnings():

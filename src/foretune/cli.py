@@ -34,7 +34,15 @@ Trusted = Annotated[
     Path | None,
     typer.Option(
         "--clean",
-        help="Rows whose labels are trusted. Without it, most observed labels must be right.",
+        help="Other rows, whose labels are trusted.",
+        show_default=False,
+    ),
+]
+Checked = Annotated[
+    Path | None,
+    typer.Option(
+        help="Rows of TRAIN that were verified: a .csv file with their right labels, and with the "
+        "column --id, or `row` as in suspects.csv.",
         show_default=False,
     ),
 ]
@@ -67,15 +75,22 @@ def _main(
     epilog="Examples:\n\n"
     "`foretune clean train.csv --clean checked.csv --label species`\n\n"
     "`foretune clean reviews.parquet --clean checked.parquet --text review --out suspects`\n\n"
+    "`foretune clean train.csv --label species --checked verified.csv --id number --relabel`\n\n"
     "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"
-    "Both files need the same columns. Without --out the folder of train.csv is runs/clean-train. "
-    "suspects.csv lists the labels held to be wrong, the most suspicious first; weights.csv has every "
-    "row. Exit status: 0 done, 1 bad input, 2 wrong use, "
-    "130 or 143 interrupted (give the same command again)."
+    "TRAIN and --clean need the same columns. Without --out the folder of train.csv is "
+    "runs/clean-train. suspects.csv lists the labels held to be wrong, the most suspicious first; "
+    "weights.csv has every row, cleaned.csv (or .npz) the rows that are left. Exit status: 0 done, "
+    "1 bad input, 2 wrong use, 130 or 143 interrupted (give the same command again)."
 )
 def clean(
     train: Train,
     clean: Trusted = None,
+    checked: Checked = None,
+    id: Annotated[str | None, typer.Option(help="The column that finds verified rows.")] = None,
+    relabel: Annotated[
+        bool,
+        typer.Option("--relabel", help="Correct the suspects' labels, instead of leaving out."),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -89,9 +104,9 @@ def clean(
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
-    """Find the wrong labels in TRAIN, with the help of a few trusted rows or without.
+    """Find the wrong labels in TRAIN, with the help of a few verified rows or without.
 
-    Writes a ranked list of suspects, the weights of all rows, and a report.
+    Writes a ranked list of suspects, the weights of all rows, the rows without them, and a report.
     """
     out = out or Path("runs") / f"clean-{train.stem}"
     with plain_errors(debug, out):
@@ -100,6 +115,9 @@ def clean(
         settings = _files.Settings(
             train=str(train),
             clean=None if clean is None else str(clean),
+            checked=None if checked is None else str(checked),
+            id=id,
+            relabel=relabel,
             label=label,
             text=tuple(text or ()),
             drop=tuple(drop or ()),

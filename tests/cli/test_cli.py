@@ -64,6 +64,11 @@ def test_clean_finds_and_lists_the_suspects(iris, cleaned):
     assert wrong[found].mean() > 0.8
     assert wrong[found].sum() > 0.8 * wrong.sum()
     assert all(row["observed"] != row["suggested"] for row in rows[:5])
+    train = pd.read_csv(iris[0] / "train.csv")
+    own = [float(row["petal length (cm)"]) for row in rows]  # the row's own columns
+    np.testing.assert_allclose(own, train["petal length (cm)"][found])
+    left = pd.read_csv(out / "cleaned.csv")
+    pd.testing.assert_frame_equal(left, train.drop(index=found).reset_index(drop=True)[[*left]])
     weights = list(csv.DictReader((out / "weights.csv").read_text().splitlines()))
     assert len(weights) == 110
     assert sum(int(row["suspect"]) for row in weights) == len(rows)
@@ -128,7 +133,57 @@ def test_clean_needs_no_trusted_rows(iris, tmp_path):
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader((tmp_path / "out" / "suspects.csv").read_text().splitlines()))
     assert wrong[[int(row["row"]) for row in rows]].mean() > 0.5
-    assert "Judged without trusted rows." in (tmp_path / "out" / "report.html").read_text()
+    assert (
+        "Judged without trusted rows, each row by models that have not seen it: estimator ("
+        in (tmp_path / "out" / "report.html").read_text()
+    )
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore:no verified row")
+@pytest.mark.parametrize("by", ["row", "number"])
+def test_verified_rows_are_found_by_row_or_id(iris, tmp_path, by):
+    folder, wrong = iris
+    train = pd.read_csv(folder / "train.csv")
+    train["number"] = [f"n{i}" for i in range(110)]
+    train.to_csv(tmp_path / "train.csv", index=False)
+    rows = np.flatnonzero(wrong)[:3]
+    verified = pd.DataFrame({"row": rows, "number": train["number"][rows], "species": "setosa"})
+    verified.to_csv(tmp_path / "verified.csv", index=False)
+    command = [
+        *("clean", tmp_path / "train.csv", "--label", "species", "--relabel"),
+        *("--checked", tmp_path / "verified.csv", "--out", tmp_path / "out"),
+        *(("--id", "number") if by == "number" else ("--drop", "number")),
+    ]
+    result = foretune(*command)
+    assert result.exit_code == 0, result.output
+    weights = pd.read_csv(tmp_path / "out" / "weights.csv")
+    given = train["species"][rows].to_numpy()
+    np.testing.assert_array_equal(weights["weight"][rows], given == "setosa")
+    left = pd.read_csv(tmp_path / "out" / "cleaned.csv")
+    assert len(left) == 110
+    assert (left["species"][rows] == "setosa").all()
+    assert (left["species"] != train["species"]).sum() == weights["suspect"].sum()
+    assert ("number" in left) == (by == "number")  # it comes back, though nothing is learnt from it
+
+
+@pytest.mark.parametrize(
+    ("verified", "options", "message"),
+    [
+        ("row,species\n500,setosa\n", [], "no row whose row is '500'"),
+        ("row,species\n5,tulip\n", [], "labels that"),
+        ("row,label\n5,setosa\n", [], "need 'row'"),
+        ("row,species\n5,setosa\n", ["--id", "number"], "need 'number'"),
+        ("number,species\n5,setosa\n", ["--id", "number"], "no column 'number'"),
+    ],
+)
+def test_bad_verified_rows(iris, tmp_path, verified, options, message):
+    (tmp_path / "verified.csv").write_text(verified)
+    files = (iris[0] / "train.csv", "--checked", tmp_path / "verified.csv")
+    out = ("--out", tmp_path / "out")
+    result = foretune("clean", *files, "--label", "species", *options, *out)
+    assert result.exit_code == 1
+    assert message in result.output.replace("\n", " ")
 
 
 @pytest.mark.usefixtures("quick")
@@ -145,6 +200,9 @@ def test_images_have_a_gallery(tmp_path):
     gallery = json.loads((tmp_path / "out" / "result.json").read_text())["gallery"]
     assert gallery["items"]
     assert all((tmp_path / "out" / item["image"]).exists() for item in gallery["items"])
+    with np.load(tmp_path / "out" / "cleaned.npz") as left:
+        assert left["x"].shape == (len(left["y"]), 8, 8)
+        assert len(left["y"]) < 200
 
 
 @pytest.mark.parametrize(

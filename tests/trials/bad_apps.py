@@ -25,7 +25,7 @@ P = np.full((30, 3), 0.2) + 0.4 * np.eye(3)[Y]
 def judged(pred_probs=P, **options):
     from foretune.apps import clean_labels
 
-    return clean_labels(Y, pred_probs, progress=False, **options)
+    return clean_labels(Y, pred_probs, **options)
 
 
 def without(y, i):

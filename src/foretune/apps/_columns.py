@@ -1,15 +1,19 @@
-"""Columns of a data frame -> numbers, by scikit-learn's encoders.
+"""Rows of any kind -> the numbers that models take.
 
-Numbers get the median where they are missing, and a column that marks it; categories, text of few
-kinds, become indicator columns, dates seconds, other text the leading components of its TF-IDF. A
-column of text of which each row has its own word is an identifier, and is left out with a warning.
+Two views of the same rows. `wide` is for linear models and kernels: numbers standardised (with the
+median where they are missing, and a column that marks it), an indicator for each category, the TF-IDF
+of free text. `narrow` is for trees: numbers as they are (missing ones below all others), categories as
+codes, the leading components of text. Of an array all columns are numbers. One with many columns and
+few entries that are not zero is taken for word counts: it is not centred, and `narrow` are its
+components.
 
-Boosted trees take categories as they are: `Native` makes such columns of the same array.
+A column of text of which each row has its own word is an identifier, and is left out with a warning. No
+label is used.
 """
 
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 from scipy import sparse
@@ -18,20 +22,38 @@ from sklearn.compose import ColumnTransformer
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.impute import SimpleImputer
-from sklearn.pipeline import Pipeline, make_pipeline
-from sklearn.preprocessing import FunctionTransformer, OneHotEncoder
-
-from ._features import Rows
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import (
+    FunctionTransformer,
+    OneHotEncoder,
+    OrdinalEncoder,
+    StandardScaler,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 else:  # pandas is an extra
     DataFrame = Series = object
 
+Rows = Any
+"""What scikit-learn takes for X: an array, a sparse matrix, a data frame, a list. It has no types."""
 MOST_CATEGORIES = 50
 """Columns of more distinct texts are free text, or identifiers."""
-COMPONENTS = 30
-"""Of a column of text."""
+COMPONENTS, WIDE = 30, 100
+"""Of text, and of arrays with more columns than `WIDE`, boosted trees get this many components."""
+MOST_FILLED = 0.1
+"""Word counts have a smaller share of entries that are not zero."""
+
+
+class Views(NamedTuple):
+    """Rows as models take them."""
+
+    wide: Rows
+    narrow: np.ndarray
+
+    def take(self, rows: np.ndarray) -> "Views":
+        """Return some of the rows."""
+        return Views(self.wide[rows], self.narrow[rows])
 
 
 def is_frame(X: Rows) -> TypeGuard[DataFrame]:
@@ -46,38 +68,105 @@ def is_mixed(X: Rows) -> TypeGuard[DataFrame]:
     )
 
 
-def column_encoder(X: DataFrame, text: tuple[str, ...] = ()) -> ColumnTransformer:
-    """Return the encoder that suits the columns of a data frame, not yet fitted.
+class Encoder:
+    """Learns the columns of rows, and returns the two views of these and others."""
 
-    The columns named by `text` are text with all its words: the array is then sparse.
-    """
-    kinds = {name: "text" if name in text else _kind(X.loc[:, name]) for name in X.columns}
-    numbers, dates, categories, texts, identifiers = (
-        [name for name in X.columns if kinds[name] == kind]
-        for kind in ("numbers", "dates", "categories", "text", "identifier")
-    )
-    if identifiers:
+    categories: Sequence[int] = ()
+    """The columns of `narrow` that are codes."""
+    sources: dict[str, list[int]]
+    """The columns of `narrow` that each column becomes; empty where they are mixed."""
+
+    def __init__(self, text: tuple[str, ...] = ()):
+        self.text = text
+
+    def fit(self, X: Rows) -> "Encoder":
+        """Learn the columns; those named by `text` are free text."""
+        self.mixed = is_mixed(X) or bool(self.text)
+        if self.mixed:
+            self._fit_frame(X)
+            return self
+        filled = X.count_nonzero() if sparse.issparse(X) else np.count_nonzero(X)
+        self.counts = X.shape[1] > WIDE and filled < MOST_FILLED * np.prod(X.shape)
+        X = self._matrix(X)
+        self.wide = StandardScaler(with_mean=not self.counts).fit(X)
+        if self.counts:  # one scale for all words
+            squares = X.multiply(X).sum() / X.shape[0]
+            self.wide.scale_ = np.full(X.shape[1], np.sqrt(squares) or 1.0)
+        self.narrow, self.sources = None, {str(i): [i] for i in range(X.shape[1])}
+        if X.shape[1] > WIDE:
+            self.sources = {}
+            self.narrow = Components().fit(self.wide.transform(X))
+        return self
+
+    def _matrix(self, X: Rows) -> Rows:
+        """Return an array as one of two kinds, whichever it is given as."""
+        if self.counts:
+            return sparse.csr_matrix(X, dtype=np.float64)
+        return np.asarray(X.toarray() if sparse.issparse(X) else X, np.float64)
+
+    def _fit_frame(self, X: DataFrame) -> None:
+        names = columns_by_kind(X, self.text)
+        fill = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
+        to_text = FunctionTransformer(_as_text)
+        one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=bool(names["text"]))
+        codes = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1)
+        to_seconds = FunctionTransformer(_seconds)
+        wide: list[tuple[str, Any, Any]] = [
+            ("numbers", make_pipeline(fill, StandardScaler()), names["numbers"]),
+            ("dates", make_pipeline(to_seconds, fill, StandardScaler()), names["dates"]),
+            ("categories", make_pipeline(to_text, one_hot), names["categories"]),
+            *((f"text of {n}", make_pipeline(to_text, Words()), n) for n in names["text"]),
+        ]
+        narrow: list[tuple[str, Any, Any]] = [
+            ("codes", make_pipeline(to_text, codes), names["categories"]),
+            ("numbers", Below(), names["numbers"]),
+            ("dates", make_pipeline(to_seconds, Below()), names["dates"]),
+            *(
+                (f"text of {n}", make_pipeline(to_text, Words(), Components()), n)
+                for n in names["text"]
+            ),
+        ]
+        self.wide = ColumnTransformer(wide, sparse_threshold=1.0).fit(X)
+        self.narrow = ColumnTransformer(narrow, sparse_threshold=0.0).fit(X)
+        self.categories = range(len(names["categories"]))
+        spans = self.narrow.output_indices_
+        self.sources = {
+            name: [spans[part].start + i]
+            for part, kind in (("codes", "categories"), ("numbers", "numbers"), ("dates", "dates"))
+            for i, name in enumerate(names[kind])
+        }
+        for name in names["text"]:
+            span = spans[f"text of {name}"]
+            self.sources[name] = list(range(span.start, span.stop))
+
+    def transform(self, X: Rows) -> Views:
+        """Return the views."""
+        if self.mixed:
+            wide, narrow = self.wide.transform(X), self.narrow.transform(X)
+        else:
+            X = self._matrix(X)
+            wide = self.wide.transform(X)
+            narrow = X if self.narrow is None else self.narrow.transform(wide)
+        wide = sparse.csr_matrix(wide) if sparse.issparse(wide) else np.asarray(wide, np.float64)
+        return Views(wide, np.asarray(narrow, np.float64))
+
+
+def columns_by_kind(X: DataFrame, text: tuple[str, ...] = ()) -> dict[str, list[str]]:
+    """Return the columns of each kind: numbers, dates, categories, text, identifiers."""
+    found: dict[str, list[str]] = {
+        kind: [] for kind in ("numbers", "dates", "categories", "text", "identifiers")
+    }
+    for name in X.columns:
+        found["text" if name in text else _kind(X.loc[:, name])].append(name)
+    if found["identifiers"]:
         warnings.warn(
-            f"left out: {', '.join(map(repr, identifiers))}, of which each row has its own word: like "
-            "an identifier, it has nothing to tell about other rows.",
-            stacklevel=4,
+            f"left out: {', '.join(map(repr, found['identifiers']))}, of which each row has its own "
+            "word: like an identifier, it has nothing to tell about other rows.",
+            stacklevel=5,
         )
-    fill = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
-    parts: list[tuple[str, BaseEstimator, list[str] | str]] = []
-    if numbers:
-        parts.append(("numbers", fill, numbers))
-    if dates:
-        parts.append(("dates", make_pipeline(FunctionTransformer(_seconds), fill), dates))
-    if categories:
-        one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
-        encode = make_pipeline(FunctionTransformer(_as_text), one_hot)
-        parts.append(("categories", encode, categories))
-    for name in texts:
-        words = TfidfVectorizer(sublinear_tf=True, min_df=2) if name in text else Text()
-        parts.append((f"text of {name}", make_pipeline(FunctionTransformer(_as_text), words), name))
-    if not parts:
+    if len(found["identifiers"]) == len(X.columns):
         raise ValueError("no column is left to learn from: all are identifiers.")
-    return ColumnTransformer(parts, sparse_threshold=1.0 if text else 0.0)
+    return found
 
 
 def _kind(column: Series) -> str:
@@ -90,87 +179,59 @@ def _kind(column: Series) -> str:
     if distinct <= MOST_CATEGORIES:
         return "categories"
     short = texts.str.split().str.len().median() < 3
-    return "identifier" if short and distinct > 0.95 * len(texts) else "text"
+    return "identifiers" if short and distinct > 0.95 * len(texts) else "text"
 
 
-class Native(TransformerMixin, BaseEstimator):
-    """The encoder's array as boosted trees take it: a column of categories is one column of codes.
+class Below(TransformerMixin, BaseEstimator):
+    """Puts missing numbers below all others of their column, where trees can tell them."""
 
-    `plain` are the columns of numbers, dates and text. `categories_at` has the indicators of each
-    column of categories, without that of a missing value. Codes come last; missing and unknown
-    categories are NaN.
-    """
-
-    def __init__(self, plain: list[int], categories_at: list[slice]):
-        self.plain, self.categories_at = plain, categories_at
-
-    @property
-    def width(self) -> int:
-        """The number of columns."""
-        return len(self.plain) + len(self.categories_at)
-
-    @property
-    def categories(self) -> list[int]:
-        """The columns that are codes of categories."""
-        return list(range(len(self.plain), self.width))
-
-    def fit(self, rows: np.ndarray, y: object = None) -> "Native":
-        """Learn nothing."""
+    def fit(self, X: Rows, y: object = None) -> "Below":
+        """Learn the least number of each column."""
+        X = np.asarray(X, np.float64)
+        least = np.min(X, axis=0, initial=np.inf, where=~np.isnan(X))
+        least = np.where(np.isfinite(least), least, 0.0)
+        self.below_ = least - 1 - np.abs(least)
         return self
 
-    def transform(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows in columns of their own."""
-        found = np.empty((len(rows), self.width))
-        found[:, : len(self.plain)] = rows[:, self.plain]
-        for column, at in zip(self.categories, self.categories_at, strict=True):
-            found[:, column] = np.where(rows[:, at].any(1), rows[:, at].argmax(1), np.nan)
-        return found
+    def transform(self, X: Rows) -> np.ndarray:
+        """Return the columns without a gap."""
+        X = np.asarray(X, np.float64)
+        return np.where(np.isnan(X), self.below_, X)
 
 
-def native_columns(encoder: ColumnTransformer | None) -> Native | None:
-    """Return those of a fitted encoder, or None where its array has no categories."""
-    if encoder is None:
-        return None
-    plain, categories = [], []
-    for name, part, _ in encoder.transformers_:
-        found = encoder.output_indices_[name]
-        last = part[-1] if isinstance(part, Pipeline) else part
-        if isinstance(last, OneHotEncoder):
-            categories.extend(_indicators(last, found.start))
-        else:
-            plain.extend(range(found.start, found.stop))
-    return Native(plain, categories) if categories else None
+class Words(TransformerMixin, BaseEstimator):
+    """TF-IDF of the words that two rows have at least; where there are none, a column of 0."""
 
-
-def _indicators(encoder: OneHotEncoder, start: int) -> Iterator[slice]:
-    """Yield those of each column; a missing value, which is "", is the first category, and none."""
-    for categories in encoder.categories_:
-        first, stop = start + (categories[0] == ""), start + len(categories)
-        if first < stop:
-            yield slice(first, stop)
-        start = stop
-
-
-class Text(TransformerMixin, BaseEstimator):
-    """The leading components of TF-IDF; of text without a repeated word, nothing: a column of 0."""
-
-    def fit(self, texts: Rows, y: object = None) -> "Text":
-        """Learn the words, those that two rows have at least, and the components."""
-        words = TfidfVectorizer(sublinear_tf=True, min_df=2)
+    def fit(self, texts: Rows, y: object = None) -> "Words":
+        """Learn the words."""
+        words = TfidfVectorizer(sublinear_tf=True, min_df=2, token_pattern=r"(?u)\b\w+\b")
         try:
-            width = words.fit_transform(texts).shape[1]
+            self.words_ = words.fit(texts)
         except ValueError:  # no word at all, or none that two rows have
-            self.components_ = None
-            return self
-        svd = TruncatedSVD(min(COMPONENTS, width), random_state=0)
-        self.components_ = make_pipeline(words, svd).fit(texts)
+            self.words_ = None
         return self
 
-    def transform(self, texts: Rows) -> np.ndarray:
+    def transform(self, texts: Rows) -> Rows:
+        """Return a column for each word."""
+        if self.words_ is None:
+            return sparse.csr_matrix((len(texts), 1))
+        return self.words_.transform(texts)
+
+
+class Components(TransformerMixin, BaseEstimator):
+    """The leading components of many columns, or these where they are few."""
+
+    def fit(self, rows: Rows, y: object = None) -> "Components":
+        """Learn the components."""
+        few = min(rows.shape) <= COMPONENTS + 1
+        self.svd_ = None if few else TruncatedSVD(COMPONENTS, random_state=0).fit(rows)
+        return self
+
+    def transform(self, rows: Rows) -> np.ndarray:
         """Return the components."""
-        if self.components_ is None:
-            return np.zeros((len(texts), 1))
-        return self.components_.transform(texts)
+        if self.svd_ is not None:
+            return self.svd_.transform(rows)
+        return rows.toarray() if sparse.issparse(rows) else rows
 
 
 def _as_text(column: DataFrame | Series) -> DataFrame | Series:
@@ -183,6 +244,20 @@ def _seconds(frame: DataFrame) -> np.ndarray:
         return np.where(np.isnat(numbers), np.nan, numbers.astype(np.int64))
 
     return np.stack([seconds(frame[name]) for name in frame.columns], axis=1)
+
+
+def row_order(X: Rows, labels: np.ndarray) -> np.ndarray:
+    """Return an order of the rows that follows from what they hold, not from where they stand."""
+    if is_mixed(X):
+        from pandas.util import hash_pandas_object
+
+        key = hash_pandas_object(X, index=False).to_numpy()
+    else:
+        X = X if sparse.issparse(X) else np.asarray(X)
+        if X.ndim != 2 or X.dtype.kind not in "biuf":
+            return np.arange(len(labels))
+        key = X @ np.random.default_rng(0).normal(size=X.shape[1])
+    return np.lexsort((labels, key))
 
 
 def stack_rows(first: Rows, second: Rows) -> Rows:

@@ -2,26 +2,17 @@
 
 Columns of comparable range (pixels, counts, one-hot columns) share one scale, others are standardised
 one by one; then the whole has mean squared length 1. A rotation onto principal components changes
-nothing for a linear model, but makes its curvature nearly diagonal, which the kernel model uses: there
-the components of a Gaussian kernel (Nystroem's approximation) are set beside them. No label is used.
+nothing for a linear model, but makes its curvature nearly diagonal. No label is used.
 """
-
-from typing import Any
 
 import numpy as np
 from scipy import sparse
 from sklearn.decomposition import PCA, TruncatedSVD
-from sklearn.kernel_approximation import Nystroem
 
-Rows = Any
-"""What scikit-learn takes for X: an array, a sparse matrix, a data frame, a list. It has no types."""
+from ._columns import Rows
 
 WIDEST = 1000
 """A linear model keeps this many principal components at most."""
-BESIDE_KERNEL, KERNEL_WIDTH = 150, 300
-"""With a kernel: the components that the inputs keep, and those that the kernel keeps."""
-LANDMARKS = 600
-"""Rows that stand for the data in the kernel's approximation."""
 
 
 class ColumnScale:
@@ -58,21 +49,6 @@ def components(rows: Rows, others: Rows, seed: int) -> tuple[np.ndarray, np.ndar
     rotation = _rotation(scaled, WIDEST, seed)
     first, second = rotation.transform(scaled), rotation.transform(scale.transform(others))
     return first.astype(np.float32), second.astype(np.float32)
-
-
-def kernel_components(rows: Rows, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the components of rows and of a kernel, and for each column which of the two it is."""
-    scaled = ColumnScale().fit(rows).transform(rows)
-    # The mean squared length is 1, so this gamma is the usual bandwidth.
-    landmarks = min(LANDMARKS, rows.shape[0])
-    nystroem = Nystroem(gamma=1.0, n_components=landmarks, random_state=seed)
-    similar = nystroem.fit(scaled).transform(scaled)
-    parts = [
-        _rotation(part, width, seed).transform(part)
-        for part, width in ((scaled, BESIDE_KERNEL), (similar, KERNEL_WIDTH))
-    ]
-    blocks = np.concatenate([np.full(part.shape[1], i) for i, part in enumerate(parts)])
-    return np.concatenate(parts, axis=1).astype(np.float32), blocks
 
 
 def _rotation(X: Rows, width: int, seed: int) -> PCA | TruncatedSVD:

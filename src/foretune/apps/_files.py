@@ -1,13 +1,17 @@
-"""`foretune clean`: a file of labelled rows, and one of trusted ones, -> suspects and a report."""
+"""`foretune clean`: a file of labelled rows, and verified ones, -> suspects, clean rows, a report."""
 
+import io
 import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from .._files.files import write_whole
 from ..report import RunFolder, curves, histogram, write_page
 from . import LabelCleaner
+from ._checks import positions
+from ._columns import is_frame
 from ._shown import cell, columns_note, row_shown, write_csv
 from ._tables import DataError, Table, check_columns, encoded, read_table, with_labels_alike
 
@@ -18,45 +22,99 @@ BINS = 8
 """Groups of the reliability plot."""
 
 
+ROW = "row"
+"""The column of row numbers in the lists, by which verified rows are found without `--id`."""
+
+
 class Settings(NamedTuple):
     """What is asked for."""
 
     train: str
     clean: str | None = None
+    checked: str | None = None
+    id: str | None = None
     label: str | None = None
     text: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     image: tuple[int, ...] | None = None
+    relabel: bool = False
     seed: int = 0
 
 
 def run(out: str | Path, settings: Settings) -> Path:
     """Clean, write the lists and the report, and return the report's path."""
     options = (settings.label, settings.image, settings.drop)
-    table = read_table(settings.train, *options)
-    check_classes(table)
-    tables, files = [table], [settings.train]
+    whole = read_table(settings.train, *options)
+    check_classes(whole)
+    files = [settings.train]
+    table, checked = whole, {}
+    if settings.checked is not None:
+        files.append(settings.checked)
+        table, checked = verified(whole, settings)
+    tables = [table]
     if settings.clean is not None:
         tables = [*with_labels_alike(table, read_table(settings.clean, *options))]
         files.append(settings.clean)
     check_columns(tables, settings.text)
     rows = encoded(tables, settings.text) if settings.text else [table.x for table in tables]
     clean = (rows[1], tables[1].y) if len(tables) > 1 else (None, None)
-    trusted = len(tables[1].y) if len(tables) > 1 else 0
     cleaner = LabelCleaner(random_state=settings.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fit says it again
-        cleaner.inputs(rows[0], tables[0].y, clean)  # before the folder is taken
+        cleaner.inputs(
+            *(rows[0], tables[0].y, clean),
+            (checked.get("checked"), checked.get("checked_labels")),
+        )
+    trusted = len(checked.get("checked", ())) + (len(tables[1].y) if len(tables) > 1 else 0)
     asked = settings._asdict() | {"rows": len(table.y), "trusted rows": trusted}
     title = f"Suspicious labels in {Path(settings.train).name}"
     folder = RunFolder(out, kind="clean", title=title, settings=asked, files=files)
     if folder.result is None:
-        cleaner.fit(rows[0], tables[0].y, *clean)
-        write_lists(folder, cleaner, tables[0])
+        cleaner.fit(rows[0], tables[0].y, *clean, **checked)
+        write_lists(folder, cleaner, whole._replace(y=tables[0].y))
+        write_cleaned(folder, cleaner, whole, settings.relabel)
         result = summary(cleaner, tables[0], trusted)
         result |= {"figures": draw(folder, cleaner), "gallery": gallery(folder, cleaner, tables[0])}
         folder.write("result.json", result)
     return write_page(folder.path)
+
+
+def verified(table: Table, settings: Settings) -> tuple[Table, dict[str, np.ndarray]]:
+    """Return the table without its column of identifiers, and its verified rows with their labels.
+
+    The file of these has a column of labels, and one that finds the row: of the name `--id`, which both
+    files have, or of row numbers, as the list of suspects has them.
+    """
+    import pandas as pd
+
+    name, path = settings.id or ROW, settings.checked
+    assert path is not None
+    frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+    lacking = [column for column in (name, table.label) if column not in frame.columns]
+    if lacking:
+        raise DataError(
+            f"{path} has the columns {', '.join(frame.columns)}: verified rows need {name!r}, "
+            f"which finds the row, and {table.label!r}, its right label."
+        )
+    if settings.id is None:
+        known = {str(i): i for i in range(len(table.y))}
+    elif is_frame(table.x) and settings.id in table.x.columns:
+        values = table.x[settings.id].astype(str)
+        if values.duplicated().any():
+            twice = values[values.duplicated()].iloc[0]
+            raise DataError(f"{table.path}: {settings.id!r} is {twice!r} in more than one row.")
+        known = {value: i for i, value in enumerate(values)}
+        table = table._replace(x=table.x.drop(columns=settings.id))
+    else:
+        raise DataError(f"{table.path} has no column {settings.id!r} to find rows by.")
+    frame = frame[frame[table.label] != ""]
+    unknown = [value for value in frame[name] if value not in known]
+    if unknown:
+        raise DataError(f"{path}: {table.path} has no row whose {name} is {unknown[0]!r}.")
+    classes = np.unique(table.y)
+    labels = positions(frame[table.label].to_numpy(str), classes.astype(str), path, table.path)
+    rows = np.array([known[value] for value in frame[name]], int)
+    return table, {"checked": rows, "checked_labels": classes[labels]}
 
 
 def check_classes(table: Table) -> None:
@@ -78,19 +136,23 @@ def check_classes(table: Table) -> None:
 def write_lists(folder: RunFolder, found: LabelCleaner, table: Table) -> None:
     """Write suspects.csv, the most suspicious first, and weights.csv, every row in its order.
 
-    Labels are as in the file that was read, but for one thing: text that a spreadsheet would take for
-    a formula gets an apostrophe before it (`cell`).
+    A suspect has the columns of its row too, unless it is an image. Values are as in the file that was
+    read, but for one thing: text that a spreadsheet would take for a formula gets an apostrophe before
+    it (`cell`).
     """
 
     def judged(i: int) -> list[str]:
         return [cell(table.y[i]), cell(found.suggested_[i]), f"{found.probability_wrong_[i]:.6f}"]
 
+    def own(i: int) -> list[str]:
+        return [] if table.image_shape else [cell(v) for v in _values(table, i)]
+
     suspects = [int(i) for i in found.ranking_ if found.suspects_[i]]
-    columns = ["row", "observed", "suggested", "probability_wrong"]
+    columns = [ROW, "observed", "suggested", "probability_wrong"]
     write_csv(
         folder.path / "suspects.csv",
-        ["rank", *columns],
-        ([rank, i, *judged(i)] for rank, i in enumerate(suspects, start=1)),
+        ["rank", *columns, *([] if table.image_shape else map(cell, table.columns))],
+        ([rank, i, *judged(i), *own(i)] for rank, i in enumerate(suspects, start=1)),
     )
     write_csv(
         folder.path / "weights.csv",
@@ -100,6 +162,29 @@ def write_lists(folder: RunFolder, found: LabelCleaner, table: Table) -> None:
             for i in range(len(table.y))
         ),
     )
+
+
+def _values(table: Table, i: int) -> list[object]:
+    if not is_frame(table.x):
+        return table.x[i].tolist()
+    return ["" if v != v or v is None else v for v in table.x.iloc[i].astype(object)]
+
+
+def write_cleaned(folder: RunFolder, found: LabelCleaner, table: Table, relabel: bool) -> None:
+    """Write the rows without the suspects, or with their suggested labels; verified labels are right.
+
+    As cleaned.csv, or as cleaned.npz where the rows were such arrays. Values stay as they are.
+    """
+    keep = np.ones(len(table.y), bool) if relabel else ~found.suspects_
+    labels = found.suggested_ if relabel else table.y
+    if is_frame(table.x):
+        rows = table.x[keep].assign(**{table.label: labels[keep]})
+        write_whole(folder.path / "cleaned.csv", rows.to_csv(index=False).encode())
+    else:
+        data, shape = io.BytesIO(), table.image_shape or table.x.shape[1:]
+        arrays = {"x": table.x[keep].reshape(-1, *shape), table.label: labels[keep]}
+        np.savez_compressed(data, **arrays)
+        write_whole(folder.path / "cleaned.npz", data.getvalue())
 
 
 def summary(found: LabelCleaner, table: Table, trusted: int) -> dict[str, object]:
@@ -115,15 +200,16 @@ def summary(found: LabelCleaner, table: Table, trusted: int) -> dict[str, object
         rows.append([str(name), n, count, count / n, likely])
     count, n = int(found.suspects_.sum()), len(table.y)
     helped = f"with the help of {trusted:,} trusted rows" if trusted else "without trusted rows"
+    members = ", ".join(f"{name} ({weight:.2f})" for name, weight in found.ensemble_.items())
     columns = ["observed label", "rows", "suspects", "share", "most often suggested"]
     return {
         "headline": f"{count:,} of {n:,} labels are suspicious ({count / n:.1%}).",
         "notes": [
-            f"Judged {helped}. Rows count from 0, without a header. "
-            "suspects.csv lists the suspects, weights.csv every row.",
-            f"A suspect is one of the labels that the model of data and noise holds to be wrong "
-            "more probably than not; look at it before you change it. By its probabilities some "
-            f"{found.unflagged_:.0f} of the other labels are wrong too.",
+            f"Judged {helped}, each row by models that have not seen it: {members}. Rows count from 0, "
+            "without a header. suspects.csv lists the suspects, weights.csv every row, cleaned.csv (or "
+            ".npz) has the rows without the suspects, or with --relabel their suggested labels.",
+            "The suspects are as many as balance false alarms against misses: look at one before you "
+            f"change it. {_expected(found)}",
             *(
                 f"In the two lists an apostrophe stands before {name}, which a spreadsheet would take "
                 "for a formula."
@@ -134,8 +220,17 @@ def summary(found: LabelCleaner, table: Table, trusted: int) -> dict[str, object
     }
 
 
+def _expected(found: LabelCleaner) -> str:
+    low, high = found.noise_rate_interval_
+    wrong = f"Between {low:.1%} and {high:.1%} of all labels are expected to be wrong"
+    if found.unflagged_ is None or found.unflagged_interval_ is None:
+        return f"{wrong}; how many of them are no suspects cannot be told without verified rows."
+    low, high = found.unflagged_interval_
+    return f"{wrong}, {low:.0f} to {high:.0f} of them no suspects."
+
+
 def draw(folder: RunFolder, found: LabelCleaner) -> list[dict[str, str]]:
-    """Draw the weights and the descent."""
+    """Draw the weights, and how reliable they are."""
     groups = {
         "suspects": found.weights_[found.suspects_],
         "others": found.weights_[~found.suspects_],
@@ -148,13 +243,6 @@ def draw(folder: RunFolder, found: LabelCleaner) -> list[dict[str, str]]:
     shown = [{"file": "figures/weights.svg", "title": "Weights", "caption": "All rows."}]
     if found.reliability_ is not None:
         shown.append(draw_reliability(folder, found.reliability_))
-    if found.history_:
-        x, y = ([record[name] for record in found.history_] for name in ("step", "value"))
-        lines = [{"label": "error", "x": x, "y": y}]
-        panel = {"title": "", "ylabel": "held-out error", "lines": lines}
-        curves(folder.figures / "descent.svg", [panel], xlabel="hyper-iteration")
-        caption = "The error that the hypergradients lower."
-        shown.append({"file": "figures/descent.svg", "title": "The descent", "caption": caption})
     return shown
 
 
@@ -189,7 +277,7 @@ def gallery(folder: RunFolder, found: LabelCleaner, table: Table) -> dict[str, o
             "suggested": str(found.suggested_[i]),
             "probability_wrong": float(found.probability_wrong_[i]),
             "wrong": None,
-            **row_shown(folder, table, int(i), "suspect"),
+            **row_shown(folder, table, int(i), "suspect", found.columns_by_importance()),
         }
         for i in found.ranking_[:SHOWN]
         if found.suspects_[i]
@@ -197,5 +285,5 @@ def gallery(folder: RunFolder, found: LabelCleaner, table: Table) -> dict[str, o
     count = int(found.suspects_.sum())
     note = "No label is suspicious."
     if items:
-        note = f"The first {len(items)} of {count} suspects.{columns_note(table)}"
+        note = f"The first {len(items)} of {count} suspects.{columns_note(table, 'most important')}"
     return {"title": "Most suspicious labels", "note": note, "items": items}

@@ -2,7 +2,7 @@
 
 import warnings
 from numbers import Integral
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
@@ -11,13 +11,37 @@ from sklearn.utils._param_validation import Interval
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _num_samples, check_is_fitted, column_or_1d, validate_data
 
-from . import _ensemble, _noise
 from ._checks import listed, plain_labels, positions, verified_rows
-from ._columns import column_encoder, is_mixed, native_columns, stack_rows
-from ._features import Rows
+from ._columns import Encoder, Rows, is_mixed, row_order, stack_rows
+from ._ensemble import (
+    FORESTS,
+    Ensemble,
+    Member,
+    Training,
+    is_quiet,
+    make_folds,
+    members_of,
+    own_classifier,
+)
 from ._found import FoundLabels
+from ._label_model import judge
 
-FLOATS = (np.float64, np.float32)
+LEAST_TRAINED = 2
+"""Rows of each class that the final model is trained on, whatever is held of their labels."""
+
+
+class Inputs(NamedTuple):
+    """Rows of X, then of X_clean, with observed and true labels; -1 where one is not known."""
+
+    rows: Rows
+    observed: np.ndarray
+    true: np.ndarray
+    encoder: Encoder | None
+
+    @property
+    def labels(self) -> np.ndarray:
+        """True labels, and observed ones where these are not known."""
+        return np.where(self.true >= 0, self.true, self.observed)
 
 
 class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
@@ -26,48 +50,49 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
     Parameters
     ----------
     estimator : "ensemble" or a scikit-learn classifier, default="ensemble"
-        What judges the labels, each row by models that have not seen it. "ensemble" is
-        logistic regression, a forest, boosted trees and a kernel model that is trained through a matrix
-        of how labels go wrong, combined by weights that are learnt. Your own classifier takes X as it
-        is.
+        What judges the labels, each row by models that have not seen it. "ensemble" is logistic
+        regression, two forests, least squares on a kernel and boosted trees, combined by weights that
+        are learnt. Your own classifier takes X as it is.
     folds : int, default=5
         An example is judged by models that were trained on the other folds.
     progress : bool, default=True
         Show a progress bar when the output is a terminal.
     random_state : int, RandomState or None, default=None
-        Folds, kernel landmarks and classifiers follow it.
+        Folds and classifiers follow it. The order of the rows changes nothing.
 
     Attributes
     ----------
     weights_ : array of n, in [0, 1]
         The probability that each label is right; 0 or 1 for verified ones.
     suspects_ : bool array of n
-        The labels held to be wrong: a weight below 1/2.
+        The labels held to be wrong: as many of the lowest weights as make the expected F1 greatest.
     ranking_ : int array of n
         Indices, the most suspicious first.
     suggested_ : array of n
-        The most probable label.
+        The most probable other label of a suspect, the observed label of other rows.
     probability_wrong_ : array of n
-        1 - weight. `noise_rate_` is its mean, `unflagged_` its sum over labels that are not suspects:
-        how many more are wrong.
+        1 - weight.
+    noise_rate_, noise_rate_interval_ : float, pair of floats
+        The share of wrong labels, and where it may be. With 20 verified rows or more whose observed
+        labels are known the interval has a probability of about 95 %, if these were drawn at random;
+        without them it only shows what other suppositions on the noise would give.
+    unflagged_, unflagged_interval_ : float, pair of floats, or None
+        How many labels are wrong that are no suspects; None without 20 such rows.
     noise_matrix_ : array (n_classes, n_classes)
         p(observed label | true label) as learnt.
     ensemble_ : dict
-        The weight of each classifier of the ensemble, or of your own.
+        The exponent of each classifier's probabilities.
     probabilities_ : array (n, n_classes)
         The probability of each class, by models that have not seen the row. Its observed label has no
         part in it, unless it is verified.
-    reliability_ : array (trusted rows, 2) or None
-        With 20 trusted rows or more: of each, held out, the probability of its observed label (where
-        none is known, of the most probable one), and whether it is right.
-    history_ : list of dict
-        With 20 trusted rows or more, the descent of the regularisers by which the classifiers are
-        combined: `step`, `value`, `gradient_norm`. `stopped_` says why it ended.
+    reliability_ : array (verified rows, 2) or None
+        Of 20 verified rows or more, judged as if they were not: the probability that the observed label
+        is right, and whether it is.
     classes_, n_features_in_, feature_names_in_
         As in scikit-learn.
 
-    `predict` and `predict_proba` are of a final model, trained without the suspects, and on the trusted
-    examples.
+    `predict` and `predict_proba` are of a final model, trained without the suspects, and on the
+    verified rows.
 
     Examples
     --------
@@ -110,29 +135,67 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         *,
         checked: object = None,
         checked_labels: object = None,
-        sample_weight: object = None,
     ) -> "LabelCleaner":
         """Find the wrong labels of (X, y).
 
-        Trusted labels are those of other rows, (X_clean, y_clean), or of rows of X that have been
-        verified: `checked` are their numbers, or a mask, and `checked_labels` their right labels. Rows
-        train by their `sample_weight`; one of weight 0 is judged, and no model is trained on it.
+        Verified labels are those of some rows of X, `checked` (numbers, or a mask), or of other rows,
+        (X_clean, y_clean). The former teach more: they show how observed labels go wrong.
         """
-        inputs = self.inputs(X, y, (X_clean, y_clean), (checked, checked_labels), sample_weight)
-        seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
-        count, rng = min(cast(int, self.folds), len(inputs.observed)), np.random.default_rng(seed)
-        fold = np.concatenate(
-            [_noise.make_folds(part, count, rng) for part in (inputs.observed, inputs.trusted)]
+        inputs = self.inputs(X, y, (X_clean, y_clean), (checked, checked_labels))
+        self._seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
+        n = int(np.sum(inputs.observed >= 0))
+        parts = (slice(n), slice(n, None))
+        order = np.concatenate(
+            [
+                row_order(_safe_indexing(inputs.rows, part), inputs.labels[part])
+                + (part.start or 0)
+                for part in parts
+            ]
         )
-        folds = _ensemble.Folds(
-            *(inputs.rows, inputs.labels, fold, inputs.weight),
-            *(seed, bool(self.progress), len(self.classes_)),
+        observed, true = inputs.observed[order], inputs.true[order]
+        training, members = self._training(inputs, order)
+        training.check(self.classes_)
+        q = np.stack([training.unseen(name, member) for name, member in members.items()])
+        found = judge(q, observed, true, self._seed)
+        back = np.argsort(order[:n])
+        found = found._replace(
+            right=found.right[back],
+            suspects=found.suspects[back],
+            likely=found.likely[back],
+            probabilities=found.probabilities[back],
         )
-        folds.check(self.classes_)
-        judgement, members, self._final = _ensemble.judged_by(self._own, inputs, folds)
-        right, observed = (part[: len(inputs.verified)] for part in (inputs.trusted, inputs.known))
-        self._conclude(judgement, members, inputs.judged, inputs.verified, right, observed)
+        self._conclude(found, members)
+        self._final = self._without_suspects(inputs)
         return self
+
+    def _without_suspects(self, inputs: Inputs) -> Ensemble:
+        """Return the final model; a class that would lose all its rows keeps the two best."""
+        trust, suspect = np.ones(len(inputs.true)), np.zeros(len(inputs.true), bool)
+        judged = np.flatnonzero(inputs.true[: len(self.weights_)] < 0)
+        trust[judged], suspect[judged] = self.weights_[judged], self.suspects_[judged]
+        for label in np.unique(inputs.labels):
+            mine = np.flatnonzero(inputs.labels == label)
+            if np.sum(~suspect[mine]) < LEAST_TRAINED:
+                suspect[mine[np.argsort(-trust[mine], kind="stable")[:LEAST_TRAINED]]] = False
+        training, members = self._training(inputs, np.flatnonzero(~suspect))
+        rows = np.arange(len(training.labels))
+        if inputs.encoder is not None:
+            rows = training.sample(rows)
+        models = [training.trained(member, rows) for member in members.values()]
+        return Ensemble(inputs.encoder, [*members.values()], models, len(self.classes_))
+
+    def _training(self, inputs: Inputs, order: np.ndarray) -> tuple[Training, dict[str, Member]]:
+        """Return the training on rows in this order, and the members."""
+        rows, labels = _safe_indexing(inputs.rows, order), inputs.labels[order]
+        if inputs.encoder is None:
+            members = {"estimator": Member(cast(BaseEstimator, self._own))}
+        else:
+            members = dict(members_of(inputs.encoder, len(order), labels, self._seed))
+            rows = inputs.encoder.transform(rows)
+        count = min(cast(int, self.folds), len(order))
+        fold = make_folds(labels, count, np.random.default_rng(self._seed))
+        quiet = is_quiet(self.progress)
+        return Training(rows, labels, fold, len(self.classes_), self._seed, quiet), members
 
     def inputs(
         self,
@@ -140,25 +203,20 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         y: object,
         clean: tuple[Rows, object] = (None, None),
         checked: tuple[object, object] = (None, None),
-        sample_weight: object = None,
-    ) -> _ensemble.Inputs:
+    ) -> Inputs:
         """Return what `fit` works on, or raise where it would."""
         self._validate_params()
-        self._own = _ensemble.own_classifier(self.estimator)
+        self._own = own_classifier(self.estimator)
         if y is None:
             raise ValueError("requires y to be passed, but the target y is None.")
-        self._learn_columns(X)
-        rows, observed = self._rows(X), self._observed(y)
+        rows, observed = self._rows(X, reset=True), self._observed(y)
         n = len(observed)
         if n != _num_samples(rows):
             raise ValueError(f"y has {n} labels, and X has {_num_samples(rows)} rows.")
-        weight = _ensemble.check_weight(sample_weight, n, self.estimator)
-        verified = verified_rows(*checked, n)
-        judged = np.setdiff1d(np.arange(n), verified)
-        trusted, known = np.zeros(0, observed.dtype), observed[verified]
+        verified, true = verified_rows(*checked, n), np.full(n, -1)
         if len(verified):
-            trusted = positions(checked[1], self.classes_, "checked_labels", "y")
-            rows = _safe_indexing(rows, np.concatenate([judged, verified]))
+            true[verified] = positions(checked[1], self.classes_, "checked_labels", "y")
+        encoder = None if self._own is not None else Encoder().fit(rows)
         if (clean[0] is None) != (clean[1] is None):
             raise ValueError("give X_clean and y_clean together, or neither.")
         if clean[0] is not None:
@@ -169,35 +227,16 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
                     f"y_clean has shape {labels.shape}, and X_clean has {_num_samples(more)} rows: "
                     "give one label for each row."
                 )
-            rows, trusted = stack_rows(rows, more), np.concatenate([trusted, labels])
-            known = np.concatenate([known, np.full(len(labels), -1)])
-        if weight is not None:
-            weight = np.concatenate([weight[judged], np.full(len(trusted), weight.mean())])
-        absent = np.setdiff1d(np.arange(len(self.classes_)), trusted)
-        if len(trusted) and len(absent):
+            rows, true = stack_rows(rows, more), np.concatenate([true, labels])
+            observed = np.concatenate([observed, np.full(len(labels), -1)])
+        absent = np.setdiff1d(np.arange(len(self.classes_)), true[true >= 0])
+        if (true >= 0).any() and len(absent):
             warnings.warn(
-                f"no trusted example of {listed(self.classes_[absent])}: labels of that kind are "
-                "judged by the observed ones alone.",
+                f"no verified row of {listed(self.classes_[absent])}: labels of that kind are judged "
+                "by the observed ones alone.",
                 stacklevel=3,
             )
-        native = native_columns(self._encoder)
-        return _ensemble.Inputs(
-            rows, observed[judged], trusted, known, weight, native, judged, verified
-        )
-
-    def _learn_columns(self, X: Rows) -> None:
-        """Learn the number, names and encoding of the columns."""
-        self._encoder = None
-        if is_mixed(X):
-            self.feature_names_in_ = np.asarray(X.columns, object)
-            self.n_features_in_ = len(X.columns)
-            if self._own is None:
-                self._encoder = column_encoder(X).fit(X)
-        elif self._own is not None:
-            shape = getattr(X, "shape", ())
-            self.n_features_in_ = shape[1] if len(shape) > 1 else 0  # texts are one column of none
-        else:
-            validate_data(self, X, accept_sparse="csr", dtype=FLOATS)
+        return Inputs(rows, observed, true, encoder)
 
     def _observed(self, y: object) -> np.ndarray:
         """Set the classes, and return the labels as their numbers."""
@@ -211,15 +250,24 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
             )
         return observed
 
-    def _rows(self, X: Rows, where: str = "") -> Rows:
-        """Return rows as what judges them takes them."""
-        if self._encoder is not None:
-            return np.asarray(self._encoder.transform(X), np.float64)
-        if self._own is not None:
+    def _rows(self, X: Rows, where: str = "", reset: bool = False) -> Rows:
+        """Return rows as what judges them takes them; with `reset` their columns are learnt."""
+        if reset:
+            self._as_it_is = self._own is not None or is_mixed(X)
+            if is_mixed(X):
+                self.feature_names_in_ = np.asarray(X.columns, object)
+            shape = getattr(X, "shape", ())
+            self.n_features_in_ = shape[1] if len(shape) > 1 else 0  # texts are one column of none
+        if self._as_it_is:
             return indexable(X)[0]
         try:
-            return validate_data(self, X, reset=False, accept_sparse="csr", dtype=FLOATS)
+            return validate_data(self, X, reset=reset, accept_sparse="csr", dtype=np.float32)
         except ValueError as error:
+            if "NaN" in str(error):
+                raise ValueError(
+                    f"{where}{str(error).splitlines()[0]} Fill in missing values, or give a "
+                    "pandas.DataFrame(X), in which they may be missing."
+                ) from None
             raise ValueError(f"{where}{error}") from None
 
     def predict(self, X: Rows) -> np.ndarray:
@@ -231,6 +279,20 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         """Return the probability of each class, in the order of `classes_`."""
         check_is_fitted(self, "weights_")
         return self._final.predict_proba(self._rows(X))
+
+    def columns_by_importance(self) -> list[str]:
+        """Return the names of the columns, the one that matters most to the final forest first."""
+        encoder, models = self._final.encoder, self._final.models
+        forests = [cast(object, m) for m in models]
+        forests = [m for m in forests if isinstance(m, FORESTS)]
+        if encoder is None or not forests:
+            return []
+        matters = np.mean([forest.feature_importances_ for forest in forests], axis=0)
+        names = getattr(self, "feature_names_in_", None)
+        found = {name: matters[at].sum() for name, at in encoder.sources.items()}
+        if names is not None and not encoder.mixed:
+            found = dict(zip(map(str, names), found.values(), strict=False))
+        return sorted(found, key=lambda name: -found[name])
 
     def __sklearn_tags__(self) -> Tags:
         """Tell scikit-learn that sparse input is taken."""

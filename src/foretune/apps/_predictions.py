@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from .._outer.callbacks import Progress
 from . import _checks
 from ._checks import by_name, check_seed, listed, plain_labels, positions, verified_rows
 from ._found import FoundLabels
@@ -13,9 +12,10 @@ class CleanedLabels(FoundLabels):
     """What `clean_labels` returns: the names are those of a fitted `LabelCleaner`."""
 
     def __repr__(self) -> str:
+        low, high = self.noise_rate_interval_
         return (
             f"{type(self).__name__}: {self.suspects_.sum():,} of {len(self.weights_):,} are suspects, "
-            f"{self.unflagged_:.3g} more are expected to be wrong"
+            f"{low:.1%} to {high:.1%} are expected to be wrong"
         )
 
 
@@ -26,7 +26,6 @@ def clean_labels(
     checked_labels: object = None,
     *,
     classes: object = None,
-    progress: bool = True,
     random_state: int = 0,
 ) -> CleanedLabels:
     """Find the wrong labels, given class probabilities by a model that has not seen them.
@@ -47,10 +46,8 @@ def clean_labels(
         Their right labels.
     classes : array, default=None
         The classes in the order of the columns, where some class has no label at all.
-    progress : bool, default=True
-        Show a progress bar when the output is a terminal.
     random_state : int, default=0
-        The folds of verified rows follow it.
+        The rows of a large set that are fitted, and the folds of verified rows, follow it.
 
     Examples
     --------
@@ -79,19 +76,11 @@ def clean_labels(
         name: _checks.probabilities(name, array, names, observed)
         for name, array in by_name(pred_probs, "pred_probs").items()
     }
+    true = np.full(len(y), -1)
     rows = verified_rows(checked, checked_labels, len(y))
-    right = np.zeros(0, int)
     if len(rows):
-        right = positions(checked_labels, names, "checked_labels", "labels")
-    rest = np.setdiff1d(np.arange(len(y)), rows)
-    stack = np.stack(list(q.values()))
-    found = judge(
-        *(stack[:, rest], observed[rest]),
-        *(stack[:, rows], right, observed[rows]),
-        seed=random_state,
-        callbacks=[Progress("weighing the labels")] if progress else (),
-    )
+        true[rows] = positions(checked_labels, names, "checked_labels", "labels")
     cleaned = CleanedLabels()
     cleaned.classes_ = names
-    cleaned._conclude(found, q, rest, rows, right, observed[rows])
+    cleaned._conclude(judge(np.stack(list(q.values())), observed, true, random_state), q)
     return cleaned

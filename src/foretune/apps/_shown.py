@@ -45,13 +45,17 @@ def cell(label: object) -> str:
     return f"'{text}" if formula and not _NUMBER.fullmatch(text.strip()) else text
 
 
-def row_shown(folder: RunFolder, table: Table, i: int, kind: str) -> dict[str, object]:
-    """Return a row for the page: its picture, which is written, or its first columns."""
+def row_shown(
+    folder: RunFolder, table: Table, i: int, kind: str, first: Sequence[str] = ()
+) -> dict[str, object]:
+    """Return a row for the page: its picture, which is written, or columns, beginning with `first`."""
     x = table.x.iloc[i].to_numpy() if is_frame(table.x) else table.x[i]
     if table.image_shape:
         pixels = x.astype(float).reshape(table.image_shape)
         return {"image": write_picture(folder, kind, i, pixels), "row": None}
-    return {"image": None, "row": dict(zip(table.columns, map(_short, x[:COLUMNS]), strict=False))}
+    row = dict(zip(table.columns, x, strict=True))
+    names = [*first, *(name for name in table.columns if name not in first)][:COLUMNS]
+    return {"image": None, "row": {name: _short(row[name]) for name in names}}
 
 
 def write_picture(folder: RunFolder, kind: str, i: int, pixels: np.ndarray) -> str:
@@ -61,15 +65,15 @@ def write_picture(folder: RunFolder, kind: str, i: int, pixels: np.ndarray) -> s
     return name
 
 
-def columns_note(table: Table) -> str:
+def columns_note(table: Table, which: str = "first") -> str:
     """Return a sentence on the columns that are not shown, or nothing."""
     if table.image_shape or table.x.shape[1] <= COLUMNS:
         return ""
-    return f" The first {COLUMNS} of {table.x.shape[1]} columns are shown."
+    return f" The {which} {COLUMNS} of {table.x.shape[1]} columns are shown."
 
 
-def _short(value: object) -> float | str:
+def _short(value: object) -> int | float | str:
     if isinstance(value, int | float | np.integer | np.floating):
-        return float(value)
+        return int(value) if float(value).is_integer() else float(value)
     text = str(value)
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."

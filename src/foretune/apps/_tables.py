@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from sklearn.utils import check_array
 
-from ._columns import DataFrame, column_encoder, is_frame
-from ._features import Rows
+from ._columns import DataFrame, Encoder, Rows, is_frame, is_mixed
 from ._optional import needs
 
 ROWS = ("x", "X", "data", "images")
@@ -36,6 +35,8 @@ class Table(NamedTuple):
     """Empty where the file has no labels, and may have none."""
     image_shape: tuple[int, ...] | None
     path: str
+    label: str = "label"
+    """The name of the labels' column, or array."""
 
     def matrix(self) -> Rows:
         """Return the rows as numbers; `encoded` returns those of several files in the same columns."""
@@ -96,7 +97,8 @@ def _read_npz(path: Path, label: str | None, labelled: bool) -> Table:
     arrays = read_arrays(path)
     rows = next((arrays[name] for name in ROWS if name in arrays), None)
     names = LABELS if label is None else (label,)
-    labels = next((arrays[name] for name in names if name in arrays), None)
+    name = next((name for name in names if name in arrays), names[0])
+    labels = arrays.get(name)
     if rows is None or (labels is None and labelled):
         raise DataError(
             f"{path} holds {', '.join(arrays) or 'nothing'}: it needs rows under one of "
@@ -111,7 +113,7 @@ def _read_npz(path: Path, label: str | None, labelled: bool) -> Table:
         raise DataError(f"{path}: rows have dtype {rows.dtype}, expected numbers.")
     shape = rows.shape[1:] if rows.ndim > 2 else None
     columns = int(np.prod(rows.shape[1:]))  # not -1, which there is none for without rows
-    return Table(rows.reshape(len(rows), columns), _labels(y, path), shape, str(path))
+    return Table(rows.reshape(len(rows), columns), _labels(y, path), shape, str(path), name)
 
 
 def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: bool) -> Table:
@@ -144,7 +146,7 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: 
     values = labels.astype(object).where(labels.notna(), None).to_numpy()
     if labels.dtype.kind not in "ifub":  # text, categories, dates
         values = np.array([None if value is None else str(value) for value in values], object)
-    return Table(rows, _labels(values, path), None, str(path))
+    return Table(rows, _labels(values, path), None, str(path), names[0])
 
 
 def _read_csv(path: Path, label: str | None) -> DataFrame:
@@ -196,15 +198,13 @@ def encoded(tables: list[Table], text: tuple[str, ...] = ()) -> list[Rows]:
     """
     check_columns(tables, text)
     first = tables[0].x
-    if not is_frame(first):
+    if not text and not is_mixed(first):
         return [check_array(table.x, dtype="float32", input_name=table.path) for table in tables]
     try:
-        encoder = column_encoder(first, text).fit(first)
+        encoder = Encoder(text).fit(first)
     except ValueError as error:
-        if not text:
-            raise
-        raise DataError(f"column {', '.join(map(repr, text))} as text: {error}") from error
-    return [encoder.transform(table.x) for table in tables]
+        raise DataError(f"{tables[0].path}: {error}") from error
+    return [encoder.transform(table.x).wide for table in tables]
 
 
 def check_columns(tables: list[Table], text: tuple[str, ...] = ()) -> None:
