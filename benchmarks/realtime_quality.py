@@ -1,7 +1,7 @@
 """Trainings of known length: rehearsed from starts over decades, beside what people use untuned.
 
     FORETUNE_DATA=... python -m benchmarks.realtime_quality [--tasks digits ...] [--seeds 3]
-        [--out benchmarks/results/rehearsed-cpu.json]
+        [--out benchmarks/results/rehearsed-h200.json]
 
 Learning rate and momentum of SGD, from rates of 0 to 10, and learning rate, first beta and decay of
 AdamW, from rates of 1e-5 to 0.1, by `foretune.rehearse` at a cost of four plain trainings, under a
@@ -9,8 +9,7 @@ schedule with a warm-up of a twentieth and a cosine to 0. Beside it: five defaul
 data of a grid of seven rates with the same optimizer and schedule (momentum 0.9, decay 1e-4), an oracle
 which no user has. All figures are accuracies on test data that nothing else sees.
 
-`--tasks held-out` are three on which nothing was developed: chosen, with their networks, before
-`rehearse` was run on them.
+`--tasks held-out` are three that were chosen, with their networks, before `rehearse` was run on them.
 """
 
 from collections.abc import Callable
