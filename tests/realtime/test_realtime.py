@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -390,7 +389,7 @@ def test_nan_in_a_batch_names_window_minibatch_and_leaf():
     realtime = tuner()
     state, _ = realtime.update(realtime.init(params, hparams), windows[0], validation)
     weights = jax.device_get(state.train.params)
-    message = r"window 1, minibatch 2 of 4 .*batch\[0\] \(float32\[8,3\]\) .* 1 of 24 entries"
+    message = r"window 1 .*step 3 of 4.*batches.xs\[0\] \(float32\[4,8,3\]\) in 1 of 96 entries"
     with pytest.raises(ft.NonFiniteError, match=message) as caught:
         realtime.update(state, windows[1], validation)
     kept = caught.value.state
@@ -405,7 +404,7 @@ def test_nan_in_the_validation_data_is_named():
     params, hparams = start()
     x[3] = np.inf
     realtime = tuner()
-    with pytest.raises(ft.NonFiniteError, match=r"validation data of window 0.*validation\[0\]"):
+    with pytest.raises(ft.NonFiniteError, match=r"window 0 .*validation data.*validation\[0\]"):
         realtime.update(realtime.init(params, hparams), windows[0], (x, y))
 
 
@@ -485,47 +484,6 @@ def test_a_hypergradient_that_is_not_finite_leaves_the_hyperparameters():
     assert_trees_close(state.hparams, hparams, 0)
     assert not np.allclose(state.train.params["w"], params["w"])
     assert all(np.all(np.asarray(z) == 0) for z in jax.tree.leaves(state.Z))
-
-
-@pytest.mark.second_tier
-def test_a_network_that_dies_is_brought_back():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(6, 10, 20, 4)).astype(np.float32)
-    y = np.sign(x[..., 0] * x[..., 1])
-    validation = (x[0].reshape(-1, 4), y[0].reshape(-1))
-    keys = jax.random.split(jax.random.key(0))
-    params = {"a": jax.random.normal(keys[0], (4, 16)), "b": jax.random.normal(keys[1], (16,)) / 8}
-
-    def mean_error(params, batch):
-        return jnp.mean((jax.nn.relu(batch[0] @ params["a"]) @ params["b"] - batch[1]) ** 2)
-
-    class Weights(NamedTuple):
-        params: dict
-        loss: jax.Array
-
-    class Killing(ft.Dynamics):  # above a rate of 0.5 all hidden units die, at a lower error
-        def init(self, params, hparams):
-            return Weights(params, jnp.zeros(()))
-
-        def step(self, state, hparams, batch):
-            loss, grads = jax.value_and_grad(mean_error)(state.params, batch)
-            alive = jnp.where(hparams["lr"] > 0.5, 0.0, 1.0)
-            move = lambda w, g: alive * (w - hparams["lr"] * g)  # noqa: E731
-            return Weights(jax.tree.map(move, state.params, grads), loss)
-
-    realtime = ft.RealTime(
-        Killing(),
-        lambda state, h, batch: mean_error(state.params, batch),
-        constraints={"lr": ft.NonNegative()},
-    )
-    state = realtime.init(params, {"lr": jnp.array(1.5)})
-    rolled_back = []
-    for window in zip(x, y, strict=True):
-        state, log = realtime.update(state, window, validation)
-        rolled_back.append(bool(log["rolled_back"]))
-    assert rolled_back[:2] == [True, True]
-    assert state.hparams["lr"] < 0.5
-    assert np.any(state.train.params["a"] != 0)
 
 
 def in_entry(array, value):
