@@ -179,18 +179,6 @@ def test_a_step_that_the_other_mode_cannot_differentiate(engine, f, pattern):
         engine(problem, {"a": jnp.array(0.9)})
 
 
-def test_arrays_that_no_step_changes_are_no_part_of_the_search():
-    optimizers = {"adam": lambda h: optax.adam(h["lr"]), "stay": lambda h: optax.set_to_zero()}
-
-    def optimizer(h):
-        parts = {name: make(h) for name, make in optimizers.items()}
-        return optax.multi_transform(parts, {"w": "adam", "b": "stay"})
-
-    problem, hparams = with_dead_feature(optimizer)
-    with pytest.raises(ft.NonFiniteError, match=r"First at step 1 of 8: the derivative of state"):
-        ft.Forward()(problem, hparams)
-
-
 def test_the_explanation_takes_one_training():
     calls = []
 

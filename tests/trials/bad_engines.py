@@ -13,7 +13,7 @@ from .given import INF, KEY, NAN, data, hparams, problem, solve
 
 CLASSES = {"Reverse": ft.Reverse, "Forward": ft.Forward, "Truncated": ft.Truncated, "Implicit": ft.Implicit, "Auto": ft.Auto}
 ENGINES = {name: make(2) if name == "Truncated" else make() for name, make in CLASSES.items()}
-SMOOTH = {"Smoothed": ft.Smoothed(), "Evolution": ft.Evolution()}
+SMOOTH = {"Evolution": ft.Evolution()}
 X, Y = data()
 
 
@@ -57,7 +57,6 @@ ROWS = [
     ("a class for a draw", lambda: ft.Reverse()(ft.Problem, hparams(), key=KEY), TypeError, "must be a `foretune.Problem`"),
     ("an `if` in a draw", lambda: ft.Reverse()(lambda key: problem() if jax.random.bits(key) > 3 else None, hparams(), key=KEY), Exception, "draw is compiled", "this happened in draw(key)"),
     ("an error in a draw", lambda: ft.Reverse()(lambda key: problem(steps=-1), hparams(), key=KEY), ValueError, "steps=-1", "this happened in draw(key)"),
-    ("an estimate by one pair", lambda: ft.Evolution(0.1, 1).estimate(problem(), hparams()), ValueError, "two samples"),
     ("the problem given to Reverse", lambda: ft.Reverse(problem()), TypeError, "Reverse()(problem, hparams)"),
     ("the problem given to Forward", lambda: ft.Forward(problem()), TypeError, "Forward()(problem, hparams)"),
     ("the problem given to Truncated", lambda: ft.Truncated(problem()), TypeError, "Truncated"),
@@ -114,10 +113,6 @@ ROWS = [
     ("the response at nothing", lambda: problem().response({}), ValueError, "no hyperparameters"),
     *((f"{name}: a hyperparameter of NaN", lambda e=e: e(problem(), hparams(lr=NAN)), ft.NonFiniteError, "hparams['lr'] itself is not finite") for name, e in SMOOTH.items()),
     *((f"{name}: NaN in the data", lambda e=e: e(problem(validation=(NAN * X, Y)), hparams()), ft.NonFiniteError, "The validation data hold NaN") for name, e in SMOOTH.items()),
-    ("Smoothed: an engine with files", lambda: ft.Smoothed(ft.ReverseOnDisk("folder")), TypeError, "a ReverseOnDisk", "a single program"),
-    ("Smoothed: an engine of text", lambda: ft.Smoothed("reverse"), TypeError, "the str 'reverse'"),
-    ("Smoothed: a radius of NaN", lambda: ft.Smoothed(radius=NAN), ValueError, "radius=nan"),
-    ("Smoothed: one sample", lambda: ft.Smoothed(samples=1), ValueError, "two samples"),
     ("Evolution: a radius of 0", lambda: ft.Evolution(0.0), ValueError, "radius=0.0"),
     ("Evolution: a key of text", lambda: ft.Evolution(key="a"), TypeError, "Evolution(key=...)"),
     ("trust: a draw without a key", lambda: ft.trust(drawn, hparams()), TypeError, "give the key too"),

@@ -37,11 +37,10 @@ from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
 from .._problem.warn import warn
 from .base import AbstractEngine, Hypergradient, check_not_problem
-from .memory import free_bytes, parse_bytes, tree_bytes
+from .memory import free_bytes, tree_bytes
 from .nonfinite import FORWARD, NonFiniteError, explain, is_finite, when_checked
 from .products import error_gradients, pull_rows
-from .reverse import Reverse
-from .schedules import Adjoint, take
+from .schedules import Adjoint, pulled, take, with_gradients
 
 SUFFIX = ".foretune"  # of the names of files: the mark by which they are known
 AHEAD = 2  # states that wait to be written
@@ -58,11 +57,7 @@ class ReverseOnDisk(AbstractEngine):
         folder: where the files `*.foretune` go, made if need be; one call at a time may have it. They
             are removed at the end of a call, and at its beginning where they belong to another one.
         segment: the steps between two states on the disk, whose states are held on the device. By
-            default about the root of all steps, fewer where `memory` allows no more.
-        memory: bytes of the device for the states of a segment, or a text like "4GiB"; by default
-            half of what is free.
-        store: what is kept within a segment, as in `Reverse`.
-        transpose: as in `Reverse`.
+            default about the root of all steps, fewer where half of the free memory holds no more.
 
     >>> import foretune as ft, jax.numpy as jnp, optax, tempfile
     >>> problem = ft.Problem(
@@ -78,24 +73,12 @@ class ReverseOnDisk(AbstractEngine):
     other_mode: ClassVar[str | None] = FORWARD
     folder: str
     segment: int | None
-    memory: int | None
-    within_segment: Reverse
 
-    def __init__(
-        self,
-        folder: Any,
-        *,
-        segment: int | None = None,
-        memory: Any = None,
-        store: str | int = "gradients",
-        transpose: str = "forward",
-    ):
+    def __init__(self, folder: Any, *, segment: int | None = None):
         check_not_problem("ReverseOnDisk", folder, "folder")
         if segment is not None:
             check_count(segment, f"ReverseOnDisk(segment={segment})")
         self.folder, self.segment = str(as_path(folder, "ReverseOnDisk")), segment
-        self.memory = None if memory is None else parse_bytes(memory, "ReverseOnDisk")
-        self.within_segment = Reverse(store, transpose=transpose)
 
     def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         """Return the largest of the programs: the way back through one segment."""
@@ -103,7 +86,7 @@ class ReverseOnDisk(AbstractEngine):
         s = jax.eval_shape(functools.partial(_initial, structure), arrays)
         length = self._length(opened(structure, arrays)[0].steps, s)
         _, adjoint = jax.eval_shape(functools.partial(_at_end, structure), arrays, s)
-        return _back.lower(self.within_segment, structure, length, arrays, s, np.int32(0), adjoint)
+        return _back.lower(structure, length, arrays, s, np.int32(0), adjoint)
 
     def __call__(
         self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
@@ -125,7 +108,7 @@ class ReverseOnDisk(AbstractEngine):
         with _Files(Path(self.folder), fingerprint) as files:
             call = _Call(files, structure, arrays, s_0, steps, length)
             s_T = call.forward()
-            found = call.backward(self.within_segment, s_T)
+            found = call.backward(s_T)
             files.remove()
         if when_checked() is not False and not is_finite((found.value, found.grad)):
             raise NonFiniteError(explain(*opened(structure, arrays), found, self.other_mode))
@@ -135,9 +118,8 @@ class ReverseOnDisk(AbstractEngine):
         """Return the steps of a segment: equal ones where that is possible, and at most T."""
         if self.segment is not None:
             return min(self.segment, steps)
-        limit = self.memory or free_bytes() / 2
-        most = int(min(limit / (2 * max(tree_bytes(s_0), 1)), math.isqrt(steps - 1) + 1))
-        most = max(1, most)
+        fit = free_bytes() / (4 * max(tree_bytes(s_0), 1))
+        most = max(1, int(min(fit, math.isqrt(steps - 1) + 1)))
         return next((c for c in range(most, most // 2, -1) if steps % c == 0), most)
 
 
@@ -166,7 +148,7 @@ class _Call(NamedTuple):
         files.write("end", s)
         return s
 
-    def backward(self, engine: Reverse, s_T: PyTree) -> Hypergradient:
+    def backward(self, s_T: PyTree) -> Hypergradient:
         """Return the hypergradient; after each segment the adjoint before it is on the disk."""
         files, s_0, program = self.files, self.s_0, (self.structure, self.arrays)
         errors, adjoint = _end(*program, s_T)
@@ -180,7 +162,7 @@ class _Call(NamedTuple):
             s = with_numbers(s_0, (ahead or files.ahead(_name(firsts[k]), s_0)).result())
             ahead = files.ahead(_name(firsts[k - 1]), s_0) if k else None
             count, first = min(self.length, self.steps - firsts[k]), np.int32(firsts[k])
-            adjoint = _back(engine, self.structure, count, self.arrays, s, first, adjoint)
+            adjoint = _back(self.structure, count, self.arrays, s, first, adjoint)
             files.write("adjoint", (adjoint, np.array(k, np.int32)))
         value, grad, state = _finish(*program, errors, adjoint, s_T)
         return Hypergradient(value, grad, state.tree())
@@ -209,13 +191,12 @@ def _at_end(structure, arrays, s_T):
     return errors, Adjoint(alpha_T, g)
 
 
-def _through(engine, structure, count, arrays, s, first, adjoint):
+def _through(structure, count, arrays, s, first, adjoint):
     system, hparams = _system(structure, arrays)
     cut = lambda leaf: lax.dynamic_slice_in_dim(leaf, first, count)  # noqa: E731
     part = system._replace(xs=jax.tree.map(cut, system.xs), steps=count)
-    part, schedule = engine.transposing(part), engine.schedule
-    _, memory = schedule.forward(part, hparams, s)
-    return schedule.backward(part, hparams, memory, adjoint)
+    _, pull = with_gradients(part, hparams, s, 0, count, 1)
+    return pulled(pull, adjoint)
 
 
 def _finished(structure, arrays, errors, adjoint, s_T):
@@ -227,7 +208,7 @@ def _finished(structure, arrays, errors, adjoint, s_T):
 
 
 _start, _advance, _end = Compiled(_initial, 1), Compiled(_advanced, 1), Compiled(_at_end, 1)
-_back, _finish = Compiled(_through, 3), Compiled(_finished, 1)
+_back, _finish = Compiled(_through, 2), Compiled(_finished, 1)
 
 
 def _programs(structure: Structure, arrays: list[Array], s_0: PyTree) -> str:

@@ -233,7 +233,7 @@ class Tuned:
         state, settings = TunedState(*first, *others), self._tuner.settings
         anchor = state.begun()
         problem = settings.problem(anchor.train, _window_of(batch), validation)
-        system = make_system(problem, anchor.hparams, whole=True)
+        system = make_system(problem, anchor.hparams)
         steps = Steps(settings, problem, system, anchor)
         now = steps.step(state.window, 0)
         assert now.loss is not None  # a training has one

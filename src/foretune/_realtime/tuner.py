@@ -160,7 +160,7 @@ class RealTime:
             hparams = feasible(constraints, hparams)
         problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
         with noting("init(params, hparams) of the dynamics", hparams=hparams):
-            system = make_system(problem, hparams, whole=True)
+            system = make_system(problem, hparams)
             s_0, Z = pushforward(system.initial, (hparams,), (directions_of(hparams)[0],))
         train, none, nothing = system.restore(s_0), jnp.zeros((), jnp.int32), jnp.full((), -jnp.inf)
         if not is_traced((train, hparams)):
