@@ -113,8 +113,11 @@ def test_all_trainings_that_diverge_are_an_error():
 
 
 def test_pairs_with_a_training_that_diverges_are_left_out():
-    hparams = {"x": jnp.array(1.0)}
-    problem = response(lambda h: jnp.where(h["x"] > 1.05, jnp.inf, 3 * h["x"]), hparams)
+    def f(h):
+        return jnp.where(jnp.all(h["x"] > 1.05), jnp.inf, 3 * jnp.sum(h["x"]))
+
+    hparams = {"x": jnp.ones(3)}
+    problem = response(f, hparams)
     with pytest.warns(RuntimeWarning, match=r"in \d of 8 pairs .* are left out") as caught:
         grad = ft.Evolution(0.1, 8)(problem, hparams).grad["x"]
     assert [warning.filename for warning in caught] == [__file__]
