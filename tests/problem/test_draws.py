@@ -56,7 +56,6 @@ ENGINES = {
     "implicit": lambda folder: ft.Implicit(tolerance=1e-9),
     "evolution": lambda folder: ft.Evolution(0.1, 2),
     "auto": lambda folder: ft.Auto(),
-    "disk": lambda folder: ft.ReverseOnDisk(folder),
 }
 
 
