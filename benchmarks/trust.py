@@ -83,6 +83,7 @@ def engines_of(response: Response) -> dict[str, Any]:
     engines = {
         "Reverse": ft.Reverse(),
         "Truncated": ft.Truncated(response.problem.steps // 10),
+        "Smoothed": ft.Smoothed(ft.Reverse(), 0.1, 4),
         "Evolution": ft.Evolution(0.1, max(8, min(2 * m, 24)), chunk=response.chunk),
     }
     return {name: engine.within(response.constraints) for name, engine in engines.items()}

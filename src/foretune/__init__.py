@@ -18,13 +18,14 @@ from ._diagnostics.verdicts import Trust as Trust
 from ._engines.auto import Auto as Auto
 from ._engines.base import AbstractEngine as AbstractEngine
 from ._engines.base import Hypergradient as Hypergradient
-from ._engines.evolution import Evolution as Evolution
 from ._engines.forward import Forward as Forward
 from ._engines.implicit import Implicit as Implicit
 from ._engines.nonfinite import NonFiniteError as NonFiniteError
 from ._engines.nonfinite import check_finite as check_finite
 from ._engines.reverse import Reverse as Reverse
 from ._engines.robust import RobustMean as RobustMean
+from ._engines.smoothing import Evolution as Evolution
+from ._engines.smoothing import Smoothed as Smoothed
 from ._engines.truncated import Truncated as Truncated
 from ._outer.callbacks import Callback as Callback
 from ._outer.callbacks import History as History

@@ -55,6 +55,7 @@ ENGINES = {
     "truncated": lambda folder: ft.Truncated(30),
     "implicit": lambda folder: ft.Implicit(tolerance=1e-9),
     "evolution": lambda folder: ft.Evolution(0.1, 2),
+    "smoothed": lambda folder: ft.Smoothed(ft.Reverse(), 0.1, 2),
     "auto": lambda folder: ft.Auto(),
 }
 

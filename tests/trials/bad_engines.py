@@ -13,7 +13,7 @@ from .given import INF, KEY, NAN, data, hparams, problem, solve
 
 CLASSES = {"Reverse": ft.Reverse, "Forward": ft.Forward, "Truncated": ft.Truncated, "Implicit": ft.Implicit, "Auto": ft.Auto}
 ENGINES = {name: make(2) if name == "Truncated" else make() for name, make in CLASSES.items()}
-SMOOTH = {"Evolution": ft.Evolution()}
+SMOOTH = {"Smoothed": ft.Smoothed(), "Evolution": ft.Evolution()}
 X, Y = data()
 
 
@@ -113,6 +113,9 @@ ROWS = [
     ("the response at nothing", lambda: problem().response({}), ValueError, "no hyperparameters"),
     *((f"{name}: a hyperparameter of NaN", lambda e=e: e(problem(), hparams(lr=NAN)), ft.NonFiniteError, "hparams['lr'] itself is not finite") for name, e in SMOOTH.items()),
     *((f"{name}: NaN in the data", lambda e=e: e(problem(validation=(NAN * X, Y)), hparams()), ft.NonFiniteError, "The validation data hold NaN") for name, e in SMOOTH.items()),
+    ("Smoothed: an engine of text", lambda: ft.Smoothed("reverse"), TypeError, "the str 'reverse'"),
+    ("Smoothed: a radius of NaN", lambda: ft.Smoothed(radius=NAN), ValueError, "radius=nan"),
+    ("Smoothed: one sample", lambda: ft.Smoothed(samples=1), ValueError, "two samples"),
     ("Evolution: a radius of 0", lambda: ft.Evolution(0.0), ValueError, "radius=0.0"),
     ("Evolution: a key of text", lambda: ft.Evolution(key="a"), TypeError, "Evolution(key=...)"),
     ("trust: a draw without a key", lambda: ft.trust(drawn, hparams()), TypeError, "give the key too"),

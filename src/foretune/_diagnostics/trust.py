@@ -14,11 +14,12 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._constraints.base import check_constraints, feasible
+from .._engines.auto import Auto
 from .._engines.base import AbstractEngine, Hypergradient, check_engine
-from .._engines.evolution import Evolution
 from .._engines.nonfinite import NonFiniteError, check_finite, is_finite
 from .._engines.reverse import Reverse
 from .._engines.robust import INNER, RobustMean
+from .._engines.smoothing import Evolution, Smoothed
 from .._engines.truncated import Truncated
 from .._problem.batches import Minibatches
 from .._problem.checks import check_count, check_hparams, check_key, check_outside_programs, shown
@@ -269,6 +270,7 @@ def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], Abstract
 
 _WHAT = {
     Evolution: "the slope over a neighbourhood, from values alone",
+    Smoothed: "the gradient averaged over a neighbourhood",
     RobustMean: "the mean of the folds, of which those with long gradients hardly count",
 }
 
@@ -293,6 +295,8 @@ def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterato
 
     if by_values:
         yield evolution(radius)
+    if engine.differentiates and not isinstance(engine, Smoothed | Auto):
+        yield Smoothed(engine, radius, 4).within(study.constraints)
     if by_values and radius < scales[-1]:  # waves as long as a step average out over a longer way
         yield evolution(scales[-1])
 
@@ -301,6 +305,7 @@ def _shown(engine: AbstractEngine) -> str:
     name = type(engine).__name__
     if isinstance(engine, RobustMean):
         return f"{name}({_shown(engine.engine)})"
-    if isinstance(engine, Evolution):
-        return f"{name}(radius={engine.radius:g}, samples={engine.samples})"
-    return f"{name}({engine.steps})" if isinstance(engine, Truncated) else f"{name}()"
+    if not isinstance(engine, Smoothed | Evolution):
+        return f"{name}({engine.steps})" if isinstance(engine, Truncated) else f"{name}()"
+    inner = f"{_shown(engine.engine)}, " if isinstance(engine, Smoothed) else ""
+    return f"{name}({inner}radius={engine.radius:g}, samples={engine.samples})"

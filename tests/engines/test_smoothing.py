@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._engines.evolution import balanced_signs
+from foretune._engines.smoothing import balanced_signs
 
 from ..problems import regression
 
@@ -32,10 +32,17 @@ def chaotic(h):
     return jnp.sum(h["x"] ** 2) + 0.001 * jnp.sum(jnp.sin(60000 * h["x"]))
 
 
+ENGINES = {
+    "evolution": ft.Evolution(0.1, 16),
+    "smoothed reverse": ft.Smoothed(ft.Reverse(), 0.1, 16),
+    "smoothed forward": ft.Smoothed(ft.Forward(), 0.1, 16),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.second_tier
-def test_the_slope_over_a_neighbourhood_of_a_chaotic_response():
-    engine = ft.Evolution(0.1, 16)
+def test_the_slope_over_a_neighbourhood_of_a_chaotic_response(engine):
     hparams = {"x": jnp.array([1.0, -2.0])}
     problem = response(chaotic, hparams)
     exact = ft.Reverse()(problem, hparams).grad["x"]
@@ -47,8 +54,21 @@ def test_the_slope_over_a_neighbourhood_of_a_chaotic_response():
 
 
 @pytest.mark.usefixtures("x64")
-def test_where_the_response_is_smooth_it_is_the_gradient():
-    engine = ft.Evolution(1e-3, 16)
+def test_a_leaf_takes_what_is_better_for_it():
+    def mixed(h):
+        return chaotic({"x": h["x"]}) + jnp.sum(jnp.cos(h["many"]))
+
+    hparams = {"x": jnp.array([1.0]), "many": jnp.linspace(0.1, 3.0, 40)}
+    problem = response(mixed, hparams)
+    grad = ft.Smoothed(ft.Reverse(), 0.05, 12)(problem, hparams).grad
+    # Gradients give all forty entries of the smooth leaf at once, values the chaotic one.
+    np.testing.assert_allclose(grad["many"], -jnp.sin(hparams["many"]), atol=0.05)
+    np.testing.assert_allclose(grad["x"], 2.0, atol=5)  # the exact one is up to 60 off
+
+
+@pytest.mark.parametrize("engine", [ft.Evolution(1e-3, 16), ft.Smoothed(radius=1e-3)], ids=str)
+@pytest.mark.usefixtures("x64")
+def test_where_the_response_is_smooth_they_are_the_gradient(engine):
     problem, hparams = regression(steps=20, dtype=np.float64)
     exact, grad = ft.Reverse()(problem, hparams).grad, engine(problem, hparams).grad
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-3), grad, exact)
@@ -73,11 +93,12 @@ def test_points_stay_inside_the_constraints():
     hparams = {"momentum": jnp.array(0.99), "lr": jnp.array(0.1), "mix": jnp.array([0.2, 0.8])}
     constraints = {"momentum": ft.Box(0, 1), "lr": ft.Log(), "mix": ft.Simplex()}
     problem = response(outside, hparams)
-    engine = ft.Evolution(0.5, 8)
-    with pytest.raises(ft.NonFiniteError, match="in 8 of 8 pairs"):  # momentum above 1
-        engine(problem, hparams)
-    grad = engine.within(constraints)(problem, hparams).grad
-    np.testing.assert_allclose(grad["lr"], 1.0, atol=0.1)
+    for engine in (ft.Evolution(0.5, 8), ft.Smoothed(ft.Forward(), 0.5, 8)):
+        with pytest.raises(ft.NonFiniteError, match="in 8 of 8 pairs"):  # momentum above 1
+            engine(problem, hparams)
+        inside = engine.within(constraints)
+        grad = inside(problem, hparams).grad
+        np.testing.assert_allclose(grad["lr"], 1.0, atol=0.1)
     result = ft.minimize(
         problem,
         hparams,
@@ -113,13 +134,10 @@ def test_all_trainings_that_diverge_are_an_error():
 
 
 def test_pairs_with_a_training_that_diverges_are_left_out():
-    def f(h):
-        return jnp.where(jnp.all(h["x"] > 1.05), jnp.inf, 3 * jnp.sum(h["x"]))
-
-    hparams = {"x": jnp.ones(3)}
-    problem = response(f, hparams)
+    hparams = {"x": jnp.array(1.0)}
+    problem = response(lambda h: jnp.where(h["x"] > 1.05, jnp.inf, 3 * h["x"]), hparams)
     with pytest.warns(RuntimeWarning, match=r"in \d of 8 pairs .* are left out") as caught:
-        grad = ft.Evolution(0.1, 8)(problem, hparams).grad["x"]
+        grad = ft.Smoothed(ft.Forward(), 0.1, 8)(problem, hparams).grad["x"]
     assert [warning.filename for warning in caught] == [__file__]
     np.testing.assert_allclose(grad, 3.0, rtol=1e-4)
 
@@ -134,7 +152,7 @@ def test_inside_jit_in_chunks_and_with_several_objectives():
         }
     )
     exact = ft.Reverse()(problem, hparams).grad
-    for engine in (ft.Evolution(0.01, 6), ft.Evolution(0.01, 6, chunk=5)):
+    for engine in (ft.Evolution(0.01, 6), ft.Evolution(0.01, 6, chunk=5), ft.Smoothed(radius=0.01)):
         grad = jax.jit(lambda h, engine=engine: engine(problem, h).grad)(hparams)
         jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=0.05), grad, exact)
 
@@ -162,6 +180,10 @@ def test_each_step_of_a_descent_draws_other_points():
         (lambda: ft.Evolution(0.1, 2.5), ValueError, "samples=2.5"),
         (lambda: ft.Evolution(0.1, 2, "key"), TypeError, r"key=...\) must be one random key"),
         (lambda: ft.Evolution(0.1, 2, chunk=0), ValueError, "chunk=0"),
+        (lambda: ft.Smoothed(0.1), TypeError, "Smoothed's engine is .* a single program"),
+        (lambda: ft.Smoothed(ft.Auto()), TypeError, "a single program"),
+        (lambda: ft.Smoothed(ft.Reverse(), 0), ValueError, "radius=0"),
+        (lambda: ft.Smoothed(samples=1), ValueError, "two samples"),
     ],
 )  # fmt: skip
 def test_bad_arguments(make, error, words):
