@@ -16,7 +16,7 @@ import foretune as ft
 from foretune._realtime.constants import USUAL
 
 from ..problems import assert_trees_close, squared_error, squares
-from .test_realtime import EXACT, data, joined, start, tuner
+from .tuners import EXACT, data, joined, start, tuner
 
 pytestmark = pytest.mark.promotes("Adam and relative_adam multiply floats by counts")
 
