@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import foretune as ft
@@ -23,6 +22,8 @@ from .trainings import (
     of_query,
     plain,
     problem_of,
+    refused,
+    ridge,
     same,
 )
 
@@ -120,28 +121,6 @@ def test_rows_made_by_a_function(found):
     batches = ft.Minibatches((X, Y), INDICES, gather=lambda data, i: (data[0][i], data[1][i]))
     problem, hparams = plain(batches=batches)
     same(ft.attribute(problem, hparams, QUERIES), found)
-
-
-def ridge():
-    """Return a convex problem, trained until it has converged."""
-
-    def loss(w, hparams, batch):
-        return jnp.mean((batch[0] @ w - batch[1]) ** 2) + 0.1 * jnp.sum(w**2)
-
-    def losses(w, hparams, batch):
-        return (batch[0] @ w - batch[1]) ** 2
-
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(40, 3)).astype(np.float32)
-    y = (x @ np.array([1.0, -1.0, 0.5]) + rng.normal(size=40)).astype(np.float32)
-    problem = ft.Problem(
-        ft.Training(loss, optax.sgd(0.2)),
-        lambda state, h, batch: jnp.mean((batch[0] @ state.params - batch[1]) ** 2),
-        np.zeros(3, np.float32),
-        ft.FullBatch((x, y), steps=60),
-    )
-    queries = rng.normal(size=(4, 3)).astype(np.float32), np.ones(4, np.float32)
-    return problem, queries, losses, x, y
 
 
 def test_leaving_one_out_of_a_convex_problem():

@@ -23,6 +23,8 @@ from .trainings import (
     mean_square,
     plain,
     problem_of,
+    refused,
+    ridge,
     same,
     squares,
 )
@@ -139,12 +141,6 @@ def test_a_small_penalty_is_not_lost():
 
     seen = ft.attribute(problem, hparams, [of_state], losses=squares).errors
     assert seen[0] == pytest.approx(float(jnp.sum(state.params["a"])), rel=1e-6)
-
-
-def refused(kind, words, *, problem=None, queries=QUERIES, hparams=None, **options):
-    made, used = plain()
-    with pytest.raises(kind, match=words):
-        ft.attribute(problem or made, used if hparams is None else hparams, queries, **options)
 
 
 def test_a_draw():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import foretune as ft
 
@@ -151,3 +152,31 @@ def of_query(problem, k):
 def same(actual, expected):
     np.testing.assert_allclose(actual.scores, expected.scores, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(actual.errors, expected.errors, rtol=1e-5)
+
+
+def refused(kind, words, *, problem=None, queries=QUERIES, hparams=None, **options):
+    made, used = plain()
+    with pytest.raises(kind, match=words):
+        ft.attribute(problem or made, used if hparams is None else hparams, queries, **options)
+
+
+def ridge():
+    """Return a convex problem, trained until it has converged."""
+
+    def loss(w, hparams, batch):
+        return jnp.mean((batch[0] @ w - batch[1]) ** 2) + 0.1 * jnp.sum(w**2)
+
+    def losses(w, hparams, batch):
+        return (batch[0] @ w - batch[1]) ** 2
+
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(40, 3)).astype(np.float32)
+    y = (x @ np.array([1.0, -1.0, 0.5]) + rng.normal(size=40)).astype(np.float32)
+    problem = ft.Problem(
+        ft.Training(loss, optax.sgd(0.2)),
+        lambda state, h, batch: jnp.mean((batch[0] @ state.params - batch[1]) ** 2),
+        np.zeros(3, np.float32),
+        ft.FullBatch((x, y), steps=60),
+    )
+    queries = rng.normal(size=(4, 3)).astype(np.float32), np.ones(4, np.float32)
+    return problem, queries, losses, x, y
