@@ -176,7 +176,7 @@ def examined(response: Response) -> dict[str, Any]:
     problem, hparams, began = response.problem, response.hparams, time.perf_counter()
     said = ft.trust(
         problem, hparams, constraints=response.constraints, key=jax.random.key(1),
-        chunk=response.chunk, verbose=False,
+        verbose=False,
     )  # fmt: skip
     asked, one = time.perf_counter() - began, jax.tree.map(lambda leaf: leaf[None], hparams)
     engines = engines_of(response) | {"advised": said.engine.within(response.constraints)}
@@ -215,7 +215,7 @@ def from_trust(response: Response, directions: int, radius: float | None) -> dic
     engine = None if radius is None else ft.Evolution(radius, 32, chunk=response.chunk)
     said = ft.trust(
         response.problem, response.hparams, engine=engine, constraints=response.constraints,
-        key=jax.random.key(1), directions=directions, chunk=response.chunk,
+        key=jax.random.key(1), directions=directions,
     )  # fmt: skip
     constraints = check_constraints(response.constraints, response.hparams)
     advised = said.around.slopes(unconstrained(constraints, response.hparams, said.grad))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +57,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     first = config.getoption("tier") == "1"
+    if not first:  # types and shapes of arguments are looked at: a quarter of the time
+        jaxtyping.install_import_hook("foretune", "beartype.beartype")
     # Half the time; `--tier all` compiles as users do.
     jax.config.update("jax_disable_most_optimizations", first)
     hypothesis.settings.register_profile(

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from foretune import Box, Callback, Checkpoint, NonFiniteError, NonNegative, RealTime, Vanished
+from foretune import Box, Callback, Checkpoint, NonFiniteError, NonNegative, RealTime
 from foretune._files.files import write_whole
 from foretune.report import RunError
 
@@ -43,6 +43,13 @@ PACE = 2
 """How many times the hyper-updates of the paper's setting ours has."""
 MOST = 20_000
 """Windows in the stream of a real-time run, more than it will use."""
+
+
+def vanished(run):
+    """Return a reason to stop when the rate has stayed at 0, or close to it, over ten windows."""
+    rates = [record["hparams"]["eta"] for record in run.history]
+    gone = len(rates) >= 10 and max(rates) > 0 and max(rates[-10:]) <= 1e-4 * max(rates)
+    return "eta has gone to 0" if gone else None
 
 
 class Task(NamedTuple):
@@ -380,7 +387,7 @@ def realtime(
                 hparams={name: jnp.asarray(value, jnp.float32) for name, value in start.items()},
                 window=task.window,
                 callbacks=[measure, Checkpoint(directory, every=100, keep=1), Go(clock)],
-                stop=[Vanished("eta"), measure.reason],
+                stop=[vanished, measure.reason],
             )
             stopped, hparams = result.stopped, result.hparams
         except NonFiniteError as fault:

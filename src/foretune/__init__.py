@@ -10,7 +10,6 @@ from ._constraints.sets import Simplex as Simplex
 from ._constraints.sets import SymmetricNonNegative as SymmetricNonNegative
 from ._constraints.variables import Log as Log
 from ._constraints.variables import Logit as Logit
-from ._diagnostics.bias import hypergradient_bias as hypergradient_bias
 from ._diagnostics.check import HypergradientCheck as HypergradientCheck
 from ._diagnostics.check import HypergradientMismatch as HypergradientMismatch
 from ._diagnostics.check import check_hypergradient as check_hypergradient
@@ -19,7 +18,6 @@ from ._diagnostics.verdicts import Trust as Trust
 from ._engines.auto import Auto as Auto
 from ._engines.base import AbstractEngine as AbstractEngine
 from ._engines.base import Hypergradient as Hypergradient
-from ._engines.disk import ReverseOnDisk as ReverseOnDisk
 from ._engines.forward import Forward as Forward
 from ._engines.implicit import Implicit as Implicit
 from ._engines.nonfinite import NonFiniteError as NonFiniteError
@@ -56,6 +54,5 @@ from ._realtime.state import RealTimeState as RealTimeState
 from ._realtime.stream import windows as windows
 from ._realtime.tuned import tuned as tuned
 from ._realtime.tuner import RealTime as RealTime
-from ._realtime.vanished import Vanished as Vanished
 
 __version__ = "0.1.0"

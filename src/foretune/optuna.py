@@ -11,7 +11,6 @@ find it. Trials that fall behind on the validation curve are pruned. All else is
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from typing import SupportsFloat, TypeAlias
 
@@ -25,6 +24,7 @@ from ._files.records import Record
 from ._outer.callbacks import Callback
 from ._outer.run import Result, Run
 from ._problem.checks import check_count, check_hparams, named_leaves
+from ._problem.warn import warn
 
 try:
     import optuna
@@ -141,10 +141,9 @@ class Pruning(Callback):
     def end(self, run: Run) -> None:
         """Warn where there was nothing to report."""
         if run.history and not self._reported and self.metric not in run.history[-1]:
-            warnings.warn(
+            warn(
                 f"Pruning(metric={self.metric!r}) had nothing to report: the records of the run have "
-                f"{sorted(run.record)}.",
-                stacklevel=2,
+                f"{sorted(run.record)}."
             )
 
 

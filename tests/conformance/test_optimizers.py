@@ -140,12 +140,21 @@ def assert_close(actual, expected, rtol, what):
 VARIANTS = ["plain", "minibatches", "schedule", "has_state", "init", "dict"]
 # The whole table for Optax's own optimizers, its first column for the rest. One cell of each row is in
 # the first tier, of another column in each.
+# In the first tier those that are used most, each in another column.
+USED_MOST = ("sgd", "adam", "adamw", "rmsprop", "lion", "adafactor", "lbfgs", "muon")
 CELLS = [
-    pytest.param(name, variant, marks=() if column == row % 6 else pytest.mark.second_tier)
+    pytest.param(
+        name,
+        variant,
+        marks=() if name in USED_MOST and column == row % 6 else pytest.mark.second_tier,
+    )
     for row, name in enumerate(ALIASES)
     for column, variant in enumerate(VARIANTS)
 ]
-CELLS += [(name, "plain") for name in OTHERS]
+CELLS += [
+    pytest.param(name, "plain", marks=() if name in USED_MOST else pytest.mark.second_tier)
+    for name in OTHERS
+]
 
 
 @pytest.fixture(autouse=True)

@@ -279,7 +279,6 @@ def test_a_gradient_that_is_not_finite_misleads():
         ({"scale": -0.1}, ValueError, "scale=-0.1"),
         ({"scale": float("nan")}, ValueError, "scale=nan"),
         ({"directions": 0}, ValueError, "directions=0"),
-        ({"chunk": 0}, ValueError, "chunk=0"),
         ({"constraints": {"lr": ft.Box(0.1, 0.1)}}, ValueError, r"hparams\['lr'\] cannot be moved"),
         ({"constraints": {"rate": ft.Log()}}, ValueError, "names no hyperparameter"),
     ],

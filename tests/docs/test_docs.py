@@ -89,7 +89,6 @@ def test_public_names_are_documented(name):
         "Forward",
         "Mean",
         "RealTime",
-        "Vanished",
     }
     assert ">>>" in public.__doc__ or not has_arguments
 

@@ -1,4 +1,4 @@
-"""One of two processes, each with its own clock and its own free memory; prints what it chose.
+"""One of two processes, each with its own free memory; prints what it chose.
 
 python -m tests.engines.auto_processes PORT RANK
 """

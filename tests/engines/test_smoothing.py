@@ -47,12 +47,10 @@ def test_the_slope_over_a_neighbourhood_of_a_chaotic_response(engine):
     problem = response(chaotic, hparams)
     exact = ft.Reverse()(problem, hparams).grad["x"]
     assert np.max(np.abs(exact - 2 * hparams["x"])) > 10
-    (value, grad, state), error = engine.estimate(problem, hparams)
+    value, grad, state = engine(problem, hparams)
     assert value == chaotic(hparams)
     np.testing.assert_array_equal(state["x"], hparams["x"])
     np.testing.assert_allclose(grad["x"], 2 * hparams["x"], atol=0.2)
-    assert np.all(np.abs(grad["x"] - 2 * hparams["x"]) < 4 * error["x"] + 0.01)
-    np.testing.assert_array_equal(grad["x"], engine(problem, hparams).grad["x"])
 
 
 @pytest.mark.usefixtures("x64")
@@ -62,11 +60,10 @@ def test_a_leaf_takes_what_is_better_for_it():
 
     hparams = {"x": jnp.array([1.0]), "many": jnp.linspace(0.1, 3.0, 40)}
     problem = response(mixed, hparams)
-    (_, grad, _), error = ft.Smoothed(ft.Reverse(), 0.05, 12).estimate(problem, hparams)
+    grad = ft.Smoothed(ft.Reverse(), 0.05, 12)(problem, hparams).grad
     # Gradients give all forty entries of the smooth leaf at once, values the chaotic one.
     np.testing.assert_allclose(grad["many"], -jnp.sin(hparams["many"]), atol=0.05)
-    assert np.all(np.abs(grad["x"] - 2.0) < 4 * error["x"])
-    assert np.max(error["many"]) < 0.05 < np.min(error["x"]) < 5
+    np.testing.assert_allclose(grad["x"], 2.0, atol=5)  # the exact one is up to 60 off
 
 
 @pytest.mark.parametrize("engine", [ft.Evolution(1e-3, 16), ft.Smoothed(radius=1e-3)], ids=str)
@@ -82,13 +79,9 @@ def test_pairs_fewer_than_hyperparameters_are_right_on_average():
     hparams = {"x": jnp.array([1.0, 2.0, 3.0, -1.0])}
     problem = response(lambda h: jnp.sum(h["x"] ** 2), hparams)
     points = ({"x": hparams["x"] + 1e-5 * i} for i in range(150))  # each draws other points
-    estimates = [ft.Evolution(0.1, 2).estimate(problem, point) for point in points]
-    grads = np.array([found.grad["x"] for found, _ in estimates])
+    grads = np.array([ft.Evolution(0.1, 2)(problem, point).grad["x"] for point in points])
     spread = grads.std(0, ddof=1) / np.sqrt(len(grads))
     assert np.all(np.abs(grads.mean(0) - 2 * hparams["x"]) < 4 * spread)
-    seen = np.array([error["x"] for _, error in estimates])
-    ratio = np.sqrt((seen**2).mean(0)) / grads.std(0, ddof=1)
-    assert np.all((ratio > 0.9) & (ratio < 2))  # an upper bound: the directions are orthogonal
 
 
 @pytest.mark.second_tier
@@ -196,12 +189,6 @@ def test_each_step_of_a_descent_draws_other_points():
 def test_bad_arguments(make, error, words):
     with pytest.raises(error, match=words):
         make()
-
-
-def test_an_estimate_needs_two_samples():
-    problem, hparams = regression(steps=2)
-    with pytest.raises(ValueError, match="two samples"):
-        ft.Evolution(0.1, 1).estimate(problem, hparams)
 
 
 def test_constraints_that_leave_no_room():

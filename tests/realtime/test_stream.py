@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._outer.run import Run
 from foretune._realtime.program import UpdateProgram
 
 from ..problems import assert_trees_close, penalised, squared_error, squares
@@ -191,12 +190,6 @@ class TestRun:
         norms = [record["norm"] for record in result.history]
         assert result.best.step == 1 + np.argmax(norms)
 
-    def test_a_learning_rate_that_has_gone_to_0_ends_the_run(self):
-        found = reasons(ft.Vanished("lr", patience=3), [0.0, 0.1, 0.2, 1e-6, 0.0, 0.0])
-        assert found == [None] * 5 + ["lr has gone to 0"]
-        with pytest.raises(ValueError, match="names no hyperparameter"):
-            run(batches(8), stop=ft.Vanished("rate"))
-
     def test_progress_and_history_without_an_end(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
         run(batches(10), callbacks=[ft.Progress(), ft.History(path), ft.TensorBoard(tmp_path)])
@@ -209,7 +202,9 @@ class TestRun:
         stream = list(batches(40))
         stream[22][1][3] = np.nan
         checkpoint = ft.Checkpoint(tmp_path, every=3)
-        with pytest.raises(ft.NonFiniteError, match=r"window 5, minibatch 2 of 4.*batch\[1\]") as e:
+        with pytest.raises(
+            ft.NonFiniteError, match=r"window 5 .*step 3 of 4.*batches.xs\[1\]"
+        ) as e:
             run(stream, callbacks=[checkpoint])
         assert e.value.run.step == 5
         assert len(e.value.run.history) == 5
@@ -370,23 +365,3 @@ class TestRun:
     def test_rules_may_come_from_a_generator(self):
         rules = (rule for rule in [ft.NoImprovement(50), lambda run: run.step == 3 and "enough"])
         assert run(batches(40), stop=rules).stopped == "enough"
-
-
-def reasons(rule, rates, resumed_after=0):
-    """Return what the rule says of a run with these rates, window by window."""
-    seen = Run(None, None, {}, dict)
-    records = [{"hparams": {"lr": rate}} for rate in rates]
-    seen.history, found = records[:resumed_after], []
-    for seen.record in records[resumed_after:]:
-        seen.history.append(seen.record)
-        found.append(rule(seen))
-    return found
-
-
-@pytest.mark.parametrize("resumed_after", [0, 1, 3])
-def test_a_rule_that_has_served_in_a_run_before(resumed_after):
-    rule = ft.Vanished("lr", below=0.1, patience=2)
-    reasons(rule, [100.0, 0.0])  # its peak and its zeros are not the other run's
-    found = reasons(rule, [1.0, 1.0, 0.5, 0.05, 0.05], resumed_after)
-    assert found[:-1] == [None] * (4 - resumed_after)
-    assert found[-1] == "lr has gone to 0"

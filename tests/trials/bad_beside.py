@@ -9,7 +9,7 @@ import numpy as np
 
 import foretune as ft
 
-from .given import NAN, file, folder, hparams, minimized, problem, ran
+from .given import NAN, file, folder, hparams, minimized, problem
 
 
 def resumed(damage, **changes):
@@ -87,10 +87,6 @@ ROWS = [
     ("a negative norm", lambda: ft.SmallGradient(-1.0), ValueError, "norm=-1.0"),
     ("seconds of NaN", lambda: ft.TimeLimit(NAN), ValueError, "seconds=nan"),
     ("negative seconds", lambda: ft.TimeLimit(-1), ValueError, "seconds=-1"),
-    ("vanished below NaN", lambda: ft.Vanished("lr", below=NAN), ValueError, "below=nan"),
-    ("vanished with no patience", lambda: ft.Vanished("lr", patience=0), ValueError, "patience=0"),
-    ("vanished of another name", lambda: ran(stop=ft.Vanished("rate")), ValueError, "names no hyperparameter", "['lr']"),
-    ("vanished offline", lambda: minimized(stop=ft.Vanished("lr")), ValueError, "Vanished"),
     ("Optuna: a default of integers", lambda: fo().warm_start(trial(), {"lr": 1}), TypeError, "hparams['lr']"),
     ("Optuna: a default of None", lambda: fo().warm_start(trial(), {"lr": None}), ValueError, "hparams['lr']"),
     ("Optuna: no default", lambda: fo().warm_start(trial(), {}), ValueError, "no hyperparameters"),

@@ -15,7 +15,6 @@ WRITERS = {
     "minimize": "refused",
     "real_time": "refused",
     "attribute": "refused",
-    "disk": "refused",
     "clean": "refused",
     "explain": "refused",
     "experiment": "refused",

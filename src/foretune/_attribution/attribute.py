@@ -1,6 +1,5 @@
 """Exact data attribution: how each training example moved each error, through the whole training."""
 
-import warnings
 from collections.abc import Sequence
 from typing import cast
 
@@ -23,6 +22,7 @@ from .._problem.checks import check_count, check_mesh, check_outside_programs, d
 from .._problem.draws import Drawn, as_problem
 from .._problem.mean import Mean
 from .._problem.problem import Problem, ProblemLike, validated
+from .._problem.warn import warn
 from .attribution import Attribution
 from .chunks import chunks_in
 from .losses import Losses
@@ -194,9 +194,8 @@ def _warn_of_size(found: Attribution) -> None:
     variance = PART * (1 - PART) * np.sum(found.scores.astype(np.float64) ** 2, 1)
     moved, size = float(np.sqrt(variance.mean())), float(np.abs(found.errors).mean())
     if moved > BEYOND * size > 0:
-        warnings.warn(
+        warn(
             f"without a random tenth of the examples errors of {size:.2g} would move by {moved:.2g}: "
             "the training is chaotic, and the scores say nothing. docs/trust.md has what helps.",
             RuntimeWarning,
-            stacklevel=3,
         )

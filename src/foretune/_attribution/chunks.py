@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from jaxtyping import Float, Int
 
 from .._files.arrays import Damaged, load_arrays, save_arrays
 from .._files.files import RunError, as_path, locked, make_folder, set_aside
+from .._problem.warn import warn
 
 
 class Chunks:
@@ -34,10 +34,9 @@ class Chunks:
                 scores[rows], errors[rows] = found["scores"], found["errors"]
                 done[rows] = True
             except (Damaged, KeyError, IndexError) as error:
-                warnings.warn(
+                warn(
                     f"{path} cannot be read ({error!s:.100}) and is kept as "
-                    f"{set_aside(path).name}; its queries are computed again.",
-                    stacklevel=4,
+                    f"{set_aside(path).name}; its queries are computed again."
                 )
         return np.flatnonzero(~done)
 

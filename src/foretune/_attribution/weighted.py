@@ -9,7 +9,6 @@ is the mean of the l_i and something more (a penalty on the parameters), it beco
 (w_i - 1) l_i. A problem whose own hyperparameters hold the weights stays as it is.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ from .._problem.definition import Objective
 from .._problem.dynamics import Wrapper
 from .._problem.problem import Problem
 from .._problem.training import Training
+from .._problem.warn import warn
 from .losses import Losses, check_losses, with_weights
 from .queries import Queries
 
@@ -176,10 +176,9 @@ def weighted_problem(
 def _warn_of_weights(hparams: PyTree, name: str, n: int) -> None:
     for path, leaf in named_leaves(hparams, "hparams").items():
         if getattr(leaf, "shape", None) == (n,):
-            warnings.warn(
+            warn(
                 f"{path} has an entry for each of the {n} training examples. If these are their "
-                f"weights, name them, `weights=...`; weights {name!r} of 1 are added.",
-                stacklevel=4,
+                f"weights, name them, `weights=...`; weights {name!r} of 1 are added."
             )
 
 

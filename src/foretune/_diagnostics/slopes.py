@@ -9,7 +9,7 @@ both sides alike.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -160,10 +160,9 @@ def points_of(
 class Trainings:
     """Runs trainings, side by side where memory allows, and counts them."""
 
-    def __init__(self, chunk: int | None):
-        self.chunk, self.count = chunk, 0
-        self.say: Callable[[str], None] = lambda text: None  # what is tried next
-        self.progress: Callable[[int], None] = lambda count: None  # trainings that are done
+    def __init__(self):
+        self.chunk: int | None = None  # trainings side by side, once it is known
+        self.count = 0
 
     def __call__(self, problem: Problem, points: PyTree) -> Float[np.ndarray, "n K"]:
         """Return the errors at points that are stacked on a leading axis."""
@@ -175,7 +174,6 @@ class Trainings:
             part = jax.tree.map(lambda leaf, rows=rows: leaf[rows], points)
             values.append(np.asarray(errors_at(problem, part), np.float64)[: n - i])
             self.count += len(values[-1])
-            self.progress(len(values[-1]))
         return np.concatenate(values)
 
     def total(self, problem: Problem, hparams: PyTree) -> float:

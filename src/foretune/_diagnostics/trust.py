@@ -4,9 +4,7 @@ Where training multiplies small changes, an exact gradient (`check_hypergradient
 with the slope over a step. `trust` measures the latter.
 """
 
-import contextlib
 import math
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import NamedTuple, cast
@@ -65,7 +63,6 @@ def trust(
     directions: int = 2,
     key: Array | None = None,
     advice: bool = True,
-    chunk: int | None = None,
     verbose: bool = True,
 ) -> Trust:
     """Compare what a hypergradient predicts with what happens over a step of tuning.
@@ -85,8 +82,7 @@ def trust(
         directions: random directions for each leaf of several numbers.
         key: the random key of the draw, and of the directions.
         advice: whether other engines are tried where the gradient cannot be trusted.
-        chunk: how many trainings run side by side; by default as many as memory allows.
-        verbose: print what it will cost, its progress, and the report.
+        verbose: print what it will cost, and the report.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -105,8 +101,6 @@ def trust(
     if not 0 < scale < math.inf:
         raise ValueError(f"trust(scale={scale!r:.60}): give a number above 0, 0.1 say.")
     check_count(directions, f"trust(directions={directions!r:.60})")
-    if chunk is not None:
-        check_count(chunk, f"trust(chunk={chunk!r:.60})")
     if key is not None:
         check_key(key, "the key of trust")
     one, others = _draws(problem, key)
@@ -116,9 +110,13 @@ def trust(
     hparams = feasible(constraints, hparams)
     probes = random_probes(one, hparams, directions, jax.random.fold_in(key, 2))
     points_of(constraints, hparams, probes, [SCALES[0] * scale])  # raises where one cannot move
-    study = _Study(one, hparams, constraints, float(scale), probes, key, Trainings(chunk))
-    with _shown_progress(study, len(others), advice) if verbose else contextlib.nullcontext():
-        report = _report(study, engine.within(constraints), others, advice)
+    study = _Study(one, hparams, constraints, float(scale), probes, key, Trainings())
+    if verbose:
+        count = 2 * len(SCALES) * (len(probes) + 1) + 1 + 2 * PAIRS + len(others)
+        more = "; where it cannot be trusted, some more for each engine that is tried" * advice
+        cost = f"one hypergradient and about {count} trainings of {one.steps} steps"
+        print(f"trust: {cost}, and their compilation{more}.", flush=True)
+    report = _report(study, engine.within(constraints), others, advice)
     if verbose:
         print(report)
     return report
@@ -251,7 +249,6 @@ def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], Abstract
     here = [POINTS[slope.verdict] for slope in report.slopes if slope.scale == study.scale]
     tried, best, best_grad, most = [], report.engine, report.grad, float(np.mean(here))
     for candidate in _candidates(study, report, report.engine):
-        study.run.say(f"trying {_shown(candidate)}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # trainings that diverge
             try:
@@ -312,22 +309,3 @@ def _shown(engine: AbstractEngine) -> str:
         return f"{name}({engine.steps})" if isinstance(engine, Truncated) else f"{name}()"
     inner = f"{_shown(engine.engine)}, " if isinstance(engine, Smoothed) else ""
     return f"{name}({inner}radius={engine.radius:g}, samples={engine.samples})"
-
-
-@contextlib.contextmanager
-def _shown_progress(study: _Study, others: int, advise: bool) -> Iterator[None]:
-    """Print what it will cost and what is tried, and show a bar of trainings."""
-    from rich import get_console, progress
-
-    leaves = jax.tree.leaves(study.hparams)
-    downhill = 1 + sum(leaf.size > 1 for leaf in leaves) * (len(leaves) > 1)
-    points = 2 * len(SCALES) * (len(study.probes) + downhill) + 1 + 2 * PAIRS + others
-    cost = f"one hypergradient and {points} trainings of {study.problem.steps} steps"
-    more = "; where it cannot be trusted, some more for each engine that is tried" * advise
-    print(f"trust: {cost}, and their compilation{more}.", flush=True)
-    visible = sys.stdout.isatty() or get_console().is_jupyter
-    with progress.Progress(disable=not visible) as bar:
-        task = bar.add_task("trainings", total=points)
-        study.run.say = lambda text: print(text, flush=True)
-        study.run.progress = lambda count: bar.advance(task, count)
-        yield

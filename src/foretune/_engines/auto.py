@@ -11,13 +11,12 @@ reverse mode with what it stores of T steps; in plain training runs and states, 
     Reverse(c)              4 + N(T, c) / T        c          (N: binomial checkpoints)
 
 Of each family, from the fastest on, the first is taken whose whole program, compiled, needs no more
-memory than allowed. Where m is so small that either may be the faster one, both are timed over the
-first steps of the training itself.
+memory than allowed: forward mode first for up to three hyperparameters, up to which it was the faster
+one on all machines that it was measured on, and else reverse mode.
 """
 
 import math
 import sys
-import time
 from typing import NamedTuple
 
 import equinox as eqx
@@ -30,7 +29,7 @@ from jaxtyping import Array, PyTree
 from .._problem.arguments import Structure
 from .._problem.draws import Drawn, as_problem
 from .._problem.problem import Problem, ProblemLike, opened, validated
-from .._problem.system import System, make_system
+from .._problem.system import make_system
 from .base import AbstractEngine, Hypergradient, TracedEngine, check_not_problem, compute
 from .forward import Forward
 from .memory import agreed, free_bytes, parse_bytes, program_bytes, show_bytes, tree_bytes
@@ -38,8 +37,7 @@ from .products import has_no_mode
 from .reverse import Reverse
 from .segments import split_where_worth, states_in_segments
 
-MOST_FORWARD = 16  # hyperparameters up to which forward mode may be the faster one
-STEPS = 16  # over which both are timed
+FEW = 3  # hyperparameters up to which forward mode is the faster one
 _REMEMBERED = 64
 
 
@@ -65,19 +63,17 @@ class Choice(NamedTuple):
     given: int  # bytes of the data, the parameters and the hyperparameters
     candidates: list[Candidate]
     compiled: dict[str, int]  # the memory of each program that was compiled, by candidate's name
-    timed: dict[str, float]  # the seconds of a step, of the engines that were timed
 
     def __str__(self) -> str:
-        lines = [f"{'engine':<24} {'its states':>11} {'memory, compiled':>17} {'a step':>9}"]
+        lines = [f"{'engine':<24} {'its states':>11} {'memory, compiled':>17}"]
         for c in self.candidates:
             size = show_bytes(self.compiled[c.name]) if c.name in self.compiled else ""
-            seconds = f"{self.timed[c.name]:.2g} s" if c.name in self.timed else ""
             note = "  <- chosen" if c.engine == self.engine else ""
             if self.compiled.get(c.name, 0) > self.limit:
                 note = "  too large"
             elif c.name not in self.compiled and c.bytes + self.given > self.limit:
                 note = "  its states are too large"
-            lines.append(f"{c.name:<24} {show_bytes(c.bytes):>11} {size:>17} {seconds:>9}{note}")
+            lines.append(f"{c.name:<24} {show_bytes(c.bytes):>11} {size:>17}{note}")
         limit = "no limit" if math.isinf(self.limit) else f"at most {show_bytes(self.limit)}"
         return "\n".join([*lines, f"The fastest that needs {limit}."])
 
@@ -89,10 +85,9 @@ class Auto(AbstractEngine):
         memory: what the program may need at most, with its data and results: bytes, or a text like
             "4GiB" or "500MB". By default, and at most, what is free on the device.
 
-    The choice is made from the memory that the compiler plans and, where hyperparameters are few, from
-    the time that a few steps take in forward and in reverse mode; `explain(problem, hparams)` returns
-    it as a table. It is remembered for given shapes, and made anew where the program no longer fits.
-    Several processes make the same choice.
+    The choice is made from the number of hyperparameters and the memory that the compiler plans;
+    `explain(problem, hparams)` returns it as a table. It is remembered for given shapes, and made anew
+    where the program no longer fits. Several processes make the same choice.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -151,7 +146,7 @@ def choose(structure: Structure, arrays: list[Array], limit: float, given: int) 
         lowered = compute.lower(c.engine, structure, True, arrays)
         sizes[c.name] = program_bytes(lowered.compile())
 
-    def first_fitting(family: list[Candidate]) -> list[Candidate]:
+    def first_fitting(family: list[Candidate]) -> Candidate | None:
         for c in family:
             if c.bytes + given > limit:
                 continue
@@ -163,16 +158,15 @@ def choose(structure: Structure, arrays: list[Array], limit: float, given: int) 
                 errors.append(error)  # a step that this mode cannot differentiate
                 break
             if sizes[c.name] <= limit:
-                return [c]
-        return []
+                return c
+        return None
 
-    fitting = first_fitting(reverses)
-    if m <= MOST_FORWARD or not fitting:
-        fitting += first_fitting(forwards)
+    families = [forwards, reverses] if m <= FEW else [reverses, forwards]
+    best = first_fitting(families[0]) or first_fitting(families[1])
     if len(errors) == 2:
         raise errors[0]
     found = [*reverses, *forwards]
-    if not fitting:
+    if best is None:
         for c in sorted(found, key=lambda c: c.bytes)[:2]:  # beside its states a program holds more
             if c.name not in sizes:
                 measure(c)
@@ -180,13 +174,9 @@ def choose(structure: Structure, arrays: list[Array], limit: float, given: int) 
         raise MemoryError(
             f"no exact engine fits into {show_bytes(limit)}: of those compiled the smallest, {least}, "
             f"needs {show_bytes(sizes[least])}, with the data and parameters ({show_bytes(given)}). "
-            "Allow more, give a smaller batch, or take `ReverseOnDisk` or `Truncated`."
+            "Allow more, give a smaller batch, or take `Truncated`."
         )
-    timed = {}
-    if len(fitting) > 1:
-        timed = {c.name: _step_seconds(c.engine, structure, arrays) for c in fitting}
-    best = min(fitting, key=lambda c: timed.get(c.name, 0.0))
-    return Choice(best.engine, sizes[best.name], limit, given, found, sizes, timed)
+    return Choice(best.engine, sizes[best.name], limit, given, found, sizes)
 
 
 def candidates(
@@ -222,37 +212,6 @@ def _halved(n: int) -> list[int]:
     while found[-1] > 1:
         found.append(-(-found[-1] // 2))
     return found
-
-
-def _step_seconds(engine: TracedEngine, structure: Structure, arrays: list[Array]) -> float:
-    """Return the seconds of a step: those of a hypergradient over the first few steps."""
-
-    def program(arrays):
-        problem, hparams = opened(structure, arrays)
-        short = _shortened(make_system(problem, hparams), hparams)
-        return engine.solve(problem, short, hparams)[:2]
-
-    compiled = jax.jit(program).lower(arrays).compile()
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        jax.block_until_ready(compiled(arrays))
-        seconds.append(time.perf_counter() - began)
-    return agreed(min(seconds)) / STEPS
-
-
-def _shortened(system: System, hparams: PyTree) -> System:
-    """Return the first steps of a system (the last one again where there are fewer), cheap errors."""
-    K = len(jax.eval_shape(lambda h: system.errors(system.initial(h), h), hparams))
-
-    def errors(s, hparams):
-        moving = [leaf for leaf in jax.tree.leaves(s) if eqx.is_inexact_array(leaf)]
-        total = sum(jnp.sum(leaf) for leaf in moving)
-        return tuple((k + 1) * total for k in range(K))
-
-    rows = jnp.minimum(jnp.arange(STEPS), system.steps - 1)
-    xs = jax.tree.map(lambda leaf: leaf[rows], system.xs)
-    return system._replace(xs=xs, steps=STEPS, errors=errors)
 
 
 def _concrete(array: Array) -> Array:

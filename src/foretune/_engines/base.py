@@ -88,12 +88,6 @@ class TracedEngine(AbstractEngine):
     def __call__(
         self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
-        return self.reported(problem, hparams, key)[0]
-
-    def reported(
-        self, problem: ProblemLike, hparams: PyTree, key: Array | None = None
-    ) -> tuple[Hypergradient, Any]:
-        """Return the same, and the engine's report."""
         arrays, structure = validated(as_problem(problem, key), hparams, smooth=self.differentiates)
         traced = any(isinstance(array, Tracer) for array in arrays)
         flagged = when_checked() is not False and not traced
@@ -105,12 +99,12 @@ class TracedEngine(AbstractEngine):
         # Inside `jit` results are tracers, also where all the arguments are constants.
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(grad)):
             result = Hypergradient(value, self.guard(grad, report), state.tree())
-            return guard_finite(result) if when_checked() else result, report
+            return guard_finite(result) if when_checked() else result
         result = Hypergradient(value, grad, state.tree())
         self.review(report)
         if flagged and not finite:
             raise NonFiniteError(explain(*opened(structure, arrays), result, self.other_mode))
-        return result, report
+        return result
 
     def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         arrays, structure = validated(problem, hparams, smooth=self.differentiates)

@@ -1,12 +1,11 @@
 """What is said when a value or a gradient is not finite: which leaf, since which step, and why.
 
 Nothing here runs while results are finite. When one is not, the training is run once more, beside one
-tangent (the sum of the offending directions) for as long as that is finite. Where this does not tell,
-the steps are searched backwards, with about 2 sqrt(T) states stored.
+tangent (the sum of the offending directions) for as long as that is finite.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -21,9 +20,7 @@ from .._problem.arguments import filtered
 from .._problem.checks import describe, named_leaves
 from .._problem.problem import Problem
 from .._problem.system import make_system
-from .products import error_gradients, has_no_mode, pull_rows, pushforward
-from .schedules import Adjoint, adjoint_step, advance, recorded, take
-from .segments import firsts_of, segments_of
+from .products import error_gradients, has_no_mode, pushforward
 
 ZERO_MOMENT = (
     "There, {leaves} hold exact zeros: the gradient of the loss has been exactly 0, and the square "
@@ -40,15 +37,14 @@ UNSTABLE = (
     "It had grown to {peak:.1e} the step before: the training is unstable at these hyperparameters "
     "(lower the learning rate, or take fewer steps)."
 )
-IN_ONE_MODE = (
-    "An operation has no finite derivative there in {failed} mode, but in {other} mode the "
-    "hypergradient is finite at these hyperparameters: use `{remedy}`."
+IN_REVERSE = (
+    "The training and its forward derivative are finite: an operation has no finite derivative in "
+    "reverse mode alone. Use `Forward()`, in which the hypergradient is finite here."
 )
-IN_OBJECTIVE = "The states and their derivatives are finite: it begins in the objective. {guess}"
+IN_OBJECTIVE = "The training is finite: it begins in the gradient of the objective. {guess}"
 REVERSE, FORWARD = "Reverse()", "Forward()"
 HUGE = 1e12
 Fault = tuple[str, np.ndarray, np.ndarray]  # a leaf: its path, itself, and where it is not finite
-FINITE = (0, None)  # of the search for the adjoint's fault: at the start, none
 
 
 class NonFiniteError(FloatingPointError):
@@ -144,10 +140,12 @@ def origin_of(
     T, guess = problem.steps, _holes(problem) or ZERO_ROOT
     if found := first_nonfinite(jax.device_get(hparams), "hparams"):
         return f"{found[0]} itself is not finite."
-    march = jax.device_get(_in_its_mode(_march, problem, hparams, direction))
-    finite = "The training and its forward derivative are finite"
-    if march is None:  # a step without forward mode
-        other, finite = None, "The training is finite"
+    try:
+        march = jax.device_get(_march(problem, hparams, direction))
+    except (ValueError, TypeError) as error:
+        if not has_no_mode(error):
+            raise
+        otherwise = "The training is finite, its derivative is not. {guess}"
         march = jax.device_get(_march(problem, hparams, None))
     if found := first_nonfinite(march.state, "state"):
         name, leaf, where = found
@@ -163,34 +161,21 @@ def origin_of(
             f"finite. {cause}"
         )
     if not march.finite_errors:
-        finite = (
-            "The training is finite to its end: the objective itself is not, at the last state."
-        )
+        finite = "The training is finite to its end: the objective is not, at the last state."
         return f"{finite} {_holes(problem)}".strip()
     if found := first_nonfinite(march.z, "state"):
         name, leaf, where = found
         peak = float(march.z_peak)
-        if peak > HUGE:
-            cause = UNSTABLE.format(peak=peak)
-        elif other == REVERSE and _search(problem, hparams) == FINITE:
-            cause = IN_ONE_MODE.format(failed="forward", other="reverse", remedy=REVERSE)
-        else:
-            cause = _remedy(march.z_state, where, guess)
+        cause = UNSTABLE.format(peak=peak) if peak > HUGE else _remedy(march.z_state, where, guess)
+        if other == REVERSE and peak <= HUGE:
+            cause += " In reverse mode it may be finite: try `Reverse()`."
         return (
             f"First at step {march.z_t} of {T}: the derivative of {name} ({describe(leaf)}) is not "
             f"finite in {where.sum()} of {where.size} entries, while the state is. {cause}"
         )
-    t, found = _search(problem, hparams) or FINITE
-    if found:
-        name, leaf, where = found
-        if t == T:
-            place, cause = "in the gradient of the objective", guess
-        else:
-            place, cause = f"at step {t + 1} of {T}, going back", _remedy(march.state, where, guess)
-            if other == FORWARD:
-                cause = IN_ONE_MODE.format(failed="reverse", other="forward", remedy=FORWARD)
-        return f"{finite}; the adjoint of {name} ({describe(leaf)}) is not, first {place}. {cause}"
-    return otherwise.format(guess=guess)
+    if march.z is None or not march.finite_slopes or other != FORWARD:
+        return (otherwise if march.finite_slopes else IN_OBJECTIVE).format(guess=guess)
+    return IN_REVERSE
 
 
 def _holes(problem: Problem) -> str:
@@ -206,29 +191,6 @@ def _holes(problem: Problem) -> str:
                 f"{leaf.size} entries."
             )
     return " ".join(found)
-
-
-def _in_its_mode(march: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
-    """Return what the march does, or None where a step cannot be differentiated in its mode."""
-    try:
-        return march(*arguments)
-    except (ValueError, TypeError) as error:
-        if not has_no_mode(error):
-            raise
-        return None
-
-
-def _search(problem: Problem, hparams: PyTree) -> tuple[int, Fault | None] | None:
-    """Return the step and the leaf at which the adjoint stops being finite, going back, or `FINITE`.
-
-    None where a step has no reverse mode.
-    """
-    if (end := jax.device_get(_in_its_mode(_march_back, problem, hparams))) is None:
-        return None
-    t, alpha, g = end
-    if t == 0 and not first_nonfinite(g, "hparams"):
-        return FINITE
-    return int(t), first_nonfinite(alpha, "state") or first_nonfinite(g, "hparams")
 
 
 def first_nonfinite(tree: PyTree, name: str) -> Fault | None:
@@ -260,6 +222,7 @@ class March(NamedTuple):
     state: PyTree  # s_t
     peak: Array  # max |s_{t-1}|
     finite_errors: Array  # E(s_t)
+    finite_slopes: Array  # its gradient
     z_t: Array | int
     z_state: PyTree
     z: PyTree
@@ -273,7 +236,7 @@ def _march(problem: Problem, hparams: PyTree, direction: PyTree | None) -> March
     directions = jax.tree.map(lambda leaf: leaf[None], direction)
 
     def phi(t):
-        return lambda s, h: system.step(s, h, take(system.xs, t))
+        return lambda s, h: system.step(s, h, jax.tree.map(lambda leaf: leaf[t], system.xs))
 
     def with_tangent(carry):
         t, s, z, *_ = carry
@@ -293,48 +256,14 @@ def _march(problem: Problem, hparams: PyTree, direction: PyTree | None) -> March
         s, z = pushforward(system.initial, (hparams,), (directions,))
         z_t, z_s, z, peak, z_peak = lax.while_loop(proceed, with_tangent, (0, s, z, none, none))
     t, s, peak = lax.while_loop(lambda c: proceed(c[:2]), alone, (z_t, z_s, peak))
-    finite_errors = is_finite(system.errors(s, hparams))
+    errors, *slopes = error_gradients(system, s, hparams)
     if z is not None:
         z = system.restore(jax.tree.map(lambda leaf: leaf[0], z))
     state, z_state = system.restore(s), system.restore(z_s)
-    return March(t, state, peak, finite_errors, z_t, z_state, z, z_peak)
+    return March(t, state, peak, is_finite(errors), is_finite(slopes), z_t, z_state, z, z_peak)
 
 
 def _peak(tree: PyTree) -> Array:
     floats = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
     peaks = [jnp.max(jnp.abs(leaf), initial=0.0).astype(float) for leaf in floats]
     return jnp.max(jnp.array(peaks), initial=0.0)
-
-
-@filtered
-def _march_back(problem: Problem, hparams: PyTree) -> tuple[Array, PyTree, PyTree]:
-    """Return t, alpha_t and the gradient so far at the last t where they are not finite, else at 0."""
-    system = make_system(problem, hparams)
-    s_0, pull_initial = eqx.filter_vjp(system.initial, hparams)
-    length, count = segments_of(system.steps)
-    last, firsts = firsts_of(system, hparams, s_0, length, count)
-    s_T = advance(system, hparams, last, count * length, system.steps - count * length, 1)
-    firsts = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), firsts, last)
-    _, alpha, g = error_gradients(system, s_T, hparams)
-
-    def states_of(k):  # the last segment is shorter: what is beyond it is not used
-        return recorded(system, hparams, take(firsts, k), k * length, length, 1)[1]
-
-    def proceed(carry):
-        t, adjoint, _ = carry
-        return (t > 0) & is_finite((adjoint.alpha, system.gradient(adjoint.g)))
-
-    def step(carry):
-        t, adjoint, states = carry
-        k, i = (t - 1) // length, (t - 1) % length
-        enters = (i == length - 1) | (t == system.steps)
-        states = lax.cond(enters, states_of, lambda _: states, k)
-        return t - 1, adjoint_step(system, hparams, adjoint, take(states, i), t - 1), states
-
-    start = jnp.array(system.steps), Adjoint(alpha, g), states_of(0)
-    t, adjoint, _ = lax.while_loop(proceed, step, start)
-    # alpha_0 counts as far as s_0 depends on lambda: an accumulator that starts at 0 does not.
-    (g_initial,) = pull_rows(pull_initial, adjoint.alpha)
-    g = jax.tree.map(lambda a, b: jnp.where(t > 0, a, a + b), adjoint.g, g_initial)
-    alpha = system.restore(jax.tree.map(lambda leaf: leaf.sum(0), adjoint.alpha))
-    return t, alpha, system.gradient(g)

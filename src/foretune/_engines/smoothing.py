@@ -33,10 +33,10 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from .._constraints.base import check_constraints, moved
 from .._problem.arguments import flatten, unflatten
 from .._problem.checks import check_count, check_key, describe
-from .._problem.problem import Problem, ProblemLike
+from .._problem.problem import Problem
 from .._problem.system import System
 from .._problem.warn import warn
-from .base import Hypergradient, Solution, TracedEngine
+from .base import Solution, TracedEngine
 from .nonfinite import NonFiniteError, is_finite, when_checked
 from .reverse import Reverse
 
@@ -89,7 +89,6 @@ def balanced_signs(key: Key[Array, ""], n: int, m: int) -> Int[Array, "n m"]:
 class Sampling(NamedTuple):
     """What became of the points."""
 
-    standard_error: PyTree[Float[Array, "..."]]
     stuck: Bool[Array, " m"]  # hyperparameters that their constraints do not let move
     diverged: Int[Array, ""]  # pairs in which a training is not finite
     middle: Bool[Array, ""]  # whether the training between them is
@@ -130,15 +129,6 @@ class Neighbourhood(TracedEngine):
             return self
         return eqx.tree_at(lambda engine: engine.constraints, self, Space(constraints))
 
-    def estimate(
-        self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
-    ) -> tuple[Hypergradient, PyTree[Float[Array, "..."]]]:
-        """Return the hypergradient, and the standard error of each of its entries."""
-        if self.samples < 2:
-            raise ValueError("estimate: a standard error needs two samples or more.")
-        found, report = self.reported(problem, hparams, key)
-        return found, report.standard_error
-
     def points(self, hparams: PyTree, uniform: bool) -> tuple[PyTree, Float[Array, "n m"]]:
         """Return n points, followed by the n opposite ones, and the differences between them."""
         flat, unravel = ravel_pytree(hparams)
@@ -160,19 +150,17 @@ class Neighbourhood(TracedEngine):
         return points, rows[: self.samples] - rows[self.samples :]
 
     def solution(
-        self, system: System, hparams: PyTree, mean: Array, error: Array, d: Array, used: Array
+        self, system: System, hparams: PyTree, mean: Array, d: Array, used: Array
     ) -> Solution:
-        """Return the errors in the middle, with gradients and standard errors of K rows."""
-        _, unravel = ravel_pytree(hparams)
+        """Return the errors in the middle, with the gradients of K rows."""
         s_T = system.run(hparams)
-        rows, error = jax.vmap(unravel)(mean), system.gradient(jax.vmap(unravel)(error))
-        errors = system.errors(s_T, hparams)
-        report = Sampling(error, jnp.all(d == 0, 0), jnp.sum(~used), is_finite(errors))
+        rows, errors = jax.vmap(ravel_pytree(hparams)[1])(mean), system.errors(s_T, hparams)
+        report = Sampling(jnp.all(d == 0, 0), jnp.sum(~used), is_finite(errors))
         return Solution(errors, rows, s_T, report)
 
     def review(self, report: Sampling) -> None:
         """Warn of trainings that diverged, raise where a constraint leaves no room."""
-        name, stuck, diverged, middle = type(self).__name__, *jax.device_get(report[1:])
+        name, stuck, diverged, middle = type(self).__name__, *jax.device_get(report)
         if stuck.any():
             raise ValueError(
                 f"{name}(radius={self.radius:g}): {int(stuck.sum())} of {stuck.size} hyperparameters "
@@ -207,8 +195,6 @@ class Evolution(Neighbourhood):
         constraints: where the points may be, as in `minimize`, which gives its own.
         chunk: how many trainings run side by side; all by default. Fewer take less memory.
 
-    `estimate(problem, hparams)` also returns the standard error of each entry.
-
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
     ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
@@ -239,8 +225,8 @@ class Evolution(Neighbourhood):
         values = lax.map(errors_at, points, batch_size=self.chunk or 2 * self.samples)
         values = values.reshape(2, self.samples, -1)
         used = jnp.isfinite(values).all((0, 2))
-        mean, error = _averaged(_slopes(values, d, used), used)
-        return self.solution(system, hparams, mean, error, d, used)
+        mean, _ = _averaged(_slopes(values, d, used), used)
+        return self.solution(system, hparams, mean, d, used)
 
 
 class Smoothed(Neighbourhood):
@@ -255,8 +241,6 @@ class Smoothed(Neighbourhood):
         samples: pairs of opposite points, two or more.
         key: as in `Evolution`.
         constraints: where the points may be, as in `minimize`, which gives its own.
-
-    `estimate(problem, hparams)` also returns the standard error of each entry.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -299,8 +283,7 @@ class Smoothed(Neighbourhood):
         slopes = _averaged(_slopes(values, d, finite), finite)
         sizes = [leaf.size for leaf in jax.tree.leaves(hparams)]
         leaf = np.repeat(np.arange(len(sizes)), sizes)
-        mean, error = _combined(gradients, slopes, leaf)
-        return self.solution(system, hparams, mean, error, d, finite)
+        return self.solution(system, hparams, _combined(gradients, slopes, leaf), d, finite)
 
 
 def _slopes(
@@ -340,7 +323,7 @@ def _averaged(
 
 def _combined(
     first: tuple[Array, Array], second: tuple[Array, Array], leaf: np.ndarray
-) -> tuple[Float[Array, "K m"], Float[Array, "K m"]]:
+) -> Float[Array, "K m"]:
     """Return two estimates, with standard errors, as one; `leaf` is the leaf's number of each entry.
 
     Each leaf's weights are the inverse of its mean variances.
@@ -355,7 +338,4 @@ def _combined(
     (a, error_a), (b, error_b) = first, second
     v, w = variance(error_a), variance(error_b)
     share = jnp.where(jnp.isinf(v), 0.0, jnp.where(jnp.isinf(w), 1.0, w / (v + w)))
-    mean = jnp.where(share > 0, share * a, 0) + jnp.where(share < 1, (1 - share) * b, 0)
-    square = jnp.where(share > 0, share * error_a, 0) ** 2
-    square += jnp.where(share < 1, (1 - share) * error_b, 0) ** 2
-    return mean, jnp.sqrt(square)
+    return jnp.where(share > 0, share * a, 0) + jnp.where(share < 1, (1 - share) * b, 0)

@@ -37,12 +37,7 @@ def make_folder(folder: Path) -> None:
         raise OSError(f"cannot write to the folder {folder}: {why}. Give another.") from error
 
 
-def write_whole(
-    path: str | Path,
-    content: str | bytes | Callable[[IO[bytes]], object],
-    *,
-    sync: bool = True,
-) -> None:
+def write_whole(path: str | Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:
     """Write a file so that a reader, or a crash, finds the old one or the new one, never a part.
 
     The content goes into a new file beside it, which then takes the place of `path` (of the link,
@@ -51,7 +46,6 @@ def write_whole(
     Args:
         path: the file; its folder is there.
         content: text, bytes, or a function that writes to the file it is given.
-        sync: whether to wait until it is on the disk, and would outlive a power cut.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -69,8 +63,7 @@ def write_whole(
             else:
                 file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            if sync:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         os.replace(new, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -78,13 +71,12 @@ def write_whole(
         if isinstance(error, OSError) and error.errno is not None:  # a full disk names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    if sync:
-        with contextlib.suppress(OSError):  # the new name, too, is to outlive a power cut
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+    with contextlib.suppress(OSError):  # the new name, too, is to outlive a power cut
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def remove_unfinished(folder: Path, is_ours: Callable[[str], bool]) -> None:

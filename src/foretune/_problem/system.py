@@ -1,23 +1,19 @@
 """Systems: a problem as the engines see it, pure functions of an array-only state.
 
-What is not an array in the user's state (a model's activation function, say) is kept aside, and so is
-every array that no step changes. An error averaged over the trajectory is a system too, with one more
-state variable that accumulates it, so no engine has a case for it.
+What is not an array in the user's state (a model's activation function, say) is kept aside. An error
+averaged over the trajectory is a system too, with one more state variable that accumulates it, so no
+engine has a case for it.
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, Literal, Var
 from jaxtyping import Array, Float, PyTree
 
-from .arguments import PROGRAMS, Structure, flatten, unflatten
 from .definition import Definition, Objective
 
 
@@ -71,28 +67,22 @@ class System(NamedTuple):
         }
 
 
-def make_system(problem: Definition, hparams: PyTree, *, whole: bool = False) -> System:
-    """Return a problem as functions of array-only states (call it inside a trace).
-
-    With `whole`, the state has all arrays of the user's, those that no step changes included.
-    """
+def make_system(problem: Definition, hparams: PyTree) -> System:
+    """Return a problem as functions of array-only states (call it inside a trace)."""
     s_0 = eqx.filter_eval_shape(problem.start, hparams)
-    leaves, treedef = jax.tree.flatten(s_0)
-    constants = {} if whole else _constants(problem, hparams)
-    leaves = [constants.get(i, leaf) for i, leaf in enumerate(leaves)]
-    moving = jax.tree.unflatten(treedef, map(is_abstract, leaves))
-    fixed = eqx.filter(jax.tree.unflatten(treedef, leaves), moving, inverse=True)
+    fixed = eqx.filter(s_0, is_abstract, inverse=True)
     functions = _distinct_objectives(problem)
 
     def restore(s):
         return eqx.combine(s, fixed)
 
     def initial(hparams):
-        return eqx.filter(problem.start(hparams), moving)
+        return eqx.filter(problem.start(hparams), eqx.is_array)
 
     def step_of(dynamics):
         def step(s, hparams, x):
-            return eqx.filter(dynamics.step(restore(s), hparams, problem.batches.batch(x)), moving)
+            state = dynamics.step(restore(s), hparams, problem.batches.batch(x))
+            return eqx.filter(state, eqx.is_array)
 
         return step
 
@@ -153,67 +143,6 @@ def _averaged(system: System, hparams: PyTree) -> System:
         restore=lambda state: system.restore(state[0]),
         transposable=averaging(system.transposable),
     )
-
-
-def _constants(problem: Definition, hparams: PyTree) -> dict[int, Array]:
-    """Return the leaves of the state that are arrays of the problem and that no step changes."""
-    arrays, structure = flatten((problem, hparams))
-    shapes = tuple((a.shape, a.dtype, getattr(a, "weak_type", False)) for a in arrays)
-    return {i: arrays[k] for i, k in _unchanged(structure, shapes).items()}
-
-
-@functools.lru_cache(maxsize=PROGRAMS)
-def _unchanged(structure: Structure, shapes: tuple[tuple, ...]) -> dict[int, int]:
-    """Return, by number of the state's leaf, the number of the array that it is from start to end."""
-    arrays = [jax.ShapeDtypeStruct(s, d, weak_type=weak) for s, d, weak in shapes]
-    problem, hparams = unflatten(structure, arrays)
-    given = len(arrays) - len(jax.tree.leaves(hparams))  # the problem's arrays come first
-    s_0 = eqx.filter_eval_shape(lambda p, h: p.start(h), problem, hparams)
-    s, static = eqx.partition(s_0, is_abstract)
-
-    def start(arrays):
-        problem, hparams = unflatten(structure, arrays)
-        return eqx.filter(problem.start(hparams), eqx.is_array)
-
-    def step(arrays, s):
-        problem, hparams = unflatten(structure, arrays)
-        batch = problem.batches.batch(jax.tree.map(lambda leaf: leaf[0], problem.batches.xs))
-        state = problem.dynamics.step(eqx.combine(s, static), hparams, batch)
-        return eqx.filter(state, eqx.is_array)
-
-    first, then = jax.make_jaxpr(start)(arrays).jaxpr, jax.make_jaxpr(step)(arrays, s).jaxpr
-    source = {var: k for k, var in enumerate(first.invars[:given])}
-    origin = _origins(then)
-    found = {}
-    numbers = [i for i, leaf in enumerate(jax.tree.leaves(s_0)) if is_abstract(leaf)]
-    rows = zip(numbers, first.outvars, then.invars[len(arrays) :], then.outvars, strict=True)
-    for i, begins, before, after in rows:
-        passes = isinstance(after, Var) and origin.get(after, after) is before
-        if passes and isinstance(begins, Var) and begins in source:
-            found[i] = source[begins]
-    return found
-
-
-def _origins(jaxpr: Jaxpr) -> dict[Var, Var]:
-    """Return the variables that are others with 0 added, as Optax's update of a frozen weight is."""
-    zeros, origin = set(), {}
-
-    def is_zero(atom):
-        if not isinstance(atom, Literal):
-            return atom in zeros
-        return atom.aval.dtype != jax.dtypes.float0 and bool(np.all(atom.val == 0))
-
-    for equation in jaxpr.eqns:
-        if len(equation.outvars) != 1:
-            continue
-        name, operands, (result,) = equation.primitive.name, equation.invars, equation.outvars
-        if name in ("broadcast_in_dim", "convert_element_type") and is_zero(operands[0]):
-            zeros.add(result)
-        if name in ("add", "add_any"):
-            for x, other in (operands, operands[::-1]):
-                if is_zero(other) and isinstance(x, Var) and x.aval == result.aval:
-                    origin[result] = origin.get(x, x)
-    return origin
 
 
 def is_abstract(leaf: object) -> bool:

@@ -8,7 +8,6 @@ from jaxtyping import PyTree
 from .._engines.nonfinite import NonFiniteError, first_nonfinite, origin_of
 from .._files.digests import on_host
 from .._problem.checks import describe
-from .._problem.problem import Problem
 from .._problem.training import TrainState
 from .state import RealTimeState, TunerSettings
 
@@ -39,26 +38,16 @@ def fault(
     settings: TunerSettings, state: RealTimeState, window: PyTree, validation: PyTree
 ) -> NonFiniteError:
     """Return the error for a window that failed, from the state before it."""
-    problem = settings.problem(state.train, window, validation)
-    error = NonFiniteError(f"not finite: {_cause(problem, state)}")
+    where = f"window {int(state.window)} (counted from 0)"
+    if found := _fault_of_start(state.train, state.hparams, "state.train"):
+        error = NonFiniteError(f"not finite: what {where} begins with. {found}")
+    else:
+        problem = settings.problem(state.train, window, validation)
+        ones = jax.tree.map(jnp.ones_like, state.hparams)
+        origin = origin_of(problem, state.hparams, ones, otherwise=GROWN)
+        error = NonFiniteError(f"not finite: {where}. {origin} {KEPT}")
     error.state = state
     return error
-
-
-def _cause(problem: Problem, state: RealTimeState) -> str:
-    where = f"window {int(state.window)}"
-    if found := _fault_of_start(state.train, state.hparams, "state.train"):
-        return f"what {where} (counted from 0) begins with. {found}"
-    for i in range(problem.steps):
-        x = jax.tree.map(lambda leaf, i=i: leaf[i], problem.batches.xs)
-        if found := _entries(problem.batches.batch(x), "batch"):
-            which = f"minibatch {i} of {problem.steps} (both counted from 0)"
-            return f"the data. In {where}, {which}, {found} {KEPT}"
-    if found := _entries(problem.validation, "validation"):
-        return f"the validation data of {where} (counted from 0). {found} {KEPT}"
-    ones = jax.tree.map(jnp.ones_like, state.hparams)
-    origin = origin_of(problem, state.hparams, ones, otherwise=GROWN)
-    return f"{where} (counted from 0). {origin} {KEPT}"
 
 
 def _fault_of_start(train: PyTree, hparams: PyTree, name: str) -> str | None:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -25,8 +24,6 @@ from .state import RealTimeState, column_norms, directions_of
 from .steps import Steps, WindowState
 
 BACK_OFF = 0.5  # the relative step of the hyperparameters away from a window that is rolled back
-DEAD_SHARE = 0.1  # weights have died if the error depends on less than this share of those it did
-EARLY_DEAD_SHARE = 0.6  # the same while the error has not fallen to half of the first
 SMALL = 0.02  # an error below this share of the first is not worth a rollback
 
 
@@ -37,8 +34,7 @@ class Outcome(enum.IntEnum):
     DROPPED = 1  # only the hypergradient is not finite: hyperparameters stay, Z begins at 0
     WORSE = 2  # the validation error rose too far: rolled back, away by the hypergradient
     DIVERGED = 3  # the training diverged: rolled back, away by the slope of the loss
-    DEAD = 4  # the error depends on few of the weights any more: rolled back, towards 0
-    FAULT = 5  # something else is not finite, the data say: an error
+    FAULT = 4  # something else is not finite, the data say: an error
 
 
 class Evidence(NamedTuple):
@@ -47,11 +43,9 @@ class Evidence(NamedTuple):
     errors: tuple[Float[Array, ""], ...]  # at its end
     grad: PyTree  # the hypergradient
     norms: Float[Array, " m"]  # of the columns of Z
-    alive: Int[Array, ""]  # how many numbers of the state the error depends on at its end
     sound: Bool[Array, ""]  # whether data and start are finite
     before: Float[Array, ""]  # the sum of the errors before it, where windows are rolled back
     first: Float[Array, ""]  # that before the first window
-    first_alive: Int[Array, ""]  # `alive` before the first window
 
 
 def finish(
@@ -63,7 +57,7 @@ def finish(
     seen = gather(steps, end, last)
     outcome = judge(steps.settings.rollback, end, seen)
     stepped, fault = outcome == Outcome.STEPPED, outcome == Outcome.FAULT
-    rolled_back = (outcome >= Outcome.WORSE) & (outcome <= Outcome.DEAD)
+    rolled_back = (outcome == Outcome.WORSE) | (outcome == Outcome.DIVERGED)
     dropped = (outcome == Outcome.DROPPED) | (stepped & jnp.any(end.nonfinite >= 0))
     value = system.value(seen.errors)
     outer = Outer(
@@ -83,7 +77,6 @@ def finish(
         highest=end.highest,
         skipped_last=end.skipped_last,
         dropped=state.dropped + dropped.astype(jnp.int32),
-        alive=seen.first_alive,
     )
     flat, unravel = ravel_pytree(state.hparams)
     log = {
@@ -120,14 +113,12 @@ def gather(steps: Steps, end: WindowState, last: int | Int[Array, ""]) -> Eviden
     sound = is_finite((batch, without_infinities(state.train), hparams))
     if end.loss is not None:  # where no loss has ever been finite, it is not the hyperparameters
         sound &= jnp.isfinite(end.highest)
-    was, first, first_alive = state.first, state.first, state.alive
+    was = first = state.first
     if steps.settings.rollback is not None:
         was = jax.tree.reduce(operator.add, system.errors(before, hparams))
         first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
-        start = lambda: _count_alive(error_gradients(system, before, hparams)[1])  # noqa: E731
-        first_alive = lax.cond(state.window == 0, start, lambda: state.alive)
     grad, norms = system.gradient(jax.vmap(unravel)(rows)), column_norms(end.Z)
-    return Evidence(errors, grad, norms, _count_alive(alpha), sound, was, first, first_alive)
+    return Evidence(errors, grad, norms, sound, was, first)
 
 
 def judge(rollback: float | None, end: WindowState, seen: Evidence) -> Int[Array, ""]:
@@ -144,11 +135,8 @@ def judge(rollback: float | None, end: WindowState, seen: Evidence) -> Int[Array
     worse = trained & (now > seen.before + rise)
     broken = jnp.isfinite(seen.before) & ~is_finite((seen.errors, end.s))
     diverged = ((broken | end.spiked) & seen.sound) | (worse & ~derived)
-    share = seen.alive.astype(now.dtype) / jnp.maximum(seen.first_alive, 1).astype(now.dtype)
-    dead = (share < DEAD_SHARE) | ((share < EARLY_DEAD_SHARE) & (now > 0.5 * first))
-    dead &= trained & (now > SMALL * first)
-    cases = {Outcome.DEAD: dead, Outcome.WORSE: worse & derived, Outcome.DIVERGED: diverged}
-    return jnp.select(list(cases.values()), list(cases), otherwise)
+    after = jnp.where(diverged, Outcome.DIVERGED, otherwise)
+    return jnp.where(worse & derived, Outcome.WORSE, after)
 
 
 def _direction(
@@ -157,8 +145,7 @@ def _direction(
     """Return what the hyperparameters move against where the window is rolled back."""
     # Away from a divergence, down the loss's last slope; where there is none, towards 0.
     away = jax.tree.map(lambda slope, h: jnp.where(slope == 0, h, slope), end.slope, hparams)
-    direction = select(outcome == Outcome.DIVERGED, away, seen.grad)
-    return select(outcome == Outcome.DEAD, hparams, direction)
+    return select(outcome == Outcome.DIVERGED, away, seen.grad)
 
 
 def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
@@ -176,9 +163,3 @@ def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:
         return jnp.where((jnp.abs(new) < jnp.finfo(new.dtype).tiny) & (old != 0), old, new)
 
     return jax.tree.map(kept, moved, hparams)
-
-
-def _count_alive(alpha: PyTree) -> Int[Array, ""]:
-    """Return the number of entries of the state that the error has a derivative in."""
-    counts = [jnp.count_nonzero(row) for row in jax.tree.leaves(alpha)]
-    return sum(counts, jnp.zeros((), int)).astype(jnp.int32)

@@ -124,7 +124,7 @@ def _pad(length: int, x: Array | np.ndarray) -> Array | np.ndarray:
 def _update(
     settings: TunerSettings, state: RealTimeState, problem: Problem, count: Int[Array, ""]
 ) -> Updated:
-    steps = Steps(settings, problem, make_system(problem, state.hparams, whole=True), state)
+    steps = Steps(settings, problem, make_system(problem, state.hparams), state)
     end = steps.run(begin(settings, state), count)
     return finish(steps, end, end.done - 1)
 

@@ -4,11 +4,11 @@ Hyperparameters differ in scale by orders of magnitude. So Adam runs on the scal
 the scale of entry i,
 
     r_i = |lambda_i| + o_i   (at most the way to its upper bound),
-    o_i = unit * |f| / |df/dlambda_i|   at the first gradient that is not 0,
+    o_i = UNIT * |f| / |df/dlambda_i|   at the first gradient that is not 0,
     lambda_i <- lambda_i - step_size * r_i * Adam(r_i df/dlambda_i).
 
 Far from 0 a step changes an entry by a factor; near 0 by a share of o_i, the change that would take
-away the share `unit` of the error if it were linear. The first gradient is trusted up to 100 times the
+away the share UNIT of the error if it were linear. The first gradient is trusted up to 100 times the
 starting value, or up to 1 from 0. Under a `Box`, steps shrink towards the upper bound (a momentum of
 0.9 moves by 0.01, not by 0.09).
 """
@@ -23,6 +23,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 MOST = 10.0
+UNIT = 0.1  # the share of the error that sets the scale of a hyperparameter near 0
 FARTHEST = 100.0  # the largest unit, in starting values (1 for a start at 0)
 
 
@@ -33,19 +34,11 @@ class RelativeState(NamedTuple):
     adam: optax.OptState
 
 
-def relative_adam(
-    step_size: float | int = 0.1,
-    b1: float | int = 0.9,
-    b2: float | int = 0.999,
-    unit: float | int = 0.1,
-) -> optax.GradientTransformationExtraArgs:
+def relative_adam(step_size: float | int = 0.1) -> optax.GradientTransformationExtraArgs:
     """Adam with steps relative to each hyperparameter's own size: the default of `RealTime`.
 
     Args:
         step_size: the relative change of an entry in one step, about.
-        b1: Adam's decay of the first moment.
-        b2: Adam's decay of the second moment.
-        unit: the share of the error that sets the scale of a hyperparameter near 0.
 
     It needs the error as `value` and the hyperparameters as `params`, as all drivers give them. Do
     not combine it with `Log`, which makes steps relative by itself.
@@ -58,13 +51,9 @@ def relative_adam(
     >>> print(f"{step:.3f}")  # 10 % of 0.5 + 0.1 * 1.0 / 2.0
     -0.055
     """
-    for name, share in {"step_size": step_size, "unit": unit}.items():
-        if not 0 < share < math.inf:
-            raise ValueError(f"relative_adam({name}={share!r:.60}): a number above 0.")
-    for name, decay in {"b1": b1, "b2": b2}.items():
-        if not 0 <= decay < 1:
-            raise ValueError(f"relative_adam({name}={decay!r:.60}): a number in [0, 1).")
-    adam = optax.scale_by_adam(b1, b2, eps=1e-30)
+    if not 0 < step_size < math.inf:
+        raise ValueError(f"relative_adam(step_size={step_size!r:.60}): a number above 0.")
+    adam = optax.scale_by_adam(eps=1e-30)
 
     def init(params: PyTree) -> RelativeState:
         return RelativeState(jax.tree.map(jnp.zeros_like, params), adam.init(params))
@@ -82,7 +71,7 @@ def relative_adam(
             raise ValueError("relative_adam needs `params` and `value` in its update.")
 
         def first_unit(o, g, h):
-            natural = unit * jnp.abs(value) / jnp.where(g == 0, 1, jnp.abs(g))
+            natural = UNIT * jnp.abs(value) / jnp.where(g == 0, 1, jnp.abs(g))
             most = jnp.where(h == 0, 1.0, FARTHEST * jnp.abs(h))
             first = jnp.minimum(natural, most).astype(o.dtype)
             return jnp.where((o == 0) & (g != 0), first, o)

@@ -1,7 +1,6 @@
 """A run over streams: window after window, until one of them ends."""
 
 import itertools
-import warnings
 from collections.abc import Iterator
 
 import jax
@@ -12,6 +11,7 @@ from jaxtyping import PyTree
 from .._files.digests import digest, on_host
 from .._outer.drive import Evaluation, Stepper
 from .._outer.run import Run
+from .._problem.warn import warn
 from .dropped import warn_of_dropped
 from .nonfinite import fault
 from .program import UpdateProgram
@@ -89,7 +89,7 @@ class Tuning(Stepper):
     def noted(self, run: Run) -> None:
         """Warn of what has happened."""
         _warn_where_all_is_rolled_back(run)
-        warn_of_dropped(run.carry, self.log, stacklevel=4)
+        warn_of_dropped(run.carry, self.log)
 
     def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
         """Return the last hyperparameters, the last value and the tuner's state."""
@@ -115,10 +115,9 @@ def _warn_where_all_is_rolled_back(run: Run) -> None:
     # One more, and it has been said.
     if recent[-IN_A_ROW:] != [True] * IN_A_ROW or recent == [True] * (IN_A_ROW + 1):
         return
-    warnings.warn(
+    warn(
         f"the last {IN_A_ROW} windows were rolled back, because training diverged; the last ran with "
         f"{run.record['hparams']!r:.200}. Start from a smaller learning rate, and look at the scale of "
         "the inputs and initial parameters. `RealTime(rollback=None)` says where it is not finite.",
         RuntimeWarning,
-        stacklevel=5,
     )

@@ -37,7 +37,6 @@ class RealTimeState(NamedTuple):
         highest: the highest loss at the beginning of a window so far.
         skipped_last: whether the last minibatch was skipped.
         dropped: the number of windows in which a derivative was dropped.
-        alive: how many numbers of the training state the error depended on before the first window.
     """
 
     train: PyTree
@@ -49,7 +48,6 @@ class RealTimeState(NamedTuple):
     highest: Float[Array, ""]
     skipped_last: Bool[Array, ""]
     dropped: Int[Array, ""]
-    alive: Int[Array, ""]
 
 
 class TunerSettings(eqx.Module):

@@ -3,6 +3,7 @@
 It is `RealTime` with its window spread over calls, one for each minibatch.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -13,18 +14,17 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Key, PyTree, UInt32
+from jaxtyping import Array, Float, Key, PyTree, UInt32
 
+from .._engines.nonfinite import first_nonfinite
 from .._problem.arguments import Recent, Rest, copied, flatten
 from .._problem.checks import check_count, check_data, check_key, check_numbers, describe
 from .._problem.problem import validated
 from .._problem.system import make_system
 from .._problem.training import Training, TrainState
 from .constants import check_loss_and_error, constraints_of, initial_constants
-from .dropped import Dropped, tell
-from .nonfinite import fault
+from .dropped import Dropped, names_of, tell
 from .outcome import finish
-from .pending import Call, Pending
 from .state import RealTimeState, check_not_donated, check_state
 from .steps import Steps, WindowState, begin
 from .tuner import RealTime
@@ -100,9 +100,8 @@ def tuned(
     `init(params)` returns the first state, `update(state, batch, validation)` the next one and the
     loss of the minibatch. It is compiled and pure, and does not wait for the device; inside your own
     `jax.jit` it has less overhead. A window whose loss diverges is rolled back. One in which something
-    else is not finite, the data for instance, is dropped: there is a `NonFiniteError`, at the latest
-    `every` calls later, whose `state` is the one to continue from (inside `jit` there is only
-    `state.log["dropped"]`). Where only a derivative is not finite, training continues, with a warning.
+    else is not finite, the data for instance, is left out, and a derivative that is not finite counts
+    as 0: both with a warning, at the latest `every` calls later, and with `state.log["dropped"]`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> loss = lambda w, x: jnp.mean((w - x) ** 2)
@@ -146,8 +145,12 @@ class Tuned:
     ):
         self._tuner, self._start, self._every = tuner, start, every
         self._has_state, self._donate = has_state, donate
-        self._pending = Pending(every)
-        self._checked = Recent()  # the structures and shapes that have passed the checks
+        self._calls = (
+            deque()
+        )  # that may still run on the device: what there is to say, and the data
+        self._checked = (
+            Recent()
+        )  # the names of leaves, by structures and shapes that passed the checks
         # Not the window, whose old arrays are needed until a minibatch has proved no outlier.
         self._program = jax.jit(self._step, donate_argnums=(0,) if donate else ())
 
@@ -182,33 +185,28 @@ class Tuned:
             )
         if self._donate:
             check_not_donated(state.anchor.window)
-        batch, validation = self._as_data(state, batch, validation)
-        after, value, news, failed, dropped = self._program(state[:2], state[2:], batch, validation)
-        train = after.begun().train
-        if isinstance(news, Tracer):
-            tell(train, dropped)
+        batch, validation, names = self._as_data(state, batch, validation)
+        after, value, dropped = self._program(state[:2], state[2:], batch, validation)
+        if isinstance(dropped.news, Tracer):
+            tell(names, dropped)
             return after, value
-        call = Call(news, failed, dropped, batch, validation)
-        tokens = state.log["dropped"], after.log["dropped"]
-        if (wrong := self._pending.look(*tokens, train, call)) is not None:
-            begun = after.begun()._replace(window=wrong.dropped.window)
-            window = _window_of(wrong.batch)
-            error = fault(self._tuner.settings, begun, window, wrong.validation)
-            error.state = after
-            raise error
+        calls = self._calls
+        calls.append((names, dropped, {"batch": batch, "validation": validation}))
+        while calls and (len(calls) > self._every or calls[0][1].news.is_ready()):
+            _look(*calls.popleft())
         return after, value
 
     def _as_data(
         self, state: TunedState, batch: PyTree, validation: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """Return the data as arrays, after the checks that new shapes need."""
+    ) -> tuple[PyTree, PyTree, list[str]]:
+        """Return the data as arrays, and the leaves' names, after the checks that new shapes need."""
         data = {"batch": batch, "validation": validation}
         arrays = {name: jax.tree.map(_as_array, tree) for name, tree in data.items()}
         leaves, structure = flatten(arrays)
         key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in leaves)
         batch, validation = arrays["batch"], arrays["validation"]
         if key in self._checked:
-            return batch, validation
+            return batch, validation, self._checked[key]
         for name, tree in data.items():
             check_data(tree, name)
             check_numbers(arrays[name], name)
@@ -220,8 +218,8 @@ class Tuned:
         anchor, settings = state.begun(), self._tuner.settings
         check_state(settings, anchor)
         validated(settings.problem(anchor.train, _window_of(batch), validation), state.hparams)
-        self._checked[key] = True
-        return batch, validation
+        names = self._checked[key] = names_of(anchor.train)
+        return batch, validation, names
 
     def _begun(self, state: RealTimeState) -> tuple[RealTimeState, WindowState]:
         """Return the arrays of a state without its Z, and the window that begins there."""
@@ -230,12 +228,12 @@ class Tuned:
 
     def _step(
         self, first: tuple, others: tuple, batch: PyTree, validation: PyTree
-    ) -> tuple[TunedState, Float[Array, ""], Bool[Array, ""], Bool[Array, ""], Dropped]:
-        """Return the state after a minibatch, its loss, and how the call ended, as in `Call`."""
+    ) -> tuple[TunedState, Float[Array, ""], Dropped]:
+        """Return the state after a minibatch, its loss, and what there is to say of its window."""
         state, settings = TunedState(*first, *others), self._tuner.settings
         anchor = state.begun()
         problem = settings.problem(anchor.train, _window_of(batch), validation)
-        system = make_system(problem, anchor.hparams, whole=True)
+        system = make_system(problem, anchor.hparams)
         steps = Steps(settings, problem, system, anchor)
         now = steps.step(state.window, 0)
         assert now.loss is not None  # a training has one
@@ -243,22 +241,28 @@ class Tuned:
         def tune():
             new, log, failed = finish(steps, now, 0)
             first = log["dropped"] & (new.dropped == 1)
-            dropped = Dropped(first, anchor.window, log["nonfinite"])
+            dropped = Dropped(first | failed, anchor.window, log["nonfinite"], failed)
             log = log | {"dropped": failed | log["dropped"]}
             log = {
                 name: jax.tree.map(lambda now, old: now.astype(old.dtype), log[name], old)
                 for name, old in state.log.items()
             }
-            return log, *self._begun(new), failed, dropped
+            return log, *self._begun(new), dropped
 
         def wait():
-            dropped = Dropped(jnp.array(False), anchor.window, now.nonfinite)
-            return state.log, state.anchor, now, jnp.array(False), dropped
+            no = jnp.array(False)
+            return state.log, state.anchor, now, Dropped(no, anchor.window, now.nonfinite, no)
 
         over = (now.done == self._every) | now.spiked
-        log, new, following, failed, dropped = lax.cond(over, tune, wait)
-        after = TunedState(log, new, following, state.rest)
-        return after, now.loss, failed | dropped.first, failed, dropped
+        log, new, following, dropped = lax.cond(over, tune, wait)
+        return TunedState(log, new, following, state.rest), now.loss, dropped
+
+
+def _look(names: list[str], dropped: Dropped, data: dict[str, PyTree]) -> None:
+    """Warn of a call that has ended, where there is something to say."""
+    if dropped.news:
+        fault = first_nonfinite(jax.device_get(data), "data") if dropped.failed else None
+        tell(names, dropped, f" (here {fault[0]})" if fault else "")
 
 
 def _window_of(batch: PyTree) -> PyTree:

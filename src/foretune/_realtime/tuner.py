@@ -84,8 +84,6 @@ class RealTime:
         mesh: `foretune.mesh(data=..., tangents=...)`: `init` places the state on it, the columns of Z
             split over `tangents`, all else on every device. Place batches by `foretune.shard`.
 
-    `hypergradient_bias` measures how far updates can be trusted.
-
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> tuner = ft.RealTime(
     ...     ft.Training(lambda w, h, x: jnp.mean((w - x) ** 2), lambda h: optax.sgd(h["lr"])),
@@ -162,7 +160,7 @@ class RealTime:
             hparams = feasible(constraints, hparams)
         problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
         with noting("init(params, hparams) of the dynamics", hparams=hparams):
-            system = make_system(problem, hparams, whole=True)
+            system = make_system(problem, hparams)
             s_0, Z = pushforward(system.initial, (hparams,), (directions_of(hparams)[0],))
         train, none, nothing = system.restore(s_0), jnp.zeros((), jnp.int32), jnp.full((), -jnp.inf)
         if not is_traced((train, hparams)):
@@ -177,7 +175,6 @@ class RealTime:
             highest=nothing,
             skipped_last=jnp.array(False),
             dropped=none,
-            alive=none,
         )
         state = copied(as_arrays(state))  # a weak type would compile a second time
         return state if settings.mesh is None else placed(state, settings.mesh)
@@ -209,7 +206,7 @@ class RealTime:
         new, log, failed = self._program(state, window, validation, self.donate)
         if not isinstance(failed, Tracer) and failed:
             raise fault(self.settings, new, window, validation)
-        warn_of_dropped(new, log, stacklevel=2)
+        warn_of_dropped(new, log)
         return new, log
 
     def lower(self, state: RealTimeState, window: PyTree, validation: PyTree) -> jax.stages.Lowered:
@@ -246,7 +243,7 @@ class RealTime:
             steps: the number of windows; until the stream ends by default.
             window: the number of minibatches in a window.
             callbacks: as in `minimize`; a run that resumes reads the streams again up to there.
-            stop: stopping rules, as in `minimize`, and `foretune.Vanished("lr")`.
+            stop: stopping rules, as in `minimize`.
             evaluate: `evaluate(state.train, hparams) -> dict` of further scalars, after each window.
             score: what `best` is lowest in, as a function of a record; by default its `value`.
 
