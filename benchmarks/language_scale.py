@@ -1,6 +1,7 @@
-"""Hypergradients of a language model of GPT-2's size.
+"""Hypergradients of a language model of GPT-2's size, and of ten thousand steps of a smaller one.
 
     python -m benchmarks.language_scale size [--quick] [--minutes 8] [--out FILE.json]
+    python -m benchmarks.language_scale disk [--quick] [--steps 10000] [--folder DIR] [--out FILE.json]
 
 size: 110 million weights (12 layers of 768, 32768 tokens), sequences of 512, 16 of them, bfloat16, 32
 steps of AdamW; its hyperparameters are the weight of each of eight sources and the learning rate in
@@ -9,10 +10,16 @@ gradient is transposed, and by what the loss keeps for its derivatives; the memo
 plans; the seconds of the first call. On a smaller size, how far float32 and bfloat16 hypergradients are
 from float64.
 
+disk: 10.8 million weights (6 layers of 384, bytes), sequences of 256, 32 of them, 10,000 steps, with
+`ReverseOnDisk`.
+
 Tokens are random, with frequencies that differ by source. Figures are written as they come.
 """
 
 import functools
+import math
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -206,12 +213,60 @@ def precision(sizes: dict[str, int]) -> dict[str, float]:
     return {name: distance(grad, exact) for name, grad in found.items()}
 
 
+def on_disk(sizes: dict[str, int], folder: str | None, write: Callable[[Any], None]) -> None:
+    """Measure a long training, and check a short one of the same kind."""
+    results: dict[str, Any] = {"sizes": sizes}
+    where = tempfile.mkdtemp(prefix="states-", dir=folder)
+    results["disk, GiB free"] = shutil.disk_usage(where).free / 2**30
+    try:
+        problem, hparams = language(jnp.bfloat16, **sizes)
+        program, arrays = plain_program(problem, hparams)
+        plain, _ = first_call(lambda: program.lower(arrays), arrays)
+        results["plain"] = plain
+        write(results)
+        _, s_T = jax.eval_shape(program, arrays)
+        state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(s_T))
+        engine = ft.ReverseOnDisk(where)
+        jax.config.update("jax_compilation_cache_dir", where)  # the call finds the program there
+        began = time.perf_counter()
+        memory = program_bytes(engine.lower(problem, hparams).compile())
+        results["compiling, seconds"] = time.perf_counter() - began
+        began = time.perf_counter()
+        found = jax.block_until_ready(engine(problem, hparams))
+        seconds = time.perf_counter() - began
+        length = math.isqrt(sizes["steps"])
+        results["ReverseOnDisk"] = {
+            "seconds, with compiling": seconds,
+            "times plain training": seconds / plain["seconds"],
+            "a state, MiB": state / 2**20,
+            "on disk, GiB, about": sizes["steps"] / length * state / 2**30,
+            "GiB": memory / 2**30,
+            "value": float(found.value),
+            "gradient's largest entry": max(
+                float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(found.grad)
+            ),
+        }
+        write(results)
+        short = {**sizes, "steps": max(BLOCKS * BLOCKS, sizes["steps"] // 50)}
+        problem, hparams = language(jnp.bfloat16, **short)
+        began = time.perf_counter()
+        found = ft.ReverseOnDisk(where)(problem, hparams)
+        results["short"] = {"steps": short["steps"], "seconds": time.perf_counter() - began}
+        exact = ft.Reverse(store="segments")(problem, hparams)
+        results["short"]["from Reverse(store='segments')"] = distance(found.grad, exact.grad)
+        write(results)
+    finally:
+        shutil.rmtree(where, ignore_errors=True)
+
+
 def main() -> None:
     """Run the parts that are asked for."""
     parser = command_line(__doc__, out="language_scale.json")
-    parser.add_argument("parts", nargs="+", choices=["size"])
+    parser.add_argument("parts", nargs="+", choices=["size", "disk"])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, for a CPU")
     parser.add_argument("--minutes", type=float, default=8.0, help="start no engine after that")
+    parser.add_argument("--steps", type=int, help="of the training on disk")
+    parser.add_argument("--folder", help="a folder on the disk for the states")
     arguments = parser.parse_args()
     if arguments.quick:  # programs are compiled once and run a few times
         jax.config.update("jax_disable_most_optimizations", True)
@@ -228,6 +283,10 @@ def main() -> None:
 
     if "size" in arguments.parts:
         of_size(TINY if arguments.quick else GPT2, until, writer("size"))
+    if "disk" in arguments.parts:
+        sizes = {**TINY, "steps": 16} if arguments.quick else LONG  # as many as the short one
+        sizes = {**sizes, "steps": arguments.steps or sizes["steps"]}
+        on_disk(sizes, arguments.folder, writer("disk"))
 
 
 if __name__ == "__main__":

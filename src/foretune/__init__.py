@@ -18,6 +18,7 @@ from ._diagnostics.verdicts import Trust as Trust
 from ._engines.auto import Auto as Auto
 from ._engines.base import AbstractEngine as AbstractEngine
 from ._engines.base import Hypergradient as Hypergradient
+from ._engines.disk import ReverseOnDisk as ReverseOnDisk
 from ._engines.forward import Forward as Forward
 from ._engines.implicit import Implicit as Implicit
 from ._engines.nonfinite import NonFiniteError as NonFiniteError

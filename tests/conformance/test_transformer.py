@@ -25,6 +25,7 @@ ROWS = {
     "states": lambda folder: ft.Reverse(store="states"),
     "segments": lambda folder: ft.Reverse(store="segments"),
     "a number of states": lambda folder: ft.Reverse(store=2),
+    "disk": lambda folder: ft.ReverseOnDisk(folder),
     "auto": lambda folder: ft.Auto(),
 }
 

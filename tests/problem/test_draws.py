@@ -57,6 +57,7 @@ ENGINES = {
     "evolution": lambda folder: ft.Evolution(0.1, 2),
     "smoothed": lambda folder: ft.Smoothed(ft.Reverse(), 0.1, 2),
     "auto": lambda folder: ft.Auto(),
+    "disk": lambda folder: ft.ReverseOnDisk(folder),
 }
 
 

@@ -265,6 +265,16 @@ def attribute(folder, trap):
     return found.scores, found.errors
 
 
+def disk(folder, trap):
+    """States of reverse mode, and its adjoint."""
+    import foretune as ft
+
+    from ..problems import regression
+
+    problem, hparams = regression(steps=9)
+    return tuple(ft.ReverseOnDisk(folder, segment=3)(problem, hparams))
+
+
 def history(folder, trap):
     """A file of records, without a checkpoint."""
     import foretune as ft
@@ -324,7 +334,7 @@ JOBS = {
     job.__name__: job
     for job in (
         *(minimize, real_time, clean, explain, attribute),
-        *(history, board, programs, experiment),
+        *(disk, history, board, programs, experiment),
     )
 }
 

@@ -19,6 +19,7 @@ import pytest
 
 from experiments.multitask import experiment as multitask
 from experiments.runs import Phases, RunFolder
+from foretune._engines import disk as _disk
 from foretune.apps import _files
 from foretune.report import RunError, write_page
 from foretune.report._page import ReportError
@@ -213,4 +214,23 @@ def test_the_chunks_of_an_attribution(tmp_path, chosen):
 
     expected = proceed(tmp_path / "good")
     trials = [trial for trial in all_trials(tmp_path / "good") if trial[0].endswith(".npz")]
+    try_all(chosen(trials, 3), tmp_path / "good", tmp_path / "run", proceed, expected)
+
+
+def test_states_on_a_disk(tmp_path, chosen):
+    """Of a call that was stopped after the last segment, before its files are removed."""
+
+    def proceed(folder):
+        return jobs.answer_of(jobs.disk(folder, QUIET))
+
+    def stopped(files):
+        files.flush()
+        raise KeyboardInterrupt
+
+    expected = proceed(tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_disk._Files, "remove", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            proceed(tmp_path / "good")
+    trials = [trial for trial in all_trials(tmp_path / "good") if trial[0].endswith(".foretune")]
     try_all(chosen(trials, 3), tmp_path / "good", tmp_path / "run", proceed, expected)

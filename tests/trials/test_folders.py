@@ -15,6 +15,7 @@ WRITERS = {
     "minimize": "refused",
     "real_time": "refused",
     "attribute": "refused",
+    "disk": "refused",
     "clean": "refused",
     "explain": "refused",
     "experiment": "refused",

@@ -15,6 +15,7 @@ MOMENTS = {
     ("real_time", "evaluation"): (0, 8),
     ("attribute", "write"): (1, 20),
     ("attribute", "evaluation"): (0, None),
+    ("disk", "write"): (1, 30),
     ("experiment", "write"): (0, 12),
     ("clean", "write"): (0, 10),
     ("explain", "write"): (0, 10),

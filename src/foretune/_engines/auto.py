@@ -174,7 +174,7 @@ def choose(structure: Structure, arrays: list[Array], limit: float, given: int) 
         raise MemoryError(
             f"no exact engine fits into {show_bytes(limit)}: of those compiled the smallest, {least}, "
             f"needs {show_bytes(sizes[least])}, with the data and parameters ({show_bytes(given)}). "
-            "Allow more, give a smaller batch, or take `Truncated`."
+            "Allow more, give a smaller batch, or take `ReverseOnDisk` or `Truncated`."
         )
     return Choice(best.engine, sizes[best.name], limit, given, found, sizes)
 

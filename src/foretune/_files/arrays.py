@@ -34,11 +34,13 @@ def save_arrays(
     path: str | Path,
     arrays: Mapping[str, np.ndarray],
     header: Mapping[str, object] | None = None,
+    *,
+    sync: bool = True,
 ) -> None:
     """Write arrays by name, and a header of what JSON can say, whole or not at all."""
     text = json.dumps({"header": dict(header or {}), "names": sorted(arrays)})
     parts = {**arrays, HEADER: np.frombuffer(text.encode(), np.uint8)}
-    write_whole(path, lambda file: np.savez(file, allow_pickle=False, **parts))
+    write_whole(path, lambda file: np.savez(file, allow_pickle=False, **parts), sync=sync)
 
 
 def load_arrays(path: str | Path) -> Saved:
@@ -50,6 +52,12 @@ def load_arrays(path: str | Path) -> Saved:
         if sorted(parts) != text["names"]:
             raise ValueError("it lacks arrays")
         return Saved(text["header"], parts)
+
+
+def load_header(path: str | Path) -> dict[str, object]:
+    """Return the header alone; raise as `load_arrays` does."""
+    with _finding_damage(path), zipfile.ZipFile(path) as file:
+        return json.loads(_array(file, HEADER).tobytes())["header"]
 
 
 @contextlib.contextmanager

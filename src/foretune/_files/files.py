@@ -37,7 +37,12 @@ def make_folder(folder: Path) -> None:
         raise OSError(f"cannot write to the folder {folder}: {why}. Give another.") from error
 
 
-def write_whole(path: str | Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:
+def write_whole(
+    path: str | Path,
+    content: str | bytes | Callable[[IO[bytes]], object],
+    *,
+    sync: bool = True,
+) -> None:
     """Write a file so that a reader, or a crash, finds the old one or the new one, never a part.
 
     The content goes into a new file beside it, which then takes the place of `path` (of the link,
@@ -46,6 +51,7 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[IO[bytes]], o
     Args:
         path: the file; its folder is there.
         content: text, bytes, or a function that writes to the file it is given.
+        sync: whether to wait until it is on the disk, and would outlive a power cut.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +69,8 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[IO[bytes]], o
             else:
                 file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(new, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -71,12 +78,13 @@ def write_whole(path: str | Path, content: str | bytes | Callable[[IO[bytes]], o
         if isinstance(error, OSError) and error.errno is not None:  # a full disk names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    with contextlib.suppress(OSError):  # the new name, too, is to outlive a power cut
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    if sync:
+        with contextlib.suppress(OSError):  # the new name, too, is to outlive a power cut
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
 
 def remove_unfinished(folder: Path, is_ours: Callable[[str], bool]) -> None:
