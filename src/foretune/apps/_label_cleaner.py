@@ -181,6 +181,9 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         rows = np.arange(len(training.labels))
         if inputs.encoder is not None:
             rows = training.sample(rows)
+        for member in members.values():
+            if inputs.encoder is not None and isinstance(member.estimator, FORESTS):
+                member.estimator.set_params(oob_score=False)  # nothing is judged any more
         models = [training.trained(member, rows) for member in members.values()]
         return Ensemble(inputs.encoder, [*members.values()], models, len(self.classes_))
 
