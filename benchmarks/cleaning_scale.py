@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from scipy import sparse
@@ -26,14 +27,14 @@ from sklearn.model_selection import cross_val_predict
 from benchmarks.harness import command_line, record
 
 
-def noisy(true: np.ndarray, rate: float = 0.2) -> np.ndarray:
+def noisy(true: Any, rate: float = 0.2) -> np.ndarray:
     """Change some labels to any other class."""
     rng, classes = np.random.default_rng(0), int(true.max()) + 1
     shift = np.where(rng.random(len(true)) < rate, rng.integers(1, classes, len(true)), 0)
     return (true + shift) % classes
 
 
-def table(n: int, width: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+def table(n: int, width: int, classes: int) -> Any:
     return make_classification(
         n,
         width,
@@ -73,7 +74,7 @@ def measure(part: str) -> dict:
         return LabelCleaner(random_state=0, progress=False).fit(x, y, **options).probability_wrong_
 
     if part == "first":
-        x, true = (data[:900] for data in load_digits(return_X_y=True))
+        x, true = (np.asarray(data)[:900] for data in load_digits(return_X_y=True))
         y = noisy(true)
         return {"900 x 64": timed(lambda: cleaned(x, y), y != true)}
     if part == "rows":
@@ -88,7 +89,7 @@ def measure(part: str) -> dict:
         forest = RandomForestClassifier(200, n_jobs=-1, random_state=0)
 
         def run():
-            p = cross_val_predict(forest, x, y, method="predict_proba")
+            p: Any = cross_val_predict(forest, x, y, method="predict_proba")
             find_label_issues(y, p, n_jobs=1)
             return 1 - p[np.arange(len(y)), y]
 
@@ -116,7 +117,7 @@ def same() -> dict[str, list[float]]:
     """Return the share of flags that differ from those of dense rows, for five seeds."""
     from foretune.apps import LabelCleaner
 
-    x, true = (data[:600] for data in load_digits(return_X_y=True))
+    x, true = (np.asarray(data)[:600] for data in load_digits(return_X_y=True))
     y = noisy(true)
     found: dict[str, list[float]] = {"sparse": [], "float32": [], "shuffled": []}
     for seed in range(5):

@@ -193,7 +193,7 @@ def estimator(name: str, x, classes: int, rarest: int) -> Any:
     return model
 
 
-def columns(x: pd.DataFrame, name: str) -> Any:
+def columns(x: Any, name: str) -> Any:
     """Return an everyday encoder of a data frame's columns."""
     texts = {c for c in x if is_text(x[c])}
     free = [
@@ -205,7 +205,7 @@ def columns(x: pd.DataFrame, name: str) -> Any:
     ]
     numbers = [c for c in x if c not in texts and x[c].dtype.kind in "biuf"]
     categories = [c for c in x if c in texts and c not in free]
-    words = [
+    words: list[Any] = [
         make_pipeline(FunctionTransformer(plain_text), TfidfVectorizer(sublinear_tf=True, min_df=2))
     ]
     if name == "boosting":
@@ -368,7 +368,7 @@ def print_tables(rows: list[dict]) -> None:
             table.add("mean", noise, "", *part.mean())
         table.add("mean", "all", "", *means.mean())
         if metric in ("average precision", "f1"):
-            behind = means[OURS] - means.drop(columns=OURS).max(axis=1)
+            behind: Any = means[OURS] - means.drop(columns=OURS).max(axis=1)
             worst = behind[behind < -0.02].sort_values()
             print(
                 f"\n{len(worst)} of {len(means)} cells are more than .02 below the best baseline:"

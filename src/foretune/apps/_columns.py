@@ -75,6 +75,8 @@ class Encoder:
     """The columns of `narrow` that are codes."""
     sources: dict[str, list[int]]
     """The columns of `narrow` that each column becomes; empty where they are mixed."""
+    wide: Any
+    narrow: Any
 
     def __init__(self, text: tuple[str, ...] = ()):
         self.text = text
@@ -249,9 +251,9 @@ def _seconds(frame: DataFrame) -> np.ndarray:
 def row_order(X: Rows, labels: np.ndarray) -> np.ndarray:
     """Return an order of the rows that follows from what they hold, not from where they stand."""
     if is_mixed(X):
-        from pandas.util import hash_pandas_object
+        from pandas import util
 
-        key = hash_pandas_object(X, index=False).to_numpy()
+        key = np.asarray(util.hash_pandas_object(X, index=False))  # pyright: ignore
     else:
         X = X if sparse.issparse(X) else np.asarray(X)
         if X.ndim != 2 or X.dtype.kind not in "biuf":

@@ -122,7 +122,7 @@ class Training(NamedTuple):
         X, n = member.rows(self.rows), len(self.labels)
         if isinstance(member.estimator, FORESTS) and member.view is not None:
             forest = cast(RandomForestClassifier, self.trained(member, np.arange(n)))
-            return self._all(forest.oob_decision_function_, forest.classes_)
+            return self._all(forest.oob_decision_function_, np.asarray(forest.classes_))
         if isinstance(member.estimator, Kernel):
             some = self.sample(np.arange(n))
             kernel = cast(Kernel, self.trained(member, some))

@@ -3,7 +3,7 @@
 import io
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,7 +89,7 @@ def verified(table: Table, settings: Settings) -> tuple[Table, dict[str, np.ndar
 
     name, path = settings.id or ROW, settings.checked
     assert path is not None
-    frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+    frame: Any = pd.read_csv(path, dtype=str, keep_default_na=False)
     lacking = [column for column in (name, table.label) if column not in frame.columns]
     if lacking:
         raise DataError(
@@ -99,7 +99,7 @@ def verified(table: Table, settings: Settings) -> tuple[Table, dict[str, np.ndar
     if settings.id is None:
         known = {str(i): i for i in range(len(table.y))}
     elif is_frame(table.x) and settings.id in table.x.columns:
-        values = table.x[settings.id].astype(str)
+        values: Any = table.x[settings.id].astype(str)
         if values.duplicated().any():
             twice = values[values.duplicated()].iloc[0]
             raise DataError(f"{table.path}: {settings.id!r} is {twice!r} in more than one row.")

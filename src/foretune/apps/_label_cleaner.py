@@ -2,7 +2,7 @@
 
 import warnings
 from numbers import Integral
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
@@ -181,6 +181,9 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         rows = np.arange(len(training.labels))
         if inputs.encoder is not None:
             rows = training.sample(rows)
+        for member in members.values():
+            if inputs.encoder is not None and isinstance(member.estimator, FORESTS):
+                member.estimator.set_params(oob_score=False)  # nothing is judged any more
         models = [training.trained(member, rows) for member in members.values()]
         return Ensemble(inputs.encoder, [*members.values()], models, len(self.classes_))
 
@@ -261,7 +264,8 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         if self._as_it_is:
             return indexable(X)[0]
         try:
-            return validate_data(self, X, reset=reset, accept_sparse="csr", dtype=np.float32)
+            given = cast(Any, X)
+            return validate_data(self, given, reset=reset, accept_sparse="csr", dtype=np.float32)
         except ValueError as error:
             if "NaN" in str(error):
                 raise ValueError(
