@@ -58,7 +58,7 @@ def first_rule():
     wide = 0.3 * jax.random.normal(jax.random.key(0), (3, 8))
     return {
         "in": wide,
-        "shift": jnp.zeros(8),
+        "shift": 0.1 * wide[0],
         "out": jnp.linalg.pinv(wide) @ jnp.array([0.2, 0.4, 0.4]),
         "log rate": jnp.log(jnp.array(0.02)),
     }
@@ -67,26 +67,21 @@ def first_rule():
 # %% Trainings
 def entropy(params, batch):
     """Return the mean loss of a network with one hidden layer."""
-    x, y = batch
-    logits = jax.nn.relu(x @ params["in"]) @ params["out"]
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
-
-
-def error(state, h, batch):
-    """Return the loss at the end."""
-    return entropy(state.params, batch)
+    logits = jax.nn.relu(batch[0] @ params["in"]) @ params["out"]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
 
 
 def training(optimizer, judges, steps, width):
     """Return a draw of a training with an optimizer, judged by some rows."""
     dynamics = ft.Training(lambda params, h, batch: entropy(params, batch), optimizer)
+    end = lambda state, h, batch: entropy(state.params, batch)  # noqa: E731
 
     def draw(key):
         keys = jax.random.split(key, 3)
         inputs = jax.random.normal(keys[0], (64, width)) / 8
         outputs = jax.random.normal(keys[1], (width, 10)) / width**0.5
         batches = ft.Minibatches(train, jax.random.randint(keys[2], (steps, 32), 0, 1000))
-        return ft.Problem(dynamics, error, {"in": inputs, "out": outputs}, batches, judges)
+        return ft.Problem(dynamics, end, {"in": inputs, "out": outputs}, batches, judges)
 
     return draw
 
@@ -99,23 +94,23 @@ def losses(optimizer, tried, judges, steps, width, count=8):
         keys = jax.random.split(jax.random.key(9), count)
         return jnp.mean(jax.vmap(lambda key: draw(key).response(h)[0])(keys))
 
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *tried)
-    return np.nan_to_num(jax.jit(lambda h: jax.lax.map(one, h))(stacked), nan=np.inf)
+    run = jax.jit(one)
+    return np.nan_to_num([run(h) for h in tried], nan=np.inf)
 
 
 # %% Meta-training
 meta = ft.Mean.of_draws(training(learnt_rule, validation, arguments.steps, 16), 4)
-options = {"key": jax.random.key(1), "steps": arguments.iterations}
 rules = {"start": first_rule()}
 for engine in (ft.Reverse(), ft.Evolution(0.1, samples=16)):
-    result = ft.minimize(meta, first_rule(), engine=engine, optimizer=optax.adam(0.02), **options)
+    options = {"engine": engine, "optimizer": optax.adam(0.02), "steps": arguments.iterations}
+    result = ft.minimize(meta, first_rule(), key=jax.random.key(1), **options)
     rules[type(engine).__name__] = result.hparams
 
 # %% The judges: as long, five times as long, a wider network
-T = arguments.steps
 rates = [{"rate": jnp.array(10.0 ** (-k / 2))} for k in range(10)]
 makers = {"Adam": lambda h: optax.adam(h["rate"]), "SGD": lambda h: optax.sgd(h["rate"], 0.9)}
-for steps, width in ((T, 16), (5 * T, 16), (5 * T, 64)):
+for times, width in ((1, 16), (5, 16), (5, 64)):
+    steps = times * arguments.steps
     learnt = losses(learnt_rule, list(rules.values()), test, steps, width)
     shown = dict(zip(rules, learnt, strict=True))
     for name, make in makers.items():

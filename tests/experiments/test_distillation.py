@@ -31,6 +31,8 @@ DATA = {name: images(count, i) for i, (name, count) in enumerate(
 @pytest.mark.second_tier
 def test_a_run_compares_and_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "split", lambda name, quick: DATA)
+    kinds = {"narrow": distil.perceptron(4), "wide": distil.perceptron(8)}
+    monkeypatch.setattr(experiment, "architectures", lambda width: kinds)
     page = experiment.run(tmp_path / "out", TINY)
     result = json.loads((tmp_path / "out/result.json").read_text())
     lengths, others, _ = result["tables"]
@@ -68,6 +70,12 @@ def test_real_images_are_chosen_by_class():
     distances = [np.sum((z / 255 - mean) ** 2) for z in DATA["train"][0][::10]]
     assert np.sum((one[0] - mean) ** 2) == pytest.approx(min(distances), rel=1e-4)
     assert x.max() <= 1
+
+
+def test_a_network_of_convolutions_learns_from_images():
+    network = distil.convolutional_network(2, layers=2)
+    weights = network.draw(jax.random.key(0))
+    assert network.logits(weights, DATA["train"][0][:3] / np.float32(255)).shape == (3, 10)
 
 
 def test_more_steps_go_on_with_the_last_rates():
