@@ -27,7 +27,7 @@ def start(key: jax.Array) -> Weights:
     sizes = (1, 40, 40, 1)
     keys = jax.random.split(key, 3)
     return [
-        (jax.random.normal(k, (a, b)) * (2 / a) ** 0.5, jnp.zeros(b))
+        (jax.random.normal(k, (a, b)) / a**0.5, jnp.zeros(b))
         for k, a, b in zip(keys, sizes, sizes[1:], strict=False)
     ]
 

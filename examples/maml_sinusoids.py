@@ -39,7 +39,7 @@ def start(key, sizes=(1, 40, 40, 1)):
     """Return random weights."""
     keys = jax.random.split(key, len(sizes) - 1)
     return [
-        {"w": jax.random.normal(k, (a, b)) * (2 / a) ** 0.5, "b": jnp.zeros(b)}
+        {"w": jax.random.normal(k, (a, b)) / a**0.5, "b": jnp.zeros(b)}
         for k, a, b in zip(keys, sizes, sizes[1:], strict=False)
     ]
 
