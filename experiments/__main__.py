@@ -480,7 +480,10 @@ def fewshot(
         int, typer.Option(min=1, max=64, help="Methods that learn at the same time.")
     ] = 1,
     quick: Annotated[
-        bool, typer.Option("--quick", help="5 ways, 1 shot, 100 steps of 4 tasks, a small network.")
+        bool,
+        typer.Option(
+            "--quick", help="5 ways, 1 shot, 30 steps of 4 tasks, a small network, fewer methods."
+        ),
     ] = False,
     out: Out = None,
     debug: Debug = False,

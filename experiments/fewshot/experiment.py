@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     """What a run is asked to do."""
 
     data: str | None = None
+    methods: tuple[str, ...] = LEARNT
     sizes: tuple[tuple[int, int], ...] = ((5, 1), (5, 5), (20, 1), (20, 5))
     inner: tuple[int, ...] = (1, 5, 50, 200)
     seeds: int = 1
@@ -48,8 +49,9 @@ class Settings(NamedTuple):
 
 
 QUICK = Settings(
-    sizes=((5, 1),), inner=(1,), steps=100, tasks=4, widths=(16, 16, 32), test=200, quick=True
-)
+    methods=(MAML, HEAD, PROTOTYPES), sizes=((5, 1),), inner=(), steps=30, tasks=4, widths=(8, 16),
+    test=100, quick=True,
+)  # fmt: skip
 
 
 class Cell(NamedTuple):
@@ -73,14 +75,14 @@ def run(out: str | Path, settings: Settings, processes: int = 1) -> Path:
     title = "Few-shot learning"
     say(f"{title}: letters of other scripts, from a few images of each.")
     paths = files(settings.data)
+    letters = read(*paths)
+    for ways, shots in settings.sizes:
+        check(letters, Size(ways, shots, QUERIES))
     folder = RunFolder(
         out, kind="fewshot", title=title, settings=settings._asdict(), files=list(map(str, paths))
     )
     if folder.result is not None:
         return folder.page()
-    letters = read(*paths)
-    for ways, shots in settings.sizes:
-        check(letters, Size(ways, shots, QUERIES))
     cells = cells_of(settings)
     left = [cell for cell in cells if folder.read(cell.stage) is None]
     if 0 < len(left) < len(cells):
@@ -94,7 +96,8 @@ def run(out: str | Path, settings: Settings, processes: int = 1) -> Path:
     phases.begin("tables, figures and report")
     records = [cell._asdict() | folder.read(cell.stage) for cell in cells]
     folder.write_metrics([{k: v for k, v in r.items() if k != "sha256"} for r in records])
-    folder.write("result.json", describe(folder, settings, letters, records))
+    usual = {method: INNER.get(method, 0) for method in settings.methods}
+    folder.write("result.json", describe(folder, settings, letters, records, usual))
     return folder.page()
 
 
@@ -104,14 +107,14 @@ def cells_of(settings: Settings) -> list[Cell]:
         Cell(method, ways, shots, INNER.get(method, 0), seed)
         for seed in range(settings.seeds)
         for ways, shots in settings.sizes
-        for method in LEARNT
+        for method in settings.methods
     ]
     ways, shots = settings.sizes[0]
     others = [
         Cell(method, ways, shots, inner, 0)
         for inner in settings.inner
         for method in (MAML, HEAD)
-        if inner != INNER[method]
+        if method in settings.methods and inner != INNER[method]
     ]
     cells += [Cell(PRETRAINED, 0, 0, 0, seed) for seed in range(settings.seeds)]
     return sorted(others + cells, key=lambda c: -c.inner * (10 if c.method != HEAD else 1) - c.ways)

@@ -11,21 +11,25 @@ from ..runs import RunFolder
 from .tasks import Letters, Size, sampled
 
 Records = list[dict[str, Any]]
+Cells = dict[tuple[str, int, int, int], Records]  # by method, ways, shots and inner steps
 PROTOTYPES = "prototypical network"
+BY_STEPS = ("MAML", "representation, own head")
 OURS = ("MAML", "MAML from class means", "representation, own head")
 
 
 def describe(
-    folder: RunFolder, settings: Any, letters: Letters, records: Records
+    folder: RunFolder, settings: Any, letters: Letters, records: Records, usual: dict[str, int]
 ) -> dict[str, Any]:
-    """Return the result: headline, tables, figures, and every number behind them."""
-    main = {(r["method"], r["ways"], r["shots"], r["inner"]): [] for r in records}
+    """Return the result: headline, tables, figures, and every number behind them.
+
+    `usual` are the methods of the main table with their inner steps.
+    """
+    cells: Cells = {}
     for r in records:
-        main[r["method"], r["ways"], r["shots"], r["inner"]].append(r)
+        cells.setdefault((r["method"], r["ways"], r["shots"], r["inner"]), []).append(r)
     ways, shots = settings.sizes[0]
-    at_first = {m: rs for (m, w, s, _), rs in main.items() if (w, s) == (ways, shots)}
-    scores = {m: mean_of(rs, m)[0] for m, rs in at_first.items()}
-    best = max((m for m in scores if m in OURS), key=lambda m: scores[m])
+    scores = {m: mean_of(cells[m, ways, shots, inner], m)[0] for m, inner in usual.items()}
+    best = max((m for m in usual if m in OURS), key=lambda m: scores[m])
     return {
         "headline": f"{Size(ways, shots, 0)}: {100 * scores[best]:.1f} % by {best}, "
         f"{100 * scores[PROTOTYPES]:.1f} % by prototypical networks.",
@@ -36,8 +40,8 @@ def describe(
             f"({'-'.join(map(str, settings.widths))}), normalised per image: no image sees another of "
             f"its query. Learnt from {len(letters.train):,} classes, tested on {len(letters.test):,}.",
         ],
-        "tables": [results(settings, main), by_steps(settings, main), rates(records)],
-        "figures": [*draw_steps(folder, settings, main), *pictures(folder, letters, ways, shots)],
+        "tables": [results(settings, cells, usual), by_steps(settings, cells), rates(records)],
+        "figures": [*draw_steps(folder, settings, cells), *pictures(folder, letters, ways, shots)],
         "values": records,
     }
 
@@ -55,12 +59,8 @@ def shown(records: Records, name: str) -> str:
     return f"{100 * mean:.2f} ± {100 * error:.2f}"
 
 
-def results(settings: Any, cells: dict[Any, Records]) -> dict[str, Any]:
+def results(settings: Any, cells: Cells, usual: dict[str, int]) -> dict[str, Any]:
     """Return the table of all methods on all sizes of tasks."""
-    usual = {}  # the inner steps of each method's first size that has a row in every size
-    for method, ways, shots, inner in cells:
-        if (ways, shots) == tuple(settings.sizes[-1]) or len(settings.sizes) == 1:
-            usual.setdefault(method, inner)
     rows = []
     for method, inner in usual.items():
         found = [cells[method, ways, shots, inner] for ways, shots in settings.sizes]
@@ -76,13 +76,13 @@ def results(settings: Any, cells: dict[Any, Records]) -> dict[str, Any]:
     return {"title": "Accuracy in per cent", "note": note, "columns": columns, "rows": rows}
 
 
-def by_steps(settings: Any, cells: dict[Any, Records]) -> dict[str, Any]:
+def by_steps(settings: Any, cells: Cells) -> dict[str, Any]:
     """Return the table of inner steps, in learning as in the test."""
     ways, shots = settings.sizes[0]
     rows = [
         [method, inner, shown(found, method), round(np.mean([r["seconds"] for r in found]))]
         for (method, w, s, inner), found in sorted(cells.items(), key=lambda item: item[0][3])
-        if (w, s) == (ways, shots) and method in ("MAML", "representation, own head")
+        if (w, s) == (ways, shots) and method in BY_STEPS
     ]
     rows.sort(key=lambda row: row[0])
     return {
@@ -106,11 +106,11 @@ def rates(records: Records) -> dict[str, Any]:
     return {"title": "Learnt rates, penalties and scales", "columns": columns, "rows": rows}
 
 
-def draw_steps(folder: RunFolder, settings: Any, cells: dict[Any, Records]) -> list[dict[str, str]]:
+def draw_steps(folder: RunFolder, settings: Any, cells: Cells) -> list[dict[str, str]]:
     """Draw accuracy against the number of inner steps."""
     ways, shots = settings.sizes[0]
     lines = []
-    for method in ("MAML", "representation, own head"):
+    for method in BY_STEPS:
         found = sorted(
             (i, rs) for (m, w, s, i), rs in cells.items() if (m, w, s) == (method, ways, shots)
         )

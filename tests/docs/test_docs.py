@@ -164,6 +164,30 @@ def test_the_label_cleaner_example_beats_training_on_all_labels(capsys):
             lambda alike, tuned: tuned > alike,
         ),
         (
+            "maml_sinusoids",
+            ["--iterations", "150"],
+            r"random +1 step ([\d.]+)[^$]*MAML +1 step ([\d.]+)",
+            lambda random, learnt: learnt < random,
+        ),
+        (
+            "learnt_augmentation",
+            ["--iterations", "10", "--steps", "150", "--trials", "2"],
+            r"none: ([\d.]+) %[^$]*learnt: ([\d.]+) %",
+            lambda none, learnt: learnt > none - 1,
+        ),
+        (
+            "learnt_optimizer",
+            ["--iterations", "20", "--steps", "10"],
+            r"10 steps, 16 wide: start ([\d.]+), Reverse ([\d.]+)",
+            lambda start, learnt: learnt < start,
+        ),
+        (
+            "penalties_implicit",
+            ["--iterations", "20"],
+            r"Implicit +validation ([\d.]+)[^$]*Reverse +validation ([\d.]+)",
+            lambda implicit, exact: abs(implicit - exact) < 0.01,
+        ),
+        (
             "transformer_schedule",
             ["--iterations", "3", "--steps", "20"],
             r"constant rate: ([\d.]+)[^:]*: ([\d.]+)",

@@ -135,9 +135,11 @@ class PairedDescent(Descent):
         pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), hparams, other)
         at_step = self.problem_at(step)
         keys = jax.random.split(jax.random.fold_in(at_step.key, 1), draws)
-        errors = np.array([errors_of(at_step.at(key), pair) for key in keys])
-        differences = errors[:, 0] - errors[:, 1]
-        return float(differences.mean()), float(np.std(differences, ddof=1) / np.sqrt(draws))
+        errors = np.array([errors_of(at_step.at(key), pair) for key in keys], float)
+        with np.errstate(invalid="ignore"):  # NaN, where both are infinite, counts as no gain
+            differences = errors[:, 0] - errors[:, 1]
+            deviation = np.std(differences, ddof=1) / np.sqrt(draws)
+        return float(differences.mean()), float(deviation)
 
     def _compared(self, carry: Paired, step: int, hparams: PyTree) -> Paired:
         """Return the carry after a comparison at a step."""
