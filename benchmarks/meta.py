@@ -7,7 +7,7 @@ distribution and make the same number of steps from the same weights. The errors
 fresh tasks after 1 and 5 inner steps; `--long N` adds a run of N steps by `minimize`.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,8 @@ def by_hand(weights: Weights, keys: jax.Array) -> Weights:
         updates, state = adam.update(jax.grad(mean_error)(weights, key), state)
         return (optax.apply_updates(weights, updates), state), None
 
-    return lax.scan(step, (weights, adam.init(weights)), keys)[0][0]
+    (learnt, _), _ = lax.scan(step, (weights, adam.init(weights)), keys)
+    return cast(Weights, learnt)
 
 
 def errors(weights: Weights) -> list[float]:

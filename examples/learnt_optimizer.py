@@ -38,9 +38,9 @@ def learnt_rule(h):
     def init(params):
         return jax.tree.map(jnp.zeros_like, (params, params))
 
-    def update(gradients, means, params=None):
-        fast = jax.tree.map(lambda m, g: 0.5 * m + 0.5 * g, means[0], gradients)
-        slow = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, means[1], gradients)
+    def update(updates, state, params=None):
+        fast = jax.tree.map(lambda m, g: 0.5 * m + 0.5 * g, state[0], updates)
+        slow = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state[1], updates)
 
         def step(*seen):
             inputs = jnp.stack(seen, -1)
@@ -48,7 +48,7 @@ def learnt_rule(h):
             hidden = jnp.tanh(inputs @ h["in"] + h["shift"])
             return -jnp.exp(h["log rate"]) * (hidden @ h["out"])
 
-        return jax.tree.map(step, gradients, fast, slow), (fast, slow)
+        return jax.tree.map(step, updates, fast, slow), (fast, slow)
 
     return optax.GradientTransformation(init, update)
 

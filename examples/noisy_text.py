@@ -13,6 +13,7 @@ import importlib
 import inspect
 import itertools
 import re
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +57,8 @@ def load() -> tuple[np.ndarray, np.ndarray]:
     chosen = [[t[i] for i in rng.permutation(len(t))[:each]] for t in texts]
     labels = np.repeat(np.arange(len(PACKAGES)), [len(c) for c in chosen])
     words = TfidfVectorizer(max_features=1000, sublinear_tf=True, stop_words="english")
-    x = words.fit_transform(itertools.chain(*chosen)).toarray().astype(np.float32)
+    counts: Any = words.fit_transform(itertools.chain(*chosen))
+    x = counts.toarray().astype(np.float32)
     order = rng.permutation(len(labels))
     return x[order], labels[order].astype(np.int32)
 

@@ -499,16 +499,14 @@ def fewshot(
     with plain_errors(debug, out):
         from .fewshot import experiment
 
-        pairs = None if sizes is None else [_numbers(s, "x", "5x1") for s in sizes.split(",")]
-        if pairs is not None and any(len(pair) != 2 for pair in pairs):
-            raise typer.BadParameter(f"--sizes {sizes[:80]!r}: give 5x1,20x5 say.")
+        pairs = _pairs("--sizes", sizes, "5x1,20x5")
         given = {
             "seeds": seeds,
             "steps": steps,
             "tasks": tasks,
             "test": test,
-            "sizes": None if pairs is None else tuple(pairs),
-            "inner": None if inner is None else tuple(_numbers(inner, ",", "1,5,50")),
+            "sizes": pairs,
+            "inner": _numbers(inner, ",", "1,5,50"),
         }
         asked = {name: value for name, value in given.items() if value is not None}
         usual = experiment.QUICK if quick else experiment.Settings()
@@ -552,12 +550,9 @@ def distillation(
 
         if data != "mnist":
             raise typer.BadParameter(f"--data {data[:40]}: give mnist.")
-        pairs = None if stages is None else [_numbers(s, "x", "10x3000") for s in stages.split(",")]
-        if pairs is not None and any(pair is None or len(pair) != 2 or 0 in pair for pair in pairs):
-            raise typer.BadParameter(f"--stages {stages[:80]!r}: give 10x3000,50x2500 say.")
         given = {
             "each": _numbers(each, ",", "1,10"),
-            "stages": None if pairs is None else tuple(pairs),
+            "stages": _pairs("--stages", stages, "10x3000,50x2500"),
             "width": width,
             "draws": draws,
             "seeds": seeds,
@@ -565,6 +560,15 @@ def distillation(
         asked = {name: value for name, value in given.items() if value is not None}
         usual = experiment.QUICK if quick else experiment.Settings()
         show_result(experiment.run(out, usual._replace(**asked)))
+
+
+def _pairs(option: str, text: str | None, example: str) -> tuple[tuple[int, ...], ...] | None:
+    if text is None:
+        return None
+    pairs = tuple(_numbers(part, "x", example) or () for part in text.split(","))
+    if any(len(pair) != 2 or 0 in pair for pair in pairs):
+        raise typer.BadParameter(f"{option} {text[:80]!r}: give {example} say.")
+    return pairs
 
 
 def _numbers(text: str | None, separator: str, example: str) -> tuple[int, ...] | None:

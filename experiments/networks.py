@@ -79,7 +79,7 @@ def pooled(
         x = jax.nn.relu(norm(convolution(layer["w"], x)) * layer["gain"] + layer["shift"])
         n, h, v, c = x.shape
         x = x[:, : h // 2 * 2, : v // 2 * 2].reshape(n, h // 2, 2, v // 2, 2, c).mean((2, 4))
-    return x.reshape(n, -1)
+    return x.reshape(len(x), -1)
 
 
 def cross_entropy(logits: Float[Array, "n k"], targets: Array) -> Float[Array, ""]:

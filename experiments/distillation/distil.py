@@ -9,7 +9,7 @@ each from where the one before ended; the last rates are then repeated.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -181,8 +181,11 @@ def best_rate(
     return tried[int(np.argmax(scores))]
 
 
-def chosen(images: np.ndarray, labels: np.ndarray, each: int, kind: str, seed: int) -> Any:
+def chosen(
+    data: tuple[np.ndarray, np.ndarray], each: int, kind: str, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return real images, `each` of a class: at random, or those nearest to the class's mean."""
+    images, labels = data
     rng = np.random.default_rng(seed)
     rows = []
     for c in range(CLASSES):

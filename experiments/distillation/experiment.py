@@ -115,7 +115,7 @@ def learnt(
     kinds = architectures(settings.width)
     network = next(iter(kinds.values()))
     key, judge_key = jax.random.split(jax.random.key(seed))
-    images, labels = chosen(*data["train"], each, RANDOM, seed)
+    images, labels = chosen(data["train"], each, RANDOM, seed)
     hparams: Any = start(images, labels, settings.stages[0][0], INNER_RATE)
     found: dict[str, Any] = {
         "each": each,
@@ -159,7 +159,8 @@ def compared(
     steps, few = len(hparams["log"]), max(2, settings.judges // 4)
     sets = {"learnt": hparams}
     for kind in (RANDOM, NEAREST):
-        real = start(*chosen(*data["train"], each, kind, 100), steps, 0.1)
+        images, labels = chosen(data["train"], each, kind, 100)
+        real = start(images, labels, steps, 0.1)
         sets[kind] = real | {"labels": 5 * real["labels"]}  # hard ones
     found: dict[str, dict[str, list[float]]] = {}
     for name, network in list(kinds.items())[: 2 if settings.quick else None]:

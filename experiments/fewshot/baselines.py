@@ -1,7 +1,7 @@
 """What few-shot methods are compared with: nothing in them is bilevel."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +122,6 @@ def by_own_head(size: Size) -> Accuracy:
 
         head = {"w": jnp.zeros((x.shape[1], size.ways)), "b": jnp.zeros(size.ways)}
         (head, _), _ = lax.scan(step, (head, optimizer.init(head)), length=HEAD_STEPS)
-        return share_right(linear(head, strided(layers, query[0])), query[1])
+        return share_right(linear(cast(Any, head), strided(layers, query[0])), query[1])
 
     return accuracy

@@ -57,7 +57,7 @@ def read(background: Path, test: Path, seed: int = 0) -> Letters:
     names = np.unique(scripts)
     held = np.random.default_rng(seed).permutation(names)[: min(VALIDATION, len(names) // 2)]
     out = np.isin(scripts, held)
-    return Letters(x[~out], x[out], images(test))
+    return Letters(*map(jnp.asarray, (x[~out], x[out], images(test))))
 
 
 def images(path: Path) -> np.ndarray:

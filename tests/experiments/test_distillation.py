@@ -50,7 +50,7 @@ def test_a_run_compares_and_continues(tmp_path, monkeypatch):
 @pytest.mark.second_tier
 def test_images_are_learnt_that_teach_a_network():
     network = distil.perceptron(16)
-    x, y = distil.chosen(*DATA["train"], 1, experiment.RANDOM, 0)
+    x, y = distil.chosen(DATA["train"], 1, experiment.RANDOM, 0)
     hparams = distil.start(x, y, 5, 0.01)
     stage = distil.Stage(5, 40)
     learnt, errors = distil.distilled(
@@ -63,9 +63,9 @@ def test_images_are_learnt_that_teach_a_network():
 
 
 def test_real_images_are_chosen_by_class():
-    x, y = distil.chosen(*DATA["train"], 2, experiment.NEAREST, 0)
+    x, y = distil.chosen(DATA["train"], 2, experiment.NEAREST, 0)
     assert y.tolist() == [c for c in range(10) for _ in range(2)]
-    one, _ = distil.chosen(*DATA["train"], 1, experiment.NEAREST, 0)
+    one, _ = distil.chosen(DATA["train"], 1, experiment.NEAREST, 0)
     mean = np.mean(DATA["train"][0][::10], 0) / 255
     distances = [np.sum((z / 255 - mean) ** 2) for z in DATA["train"][0][::10]]
     assert np.sum((one[0] - mean) ** 2) == pytest.approx(min(distances), rel=1e-4)
@@ -79,7 +79,7 @@ def test_a_network_of_convolutions_learns_from_images():
 
 
 def test_more_steps_go_on_with_the_last_rates():
-    hparams = distil.start(*distil.chosen(*DATA["train"], 1, experiment.RANDOM, 0), 3, 0.1)
+    hparams = distil.start(*distil.chosen(DATA["train"], 1, experiment.RANDOM, 0), 3, 0.1)
     longer = distil.longer(hparams, 5)
     np.testing.assert_allclose(np.exp(longer["log"]), 0.1, rtol=1e-5)
     assert len(longer["log"]) == 5
