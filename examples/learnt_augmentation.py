@@ -65,7 +65,7 @@ def loss(params, strengths, batch):
     return entropy(params, (x, train[1][rows]))
 
 
-training = ft.Training(loss, optax.sgd(0.2, 0.9))
+training = ft.Training(loss, optax.sgd(0.05, 0.9))
 
 
 def draw(key):

@@ -71,8 +71,8 @@ def entropy(params, batch):
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
 
 
-def training(optimizer, judges, steps, width):
-    """Return a draw of a training with an optimizer, judged by some rows."""
+def training(optimizer, steps, width):
+    """Return a draw of a training with an optimizer, judged by the validation set."""
     dynamics = ft.Training(lambda params, h, batch: entropy(params, batch), optimizer)
     end = lambda state, h, batch: entropy(state.params, batch)  # noqa: E731
 
@@ -81,25 +81,25 @@ def training(optimizer, judges, steps, width):
         inputs = jax.random.normal(keys[0], (64, width)) / 8
         outputs = jax.random.normal(keys[1], (width, 10)) / width**0.5
         batches = ft.Minibatches(train, jax.random.randint(keys[2], (steps, 32), 0, 1000))
-        return ft.Problem(dynamics, end, {"in": inputs, "out": outputs}, batches, judges)
+        return ft.Problem(dynamics, end, {"in": inputs, "out": outputs}, batches, validation)
 
     return draw
 
 
-def losses(optimizer, tried, judges, steps, width, count=8):
-    """Return the mean loss of trainings from fresh weights for each of the hyperparameters tried."""
-    draw = training(optimizer, judges, steps, width)
+def losses(optimizer, tried, steps, width):
+    """Return mean losses of trainings from fresh weights, of validation and test, of each tried."""
+    draw = training(optimizer, steps, width)
 
-    def one(h):
-        keys = jax.random.split(jax.random.key(9), count)
-        return jnp.mean(jax.vmap(lambda key: draw(key).response(h)[0])(keys))
+    def one(h, key):
+        value, state = draw(key).response(h)
+        return jnp.stack([value, entropy(state.params, test)])
 
-    run = jax.jit(one)
-    return np.nan_to_num([run(h) for h in tried], nan=np.inf)
+    run, keys = jax.jit(jax.vmap(one, (None, 0))), jax.random.split(jax.random.key(9), 8)
+    return np.nan_to_num([run(h, keys).mean(0) for h in tried], nan=np.inf).T
 
 
 # %% Meta-training
-meta = ft.Mean.of_draws(training(learnt_rule, validation, arguments.steps, 16), 4)
+meta = ft.Mean.of_draws(training(learnt_rule, arguments.steps, 16), 4)
 rules = {"start": first_rule()}
 for engine in (ft.Reverse(), ft.Evolution(0.1, samples=16)):
     options = {"engine": engine, "optimizer": optax.adam(0.02), "steps": arguments.iterations}
@@ -111,10 +111,10 @@ rates = [{"rate": jnp.array(10.0 ** (-k / 2))} for k in range(10)]
 makers = {"Adam": lambda h: optax.adam(h["rate"]), "SGD": lambda h: optax.sgd(h["rate"], 0.9)}
 for times, width in ((1, 16), (5, 16), (5, 64)):
     steps = times * arguments.steps
-    learnt = losses(learnt_rule, list(rules.values()), test, steps, width)
+    learnt = losses(learnt_rule, list(rules.values()), steps, width)[1]
     shown = dict(zip(rules, learnt, strict=True))
     for name, make in makers.items():
-        best = np.argmin(losses(make, rates, validation, steps, width))
-        (shown[name],) = losses(make, rates[best : best + 1], test, steps, width)
+        on_validation, on_test = losses(make, rates, steps, width)
+        shown[name] = on_test[np.argmin(on_validation)]
     print(f"test loss after {steps} steps, {width} wide: ", end="")
     print(", ".join(f"{name} {loss:.3f}" for name, loss in shown.items()))

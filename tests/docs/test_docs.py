@@ -172,13 +172,13 @@ def test_the_label_cleaner_example_beats_training_on_all_labels(capsys):
         (
             "learnt_augmentation",
             ["--iterations", "10", "--steps", "150", "--trials", "2"],
-            r"none: ([\d.]+) %[^$]*learnt: ([\d.]+) %",
-            lambda none, learnt: learnt > none - 1,
+            r"random: ([\d.]+) %[^$]*learnt: ([\d.]+) %",
+            lambda random, learnt: learnt > random,
         ),
         (
             "learnt_optimizer",
-            ["--iterations", "20", "--steps", "10"],
-            r"10 steps, 16 wide: start ([\d.]+), Reverse ([\d.]+)",
+            ["--iterations", "10", "--steps", "5"],
+            r"after 5 steps, 16 wide: start ([\d.]+), Reverse ([\d.]+)",
             lambda start, learnt: learnt < start,
         ),
         (
