@@ -170,12 +170,6 @@ def test_the_label_cleaner_example_beats_training_on_all_labels(capsys):
             lambda random, learnt: learnt < random,
         ),
         (
-            "learnt_augmentation",
-            ["--iterations", "10", "--steps", "150", "--trials", "2"],
-            r"random: ([\d.]+) %[^$]*learnt: ([\d.]+) %",
-            lambda random, learnt: learnt > random,
-        ),
-        (
             "learnt_optimizer",
             ["--iterations", "10", "--steps", "5"],
             r"after 5 steps, 16 wide: start ([\d.]+), Reverse ([\d.]+)",
