@@ -56,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Turn links to scripts, which are not in the site, into links to their notebooks."""
-    return re.sub(r"\(\.\./examples/(\w+)\.py\)", r"(notebooks/\1.ipynb)", markdown)
+    return re.sub(r"\(((?:\.\./)*)\.\./examples/(\w+)\.py\)", r"(\1notebooks/\2.ipynb)", markdown)
 
 
 if __name__ == "__main__":

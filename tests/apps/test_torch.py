@@ -421,10 +421,10 @@ def test_a_missing_extra_is_named(monkeypatch):
 
 
 def test_the_guide_runs():
-    blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs/torch.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs/guides/torch.md").read_text(), re.DOTALL)
     namespace = {}
     for block in blocks:
-        exec(compile(block, "docs/torch.md", "exec"), namespace)
+        exec(compile(block, "docs/guides/torch.md", "exec"), namespace)
     assert len(blocks) > 1
 
 

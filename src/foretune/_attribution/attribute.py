@@ -196,6 +196,6 @@ def _warn_of_size(found: Attribution) -> None:
     if moved > BEYOND * size > 0:
         warn(
             f"without a random tenth of the examples errors of {size:.2g} would move by {moved:.2g}: "
-            "the training is chaotic, and the scores say nothing. docs/trust.md has what helps.",
+            "the training is chaotic, and the scores say nothing. docs/guides/trust.md has what helps.",
             RuntimeWarning,
         )
