@@ -182,31 +182,46 @@ def _equation(problem: Problem, system: System, hparams: PyTree, s: PyTree) -> E
     """Return the equation of a minimum, or of a fixed point where the dynamics has no gradient."""
     batch, dynamics = problem.batches.whole(), problem.dynamics
 
-    def floats(tree):
-        return eqx.filter(tree, eqx.is_inexact_array)
+    def floats(s):
+        return eqx.filter(s, eqx.is_inexact_array)
 
-    def like(x, tree):  # without the arrays that no step changes
-        return eqx.filter(tree, jax.tree.map(eqx.is_array, x, is_leaf=lambda leaf: leaf is None))
-
-    def with_weights(weights):
-        return s._replace(params=eqx.combine(weights, s.params))
-
-    def gradient(weights, hparams):
-        state = system.restore(with_weights(weights))
-        return like(weights, dynamics.gradient(state, hparams, batch))
-
-    def with_floats(x):
+    def put(x):
         return eqx.combine(x, s)
 
     def change(x, hparams):
-        after = dynamics.step(system.restore(with_floats(x)), hparams, batch)
-        return optax.tree.sub(x, like(x, after))
+        after = dynamics.step(system.restore(put(x)), hparams, batch)
+        return optax.tree.sub(x, floats(after))
+
+    def weights(s):
+        return eqx.filter(s.params, trained)
+
+    def put_weights(weights):
+        return s._replace(params=eqx.combine(weights, s.params))
+
+    def gradient(weights, hparams):
+        state = system.restore(put_weights(weights))
+        return eqx.filter(dynamics.gradient(state, hparams, batch), trained)
 
     try:
         eqx.filter_eval_shape(dynamics.gradient, system.restore(s), hparams, batch)
     except NotImplementedError:
-        return Equation(change, floats, with_floats, is_minimum=False)
-    return Equation(gradient, lambda s: floats(s.params), with_weights, is_minimum=True)
+        return Equation(change, floats, put, is_minimum=False)
+    trained = _trained(system, hparams, s)
+    return Equation(gradient, weights, put_weights, is_minimum=True)
+
+
+def _trained(system: System, hparams: PyTree, s: PyTree) -> PyTree[bool]:
+    """Return which arrays of `s.params` are trained: a step makes them of more than themselves."""
+    x = jax.tree.map(lambda leaf: leaf[0], system.xs)
+    jaxpr = jax.make_jaxpr(system.step)(s, hparams, x).jaxpr
+    n = len(jaxpr.outvars)
+
+    def moves(i):
+        _, used = partial_eval.dce_jaxpr(jaxpr, [k == i for k in range(n)])
+        return any(used[:i] + used[i + 1 :])
+
+    moving = jax.tree.unflatten(jax.tree.structure(s), map(moves, range(n)))
+    return jax.tree.map(lambda leaf, moves: moves and eqx.is_inexact_array(leaf), s, moving).params
 
 
 def _check_influence(
