@@ -100,7 +100,7 @@ def test_a_rate_for_each_unit_and_any_precision():
         ({"x": jnp.arange(2)}, TypeError, r"x must be floating-point, got int32\[2\]"),
         ({"key": 0}, TypeError, "key of dropout must be one random key"),
         ({"key": KEYS[:2]}, TypeError, "key of dropout must be one random key"),
-        ({"inference": 1}, TypeError, "inference is the int 1: give True or False"),
+        ({"inference": 1}, TypeError, "inference=1: give True or False"),
     ],
 )
 def test_what_is_refused(arguments, error, pattern):

@@ -10,7 +10,6 @@ import pytest
 from jaxtyping import PyTree
 
 import foretune as ft
-from foretune._engines.base import check_not_problem
 from foretune._problem.checks import check_count, check_objective
 from foretune._problem.draws import as_problem
 
@@ -305,11 +304,8 @@ def test_training_says_what_it_cannot_train():
         (lambda: regression(dynamics=Grows), "give an instance, `Grows"),
         (lambda: regression(batches=[(np.ones(2), np.ones(2))] * 3), "a list of 3 batches. Stack"),
         (lambda: regression(batches=None), r"FullBatch\(None, steps=T\)"),
-        # These two are called directly: the tests' own type checker would catch them first.
-        (
-            lambda: check_not_problem("Forward", regression()[0]),
-            r"the problem goes to the engine, not to its class",
-        ),
+        (lambda: ft.Forward(regression()[0]), r"goes to the engine, not to its class: `Forward\("),
+        # It is called directly: the tests' own type checker would catch it first.
         (lambda: as_problem(regression()[1]), "first argument must be a `foretune.Problem`"),
     ],
 )

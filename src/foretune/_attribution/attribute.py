@@ -55,8 +55,7 @@ def attribute(
 
     Each training example has a weight in the mean loss of its minibatches, (1/B) sum_i w_i l_i, which
     is 1. Where a score is negative, the example helps; to leave a few out changes the error by about
-    minus their scores. The derivative goes through every step of the training as it was. It costs one
-    training, and for each query about as much as a hypergradient.
+    minus their scores. It costs one training, and for each query about as much as a hypergradient.
 
     Args:
         problem: the problem; its dynamics is `Training`, its batches `Minibatches` or `FullBatch`. Or a
@@ -68,9 +67,9 @@ def attribute(
         key: of the draw.
         weights: the name of the hyperparameter that holds the weights of the examples, a vector; any
             dynamics will do then. Where `hparams` has none of that name, they are added to the loss.
-        losses: called as the loss is, it returns the array of B losses that the loss is the mean of,
-            but for a penalty on the parameters (with `has_state`, the pair of them and the model
-            state). By default the loss of each example as a batch of one.
+        losses: called as the loss is, it returns the array of B losses whose mean, but for a penalty on
+            the parameters, is the loss (with `has_state`, the pair of them and the model state). By
+            default the loss of each example as a batch of one.
         groups: the group of each training example, 0, 1, ...: one weight, and one score, per group.
         share: the weight of all examples at which the derivatives are taken. 0.5 predicts trainings on
             half of the data better than 1 does.
@@ -95,7 +94,12 @@ def attribute(
     >>> found.bottom(1)  # the most harmful
     array([[2]])
     """
-    reverse = _as_reverse(engine)
+    reverse = Reverse() if engine is None else engine
+    if not isinstance(reverse, Reverse) or reverse.store in ("everything", "gradients"):
+        raise ValueError(
+            f"attribute(engine={engine!r:.60}): errors go back through one training in chunks. Give "
+            '`foretune.Reverse()`, or where memory is short `Reverse(store="segments")`.'
+        )
     if chunk is not None:
         check_count(chunk, f"attribute(chunk={chunk!r:.60})")
     if not isinstance(share, int | float | np.floating) or not 0 < share <= 1:
@@ -140,21 +144,8 @@ def one_training(problem: ProblemLike, key: Array | None, hparams: PyTree) -> Pr
     if isinstance(one, Mean):
         raise TypeError("attribute explains one training, but the problem is a `Mean` of several.")
     if one.trajectory:
-        raise ValueError(
-            "attribute explains errors at the end, but the problem averages its error over all steps."
-        )
+        raise ValueError("attribute explains errors at the end; the problem averages its error.")
     return one
-
-
-def _as_reverse(engine: AbstractEngine | None) -> Reverse:
-    """Return the engine, or raise unless it stores a training for all errors."""
-    engine = Reverse() if engine is None else engine
-    if not isinstance(engine, Reverse) or engine.store in ("everything", "gradients"):
-        raise ValueError(
-            f"attribute(engine={engine!r:.60}): errors go back through one training in chunks. Give "
-            '`foretune.Reverse()`, or where memory is short `Reverse(store="segments")`.'
-        )
-    return engine
 
 
 def _fingerprint(problem: Problem, weights: PyTree, queries: Queries) -> dict[str, object]:

@@ -25,28 +25,21 @@ class Chunks:
         self, scores: Float[np.ndarray, "K n"], errors: Float[np.ndarray, " K"]
     ) -> Int[np.ndarray, " missing"]:
         """Fill in what is there, and return the numbers of the queries that are missing."""
-        done = np.zeros(len(errors), bool)
+        done, own = np.zeros(len(errors), bool), self._fingerprint
         for path in sorted(self.folder.glob("queries_*.npz")) if self.folder else ():
             try:
                 header, found = load_arrays(path)
-                self._check_same(header)
+                names = sorted({*own, *header})
+                if differs := [name for name in names if own.get(name) != header.get(name)]:
+                    what = f"another attribution; what differs: {', '.join(differs)}"
+                    raise RunError(f"{self.folder} holds {what}.")
                 rows = found["queries"]
                 scores[rows], errors[rows] = found["scores"], found["errors"]
                 done[rows] = True
             except (Damaged, KeyError, IndexError) as error:
-                warn(
-                    f"{path} cannot be read ({error!s:.100}) and is kept as "
-                    f"{set_aside(path).name}; its queries are computed again."
-                )
+                aside = f"is kept as {set_aside(path).name}; its queries are computed again"
+                warn(f"{path} cannot be read ({error!s:.100}) and {aside}.")
         return np.flatnonzero(~done)
-
-    def _check_same(self, theirs: dict[str, object]) -> None:
-        names = sorted({*self._fingerprint, *theirs})
-        differs = [name for name in names if self._fingerprint.get(name) != theirs.get(name)]
-        if differs:
-            raise RunError(
-                f"{self.folder} holds another attribution; what differs: {', '.join(differs)}."
-            )
 
     def write(self, rows: np.ndarray, scores: np.ndarray, errors: np.ndarray) -> None:
         """Write a chunk."""

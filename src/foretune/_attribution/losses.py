@@ -82,10 +82,8 @@ class WeightedLoss(eqx.Module):
             result = self.loss(params, hparams, row, *state, **key)
             return result[0] if self.has_state else result
 
-        if not self.has_state:
-            return jax.vmap(one)(batch), None
-        _, model_state = self.loss(params, hparams, batch, *state, **key)
-        return jax.vmap(one)(batch), model_state
+        whole = self.loss(params, hparams, batch, *state, **key) if self.has_state else (None, None)
+        return jax.vmap(one)(batch), whole[1]
 
 
 def with_weights(

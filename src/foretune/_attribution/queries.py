@@ -28,33 +28,41 @@ class Queries(eqx.Module):
 
     objectives: tuple[Objective, ...]
     validation: PyTree
-    stacked: bool = eqx.field(static=True)
-    """Whether `validation` has a leading axis of K, for the only objective."""
+    stacked: bool = eqx.field(static=True)  # `validation` has an axis of K, for the only objective
+    fixed: Callable[[PyTree], PyTree] | None = None  # weights -> the objectives' hyperparameters
 
     @property
     def count(self) -> int:
         """K."""
         return len(jax.tree.leaves(self.validation)[0]) if self.stacked else len(self.objectives)
 
+    def at(self, weights: PyTree) -> PyTree:
+        """Return the hyperparameters of the objectives."""
+        return weights if self.fixed is None else self.fixed(weights)
+
     def each(self, f: Callable[[Objective, PyTree], T]) -> T:
         """Return f of each query's objective and validation data, stacked."""
         if self.stacked:
             (objective,) = self.objectives
-            return jax.vmap(
-                lambda example: f(objective, jax.tree.map(lambda leaf: leaf[None], example))
-            )(self.validation)
+            of_one = lambda x: f(objective, jax.tree.map(lambda leaf: leaf[None], x))  # noqa: E731
+            return jax.vmap(of_one)(self.validation)
         rows = [f(objective, self.validation) for objective in self.objectives]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
     def chosen(self, rows: np.ndarray) -> "Queries":
         """Return some of them."""
-        if not self.stacked:
-            return Queries(tuple(self.objectives[k] for k in rows), self.validation, False)
-        examples = jax.tree.map(lambda leaf: leaf[rows], self.validation)
-        return Queries(self.objectives, examples, True)
+        if self.stacked:
+            return self.of(jax.tree.map(lambda leaf: leaf[rows], self.validation))
+        objectives = tuple(self.objectives[k] for k in rows)
+        return Queries(objectives, self.validation, False, self.fixed)
+
+    def of(self, validation: PyTree) -> "Queries":
+        """Return the same objectives on other validation data."""
+        return Queries(self.objectives, validation, self.stacked, self.fixed)
 
     def mean(self, state: PyTree, hparams: PyTree, validation: PyTree) -> Float[Array, ""]:
         """Return the mean error: an objective, whatever the validation data."""
+        hparams = self.at(hparams)
         return jnp.mean(self.each(lambda objective, data: objective(state, hparams, data)))
 
 

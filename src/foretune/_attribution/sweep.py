@@ -11,6 +11,7 @@ numbers for each error, which are added in their places among all n.
 
 import functools
 import math
+import operator
 from collections.abc import Iterator
 
 import equinox as eqx
@@ -64,7 +65,7 @@ def _pull(
     alpha_0, g = engine.schedule.backward(system, weights, stored, adjoint)
     _, pull_initial = eqx.filter_vjp(system.initial, weights)
     (g_initial,) = pull_rows(pull_initial, alpha_0)
-    (scores,) = jax.tree.leaves(jax.tree.map(lambda a, b: a + b, g, g_initial))
+    (scores,) = jax.tree.leaves(jax.tree.map(operator.add, g, g_initial))
     return scores
 
 
@@ -82,9 +83,10 @@ def ends(
     system = make_system(problem, weights)
 
     def end(objective, validation):
-        E, pull = eqx.filter_vjp(
-            lambda s, w: objective(system.restore(s), w, validation), s_T, weights
-        )
+        def error(s, w):
+            return objective(system.restore(s), queries.at(w), validation)
+
+        E, pull = eqx.filter_vjp(error, s_T, weights)
         return E, Adjoint(*pull(jnp.ones_like(E)))
 
     return queries.each(end)
@@ -161,7 +163,7 @@ def sweep(
         filled = np.append(rows, np.repeat(rows[-1], c - len(rows)))  # for one program
         asked = queries.chosen(filled)
         if asked.stacked:
-            asked = Queries(asked.objectives, placed(asked.validation, mesh), True)
+            asked = asked.of(placed(asked.validation, mesh))
         E, adjoint = ends(problem, weights, s_T, asked)
         found = backward(engine, structure, arrays, stored, placed(adjoint, mesh))
         yield rows, np.asarray(E)[: len(rows)], np.asarray(found)[: len(rows)]

@@ -19,13 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._problem.batches import Batches, FullBatch, Minibatches
-from .._problem.checks import (
-    check_hparams,
-    check_leading_axis,
-    describe,
-    named_leaves,
-)
-from .._problem.definition import Objective
+from .._problem.checks import check_hparams, check_leading_axis, describe, named_leaves
 from .._problem.dynamics import Wrapper
 from .._problem.problem import Problem
 from .._problem.training import Training
@@ -48,12 +42,10 @@ class Numbered(Batches):
 
     @property
     def xs(self) -> PyTree:
-        """What the training loop scans over."""
         return self.batches.xs
 
     @property
     def steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """T, the number of steps."""
         return self.batches.steps
 
     def numbers(self, x: PyTree) -> Int[Array, " b"]:
@@ -63,58 +55,42 @@ class Numbered(Batches):
         return x if self.groups is None else self.groups[x]
 
     def batch(self, x: PyTree) -> tuple[PyTree, Int[Array, " b"]]:
-        """Return the minibatch of one entry of `xs`, and its numbers."""
         return self.batches.batch(x), self.numbers(x)
 
 
-class FixedHparams(eqx.Module):
+class Fixed(eqx.Module):
     """The user's hyperparameters as a function of the weights: all others are fixed."""
 
     hparams: PyTree
-    own: str | None = eqx.field(static=True)
-    """The name of the weights among them; None where they are not."""
+    own: str | None = eqx.field(static=True)  # the weights' name among them, where they are
 
     def __call__(self, weights: PyTree) -> PyTree:
         return self.hparams if self.own is None else {**self.hparams, self.own: weights[self.own]}
 
 
-class FixedObjective(eqx.Module):
-    """An objective as a function of the weights."""
-
-    objective: Objective
-    hparams: FixedHparams
-
-    def __call__(self, state: PyTree, weights: PyTree, validation: PyTree) -> Float[Array, ""]:
-        return self.objective(state, self.hparams(weights), validation)
-
-
-class FixedDynamics(Wrapper):
+class OfWeights(Wrapper):
     """A dynamics as a function of the weights, which are among its own hyperparameters."""
 
-    hparams: FixedHparams
+    hparams: Fixed
+    # the initial parameters as a function of the hyperparameters, where they are one
     begin: Callable[[PyTree], PyTree] | None = eqx.field(static=True)
-    """The initial parameters as a function of the hyperparameters, where they are one."""
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
-        """Return s_0."""
         hparams = self.hparams(hparams)
         return self.dynamics.init(self.begin(hparams) if self.begin else params, hparams)
 
     def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
-        """Return s_t."""
         return self.dynamics.step(state, self.hparams(hparams), batch)
 
 
-class Weighted(FixedDynamics):
+class Weighted(OfWeights):
     """Training with weights that are added to its loss."""
 
     losses: Losses | None  # None: the loss of batches of one
-    more: bool = eqx.field(static=True)
-    """Whether the loss is more than the mean of the losses."""
+    more: bool = eqx.field(static=True)  # whether the loss is more than the mean of the losses
     name: str = eqx.field(static=True)
 
     def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
-        """Return s_t."""
         batch, numbers = batch
         weights = hparams[self.name]
         weights = weights.weights if isinstance(weights, Seen) else weights[numbers]
@@ -142,10 +118,19 @@ def weighted_problem(
     begin = problem.init if problem.starts_from_function else None
     batches = problem.batches
     if own:
-        added = share != 1 or losses is not None or groups is not None
-        weights = _own_weights(hparams, name, added)
-        fixed = FixedHparams({k: leaf for k, leaf in hparams.items() if k != name}, name)
-        dynamics = FixedDynamics(problem.dynamics, fixed, begin)
+        weights = hparams[name]
+        if not eqx.is_array(weights) or weights.ndim != 1:
+            raise ValueError(
+                f"hparams[{name!r}] is {describe(weights)}, but weights of examples are a vector. Name "
+                'them otherwise, `weights="example"` say.'
+            )
+        if share != 1 or losses is not None or groups is not None:
+            raise ValueError(
+                "attribute's `losses`, `groups` and `share` are for weights that are added to the "
+                f"loss; hparams[{name!r}] holds weights already."
+            )
+        fixed = Fixed({k: leaf for k, leaf in hparams.items() if k != name}, name)
+        dynamics = OfWeights(problem.dynamics, fixed, begin)
     else:
         training = problem.dynamics
         if not isinstance(training, Training):
@@ -154,16 +139,20 @@ def weighted_problem(
                 f"`foretune.Training` alone. Make them a hyperparameter, hparams[{name!r}], a vector."
             )
         n = examples_of(batches)
-        _warn_of_weights(hparams, name, n)
+        for path, leaf in named_leaves(hparams, "hparams").items():
+            if getattr(leaf, "shape", None) == (n,):
+                warn(
+                    f"{path} has an entry for each of the {n} training examples. If these are their "
+                    f"weights, name them, `weights=...`; weights {name!r} of 1 are added."
+                )
         numbers = as_groups(groups, n)
-        fixed = FixedHparams(hparams, None)
+        fixed = Fixed(hparams, None)
         more, dtype = check_losses(problem, training, hparams, losses)
         dynamics = Weighted(training, fixed, begin, losses, more, name)
         count = n if numbers is None else int(numbers.max()) + 1
         weights = jnp.full(count, share, np.promote_types(dtype, np.float32))
         batches = Numbered(batches, numbers)  # pyright: ignore[reportCallIssue]
-    objectives = tuple(FixedObjective(objective, fixed) for objective in queries.objectives)
-    asked = Queries(objectives, queries.validation, queries.stacked)
+    asked = Queries(queries.objectives, queries.validation, queries.stacked, fixed)
     wanted = problem.replace(
         dynamics=dynamics,
         objective=asked.chosen(np.array([0])).mean,
@@ -171,30 +160,6 @@ def weighted_problem(
         batches=batches,
     )
     return wanted, {name: weights}, asked
-
-
-def _warn_of_weights(hparams: PyTree, name: str, n: int) -> None:
-    for path, leaf in named_leaves(hparams, "hparams").items():
-        if getattr(leaf, "shape", None) == (n,):
-            warn(
-                f"{path} has an entry for each of the {n} training examples. If these are their "
-                f"weights, name them, `weights=...`; weights {name!r} of 1 are added."
-            )
-
-
-def _own_weights(hparams: dict[str, Array], name: str, added: bool) -> Float[Array, " n"]:
-    weights = hparams[name]
-    if not eqx.is_array(weights) or weights.ndim != 1:
-        raise ValueError(
-            f"hparams[{name!r}] is {describe(weights)}, but weights of examples are a vector. Where it "
-            'is something else, name the weights otherwise, `weights="example"` say.'
-        )
-    if added:
-        raise ValueError(
-            "attribute's `losses`, `groups` and `share` are for weights that are added to the loss; "
-            f"hparams[{name!r}] holds weights already."
-        )
-    return weights
 
 
 def examples_of(batches: Batches) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from .._constraints.base import Free, scales
 from .._engines.products import directional
 from .._engines.reverse import Reverse
 from .._problem.arguments import filtered
@@ -90,8 +91,8 @@ def check_hypergradient(
     Raises:
         HypergradientMismatch: with the table and the leaves that disagree.
 
-    Rows whose differences are too noisy to tell are marked `unsure`: run the check in float64 to settle
-    them (`jax_enable_x64`, and parameters, data and hyperparameters made of float64 arrays).
+    Rows whose differences are too noisy are marked `unsure`: settle them in float64 (`jax_enable_x64`,
+    and parameters, data and hyperparameters made of float64 arrays).
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -109,7 +110,9 @@ def check_hypergradient(
     given = as_problem(problem, None if isinstance(problem, Problem) else key)
     arrays, structure = validated(given, hparams)
     problem, hparams = opened(structure, arrays)
-    eps = _precision(problem, hparams)
+    state = eqx.filter_eval_shape(problem.start, hparams)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves((hparams, state)) if hasattr(leaf, "dtype")]
+    eps = max(float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.inexact))
     tolerance = 3 * eps**0.5 if tolerance is None else tolerance
     if not isinstance(tolerance, int | float) or not tolerance > 0:
         raise ValueError(f"tolerance={tolerance!r:.60}: it must be a number above 0, or None.")
@@ -133,8 +136,9 @@ def _rows(
     problem: Problem, hparams: PyTree, count: int, tolerance: float, eps: float, key: Array
 ) -> Iterator[CheckRow]:
     _, grad, _ = Reverse()(problem, hparams)
+    sizes = scales(Free(), hparams)
     for probe in random_probes(problem, hparams, count, key):
-        v = jax.tree.map(lambda sign, leaf: sign * _sizes(leaf), probe.change, hparams)
+        v = jax.tree.map(lambda sign, c: sign * c, probe.change, sizes)
         stacked = jax.tree.map(lambda leaf: leaf[None], v)
         forward = float(_along(problem, hparams, stacked)[probe.row][0])
         pairs = zip(jax.tree.leaves(grad), jax.tree.leaves(v), strict=True)
@@ -151,7 +155,7 @@ def _rows(
 def _judge(name, forward, terms, difference, uncertainty, tolerance) -> CheckRow:
     reverse = float(terms.sum())
     # The terms of v grad f may cancel; their norm is the size that rounding is relative to.
-    scale = max(abs(reverse), float(np.linalg.norm(terms)), abs(float(forward)), 1e-300)
+    scale = max(abs(reverse), float(np.linalg.norm(terms)), abs(forward), 1e-300)
     slack = max(10 * tolerance * scale, 5 * uncertainty)
     if abs(forward - reverse) > tolerance * scale:
         verdict = "forward and reverse disagree"
@@ -161,7 +165,7 @@ def _judge(name, forward, terms, difference, uncertainty, tolerance) -> CheckRow
         verdict = UNSURE
     else:
         verdict = AGREE
-    return CheckRow(name, float(forward), reverse, difference, uncertainty, verdict)
+    return CheckRow(name, forward, reverse, difference, uncertainty, verdict)
 
 
 def finite_difference(
@@ -186,19 +190,6 @@ def finite_difference(
     return float(best), float(error)
 
 
-def _sizes(leaf: Array) -> Array:
-    """Return the size of each entry; of those that are 0 the leaf's mean, or 1."""
-    typical = jnp.mean(jnp.abs(leaf))
-    return jnp.where(leaf == 0, jnp.where(typical == 0, 1.0, typical), jnp.abs(leaf))
-
-
 @filtered
 def _along(problem: Problem, hparams: PyTree, V: PyTree) -> Float[Array, "K c"]:
     return directional(make_system(problem, hparams), hparams, V)[1]
-
-
-def _precision(problem: Problem, hparams: PyTree) -> float:
-    """Return eps of the least precise floating type among hyperparameters and state."""
-    state = eqx.filter_eval_shape(problem.start, hparams)
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves((hparams, state)) if hasattr(leaf, "dtype")]
-    return max(float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.inexact))

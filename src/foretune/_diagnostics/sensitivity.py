@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
@@ -48,15 +49,13 @@ def sensitivity_of(problem: Problem, hparams: PyTree, key: Array) -> Sensitivity
         if not has_no_mode(error):
             raise
         return None
-    from_start = np.concatenate([[0.0], np.nan_to_num(logs, nan=np.inf, posinf=700.0)])
-    top = int(from_start.argmax())
-    low = int(from_start[: top + 1].argmin())
-    total = from_start[top] - from_start[low]
-    rising = from_start[low : top + 1] - from_start[low]
-    first = low + int(np.flatnonzero(rising <= 0.1 * total)[-1]) + 1
-    last = low + int(np.flatnonzero(rising >= 0.9 * total)[0])
-    norms = np.exp(np.minimum(from_start[1:], 700.0))
-    return Sensitivity(norms, math.exp(min(total, 700.0)), min(first, max(last, 1)), max(last, 1))
+    grown = np.concatenate([[0.0], np.minimum(np.nan_to_num(logs, nan=np.inf), 700.0)])
+    top = int(grown.argmax())
+    low = int(grown[: top + 1].argmin())
+    rising = grown[low : top + 1] - grown[low]
+    first = low + int(np.flatnonzero(rising <= 0.1 * rising[-1])[-1]) + 1
+    last = max(low + int(np.flatnonzero(rising >= 0.9 * rising[-1])[0]), 1)
+    return Sensitivity(np.exp(grown[1:]), math.exp(min(rising[-1], 700.0)), min(first, last), last)
 
 
 @filtered
@@ -66,37 +65,31 @@ def _log_norms(problem: Problem, hparams: PyTree, key: Array) -> Float[Array, " 
     moving = eqx.filter(s_0, eqx.is_inexact_array)
     leaves, treedef = jax.tree.flatten(moving)
     chosen = _weights(moving)
-    keys = jax.random.split(key, len(leaves))
     v = [
         jax.random.normal(k, x.shape, x.dtype) if is_weight else jnp.zeros_like(x)
-        for k, x, is_weight in zip(keys, leaves, chosen, strict=True)
+        for k, x, is_weight in zip(jax.random.split(key, len(leaves)), leaves, chosen, strict=True)
     ]
 
-    def length(leaves):
-        return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in leaves))
-
-    def weights(leaves):
-        return [x for x, is_weight in zip(leaves, chosen, strict=True) if is_weight]
+    def normed(v):
+        size = jnp.maximum(optax.tree.norm([x.astype(jnp.float32) for x in v]), 1e-30)
+        return [x / size.astype(x.dtype) for x in v], jnp.log(size)
 
     def step(carry, x):
         s, v, log = carry  # the change is exp(log) v, with |v| = 1
         stacked = treedef.unflatten([leaf[None] for leaf in v])
         s, out = pushforward(lambda s: system.step(s, hparams, x), (s,), (stacked,))
         v = [leaf[0] for leaf in jax.tree.leaves(out)]
-        size = jnp.maximum(length(v), 1e-30)
-        now = log + jnp.log(jnp.maximum(length(weights(v)), 1e-30))
-        return (s, [x / size.astype(x.dtype) for x in v], log + jnp.log(size)), now
+        of_weights = normed([x for x, is_weight in zip(v, chosen, strict=True) if is_weight])[1]
+        v, more = normed(v)
+        return (s, v, log + more), log + of_weights
 
-    size = length(v)
-    v = [x / size.astype(x.dtype) for x in v]
-    _, logs = lax.scan(step, (s_0, v, jnp.zeros((), jnp.float32)), system.xs, length=system.steps)
-    return logs
+    start = s_0, normed(v)[0], jnp.zeros((), jnp.float32)
+    return lax.scan(step, start, system.xs, length=system.steps)[1]
 
 
 def _weights(state: PyTree) -> list[bool]:
     """Return which leaves of a state are weights, `params`: all of them where none is."""
-    marked = []
-    for path, _ in jax.tree.leaves_with_path(state):
-        fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-        marked.append(fields[:1] == ["params"])
+    paths = [path for path, _ in jax.tree.leaves_with_path(state)]
+    fields = [[k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)] for path in paths]
+    marked = [names[:1] == ["params"] for names in fields]
     return marked if any(marked) else [True] * len(marked)

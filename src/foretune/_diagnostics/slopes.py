@@ -4,10 +4,10 @@ Along a direction d of unit size, in the unconstrained variable u, and at a scal
 
     predicted  = grad_u f . (u+ - u-) / 2,    measured = (f(u+) - f(u-)) / 2,    u+- = P(u +- h c d)
 
-with c the scale of each entry and P the projection. Noise is what changes a tenth as long do to f on
-both sides alike.
+with c the scale of each entry and P the projection.
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -86,30 +86,25 @@ def random_probes(problem: Problem, hparams: PyTree, count: int, key: Array) -> 
 
 
 def descent_probes(
-    problem: Problem, hparams: PyTree, constraints: PyTree, grad: PyTree
+    problem: Problem, hparams: PyTree, constraints: PyTree, grad_u: PyTree
 ) -> list[Probe]:
     """Return the direction of steepest descent, and that within each leaf of several numbers."""
-    u = to_unconstrained(constraints, hparams)
-    downhill = jax.tree.map(
-        lambda g, c: -g * c, unconstrained(constraints, hparams, grad), scales(constraints, u)
-    )
-    leaves, treedef = jax.tree.flatten(downhill)
+    c = scales(constraints, to_unconstrained(constraints, hparams))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(lambda g, c: -g * c, grad_u, c))
     names, rows = list(named_leaves(hparams, "hparams")), rows_of(problem)
+    ways = []
+    for i, owner in enumerate(owners(problem, hparams)):
+        if len(leaves) > 1 and leaves[i].size > 1:
+            alone = [leaf if i == j else jnp.zeros_like(leaf) for j, leaf in enumerate(leaves)]
+            ways.append((names[i], rows[owner], alone))
+    if None in rows:  # several errors have no common descent
+        ways.append((DESCENT, rows[None], leaves))
     probes = []
-
-    def add(name, owner, parts):
+    for name, row, parts in ways:
         largest = max(float(jnp.max(jnp.abs(part))) for part in parts)
         if 0 < largest < math.inf:
             unit = [part / jnp.asarray(largest, part.dtype) for part in parts]
-            probes.append(Probe(name, rows[owner], treedef.unflatten(unit)))
-
-    if len(leaves) > 1:
-        for i, owner in enumerate(owners(problem, hparams)):
-            if leaves[i].size > 1:
-                alone = [leaf if i == j else jnp.zeros_like(leaf) for j, leaf in enumerate(leaves)]
-                add(names[i], owner, alone)
-    if None in rows:  # several errors have no common descent
-        add(DESCENT, None, leaves)
+            probes.append(Probe(name, row, treedef.unflatten(unit)))
     return probes
 
 
@@ -157,35 +152,6 @@ def points_of(
     return points, half
 
 
-class Trainings:
-    """Runs trainings, side by side where memory allows, and counts them."""
-
-    def __init__(self):
-        self.chunk: int | None = None  # trainings side by side, once it is known
-        self.count = 0
-
-    def __call__(self, problem: Problem, points: PyTree) -> Float[np.ndarray, "n K"]:
-        """Return the errors at points that are stacked on a leading axis."""
-        n = len(jax.tree.leaves(points)[0])
-        chunk = min(n, self.beside(problem, jax.tree.map(lambda leaf: leaf[0], points)))
-        values = []
-        for i in range(0, n, chunk):
-            rows = np.minimum(np.arange(i, i + chunk), n - 1)  # the last chunk is filled up
-            part = jax.tree.map(lambda leaf, rows=rows: leaf[rows], points)
-            values.append(np.asarray(errors_at(problem, part), np.float64)[: n - i])
-            self.count += len(values[-1])
-        return np.concatenate(values)
-
-    def total(self, problem: Problem, hparams: PyTree) -> float:
-        """Return the error at one point, the sum of them where there are several."""
-        return float(self(problem, jax.tree.map(lambda leaf: leaf[None], hparams)).sum())
-
-    def beside(self, problem: Problem, hparams: PyTree) -> int:
-        """Return how many trainings run side by side."""
-        self.chunk = self.chunk or side_by_side(problem, hparams)
-        return self.chunk
-
-
 def side_by_side(problem: Problem, hparams: PyTree) -> int:
     """Return how many trainings fit side by side; on a CPU one, unless it is small."""
     if jax.default_backend() == "cpu":
@@ -212,7 +178,7 @@ def errors_at(problem: Problem, points: PyTree) -> Float[Array, "n K"]:
 
 
 def jitters(constraints: PyTree, hparams: PyTree, scale: float, key: Array) -> PyTree:
-    """Return the middle, and pairs of points to both sides of it that are a tenth of the scale away."""
+    """Return the middle, and pairs of points on both sides of it, a tenth of the scale away."""
     leaves, treedef = jax.tree.flatten(hparams)
 
     def at(key, sign):
@@ -281,5 +247,73 @@ def judged(slopes: list[Slope], scale: float) -> str:
     largest = max(abs(slope.measured) for slope in slopes)
     counts = [s for s in slopes if max(abs(s.measured), abs(s.predicted) / FACTOR) >= largest / 10]
     doubts = (DOUBT if s.scale >= scale * (1 - 1e-6) else 2 * DOUBT for s in counts)
-    found = [s.judged(doubt) for s, doubt in zip(counts, doubts, strict=True)]
-    return max(found, key=[TRUST, SIZE, MISLEADS].index, default=TRUST)
+    return worst(s.judged(doubt) for s, doubt in zip(counts, doubts, strict=True))
+
+
+def worst(verdicts: Iterable[str]) -> str:
+    return max(verdicts, key=[TRUST, SIZE, MISLEADS].index, default=TRUST)
+
+
+class Study:
+    """What the error of a problem does around some hyperparameters."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        hparams: PyTree,
+        constraints: PyTree,
+        scale: float,
+        probes: list[Probe],  # of random signs
+        key: Array,
+    ):
+        self.problem, self.hparams, self.constraints = problem, hparams, constraints
+        self.scale, self.probes, self.key = scale, probes, key
+        self.trainings = 0  # run so far
+
+    @functools.cached_property
+    def beside(self) -> int:
+        """How many trainings run side by side."""
+        return side_by_side(self.problem, self.hparams)
+
+    def errors(self, problem: Problem, points: PyTree) -> Float[np.ndarray, "n K"]:
+        """Return the errors at points that are stacked on a leading axis."""
+        n = len(jax.tree.leaves(points)[0])
+        chunk, values = min(n, self.beside), []
+        for i in range(0, n, chunk):
+            rows = np.minimum(np.arange(i, i + chunk), n - 1)  # the last chunk is filled up
+            part = jax.tree.map(lambda leaf, rows=rows: leaf[rows], points)
+            values.append(np.asarray(errors_at(problem, part), np.float64)[: n - i])
+        self.trainings += n
+        return np.concatenate(values)
+
+    def error_of(self, other: Problem) -> float:
+        """Return the error of another problem at the hyperparameters, the sum of several."""
+        return float(self.errors(other, jax.tree.map(lambda x: x[None], self.hparams)).sum())
+
+    def measured(
+        self, probes: list[Probe], scales: list[float], noise: Float[np.ndarray, " K"]
+    ) -> Measured:
+        """Return what the error does along some directions."""
+        points, half = points_of(self.constraints, self.hparams, probes, scales)
+        both = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), points)
+        values = self.errors(self.problem, both).reshape(2, len(probes) * len(scales), -1)
+        return Measured(probes, scales, half, values, noise)
+
+    def around(self, scales: list[float]) -> Measured:
+        """Return what the error does along the random directions, and its noise."""
+        near = jitters(self.constraints, self.hparams, self.scale, jax.random.fold_in(self.key, 3))
+        middle, *values = self.errors(self.problem, near)
+        measured = self.measured(self.probes, scales, np.zeros_like(middle))
+        nearest = measured.values[:, :: len(scales)]  # as near as those
+        pairs = np.concatenate([np.reshape(values, (2, PAIRS, -1)), nearest], 1)
+        noise = noise_of(middle, pairs, jax.tree.leaves(self.hparams)[0].dtype)
+        return measured._replace(noise=noise)
+
+    def slopes(self, grad: PyTree, around: Measured, scales: list[float]) -> list[Slope]:
+        """Return what a gradient predicts, and what happens: around, and in its own descents."""
+        grad_u = unconstrained(self.constraints, self.hparams, grad)
+        found = [slope for slope in around.slopes(grad_u) if slope.scale in scales]
+        probes = descent_probes(self.problem, self.hparams, self.constraints, grad_u)
+        if probes:
+            found += self.measured(probes, scales, around.noise).slopes(grad_u)
+        return found

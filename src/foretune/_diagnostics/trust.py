@@ -7,15 +7,15 @@ with the slope over a step. `trust` measures the latter.
 import math
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from .._constraints.base import check_constraints, feasible
 from .._engines.auto import Auto
-from .._engines.base import AbstractEngine, Hypergradient, check_engine
+from .._engines.base import AbstractEngine, check_engine
 from .._engines.nonfinite import NonFiniteError, check_finite, is_finite
 from .._engines.reverse import Reverse
 from .._engines.robust import INNER, RobustMean
@@ -27,23 +27,7 @@ from .._problem.draws import Drawn, as_problem
 from .._problem.mean import Mean
 from .._problem.problem import Problem, ProblemLike, validated
 from .sensitivity import sensitivity_of
-from .slopes import (
-    DESCENT,
-    MISLEADS,
-    PAIRS,
-    SIZE,
-    TRUST,
-    Measured,
-    Probe,
-    Slope,
-    Trainings,
-    descent_probes,
-    jitters,
-    noise_of,
-    points_of,
-    random_probes,
-    unconstrained,
-)
+from .slopes import DESCENT, MISLEADS, PAIRS, SIZE, TRUST, Slope, Study, points_of, random_probes
 from .verdicts import Advice, Trust, radius_of, verdicts_of
 
 SCALES = (0.1, 0.3, 1.0, 3.0)  # times `scale`
@@ -110,7 +94,7 @@ def trust(
     hparams = feasible(constraints, hparams)
     probes = random_probes(one, hparams, directions, jax.random.fold_in(key, 2))
     points_of(constraints, hparams, probes, [SCALES[0] * scale])  # raises where one cannot move
-    study = _Study(one, hparams, constraints, float(scale), probes, key, Trainings())
+    study = Study(one, hparams, constraints, float(scale), probes, key)
     if verbose:
         count = 2 * len(SCALES) * (len(probes) + 1) + 1 + 2 * PAIRS + len(others)
         more = "; where it cannot be trusted, some more for each engine that is tried" * advice
@@ -137,49 +121,17 @@ def _draws(problem: ProblemLike, key: Array | None) -> tuple[Problem, list[Probl
     return problem, [problem.replace(batches=batches.reshuffled(k)) for k in keys]
 
 
-class _Study(NamedTuple):
-    """What a report is about."""
-
-    problem: Problem
-    hparams: PyTree
-    constraints: PyTree
-    scale: float
-    probes: list[Probe]  # of random signs
-    key: Array
-    run: Trainings
-
-    def around(self, scales: list[float]) -> Measured:
-        """Return what the error does along the random directions."""
-        near = jitters(self.constraints, self.hparams, self.scale, jax.random.fold_in(self.key, 3))
-        middle, *values = self.run(self.problem, near)
-        measured = self.measured(self.probes, scales, np.zeros_like(middle))
-        nearest = measured.values[:, :: len(scales)]  # as near as those
-        pairs = np.concatenate([np.reshape(values, (2, PAIRS, -1)), nearest], 1)
-        noise = noise_of(middle, pairs, jax.tree.leaves(self.hparams)[0].dtype)
-        return measured._replace(noise=noise)
-
-    def measured(
-        self, probes: list[Probe], scales: list[float], noise: Float[np.ndarray, " K"]
-    ) -> Measured:
-        """Return what the error does along some directions."""
-        points, half = points_of(self.constraints, self.hparams, probes, scales)
-        both = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), points)
-        values = self.run(self.problem, both).reshape(2, len(probes) * len(scales), -1)
-        return Measured(probes, scales, half, values, noise)
-
-    def slopes(self, grad: PyTree, around: Measured, scales: list[float]) -> list[Slope]:
-        """Return what a gradient predicts, and what happens: around, and in its own descents."""
-        grad_u = unconstrained(self.constraints, self.hparams, grad)
-        found = [slope for slope in around.slopes(grad_u) if slope.scale in scales]
-        probes = descent_probes(self.problem, self.hparams, self.constraints, grad)
-        if probes:
-            found += self.measured(probes, scales, around.noise).slopes(grad_u)
-        return found
-
-
-def _report(study: _Study, engine: AbstractEngine, others: list[Problem], advise: bool) -> Trust:
+def _report(study: Study, engine: AbstractEngine, others: list[Problem], advise: bool) -> Trust:
     problem, hparams, scale = study.problem, study.hparams, study.scale
-    (value, grad, _), nonfinite = _hypergradient(engine, problem, hparams)
+    nonfinite = ""
+    try:
+        value, grad, _ = engine(problem, hparams)
+    except NonFiniteError as error:
+        with check_finite(False):
+            value, grad, _ = engine(problem, hparams)
+        if not is_finite(value):
+            raise
+        nonfinite = str(error)
     scales = [round(factor * scale, 12) for factor in SCALES]
     around = study.around(scales)
     slopes = study.slopes(grad, around, scales)
@@ -194,7 +146,7 @@ def _report(study: _Study, engine: AbstractEngine, others: list[Problem], advise
         radius=radius_of(slopes, scale),
         value=float(sum(jax.tree.leaves(value))),
         sensitivity=sensitivity_of(problem, hparams, jax.random.fold_in(study.key, 4)),
-        fresh=[study.run.total(other, hparams) for other in others],
+        fresh=[study.error_of(other) for other in others],
         engine=engine,
         grad=grad,
         around=around,
@@ -202,26 +154,11 @@ def _report(study: _Study, engine: AbstractEngine, others: list[Problem], advise
         advice=[],
         trainings=0,
     )
-    advice = list(_about_fresh_runs(report))
+    report.advice.extend(_about_fresh_runs(report))
     if not report.ok and advise:
         engines, best, grad = _tried_engines(study, report)
-        advice = [*engines, *advice]
-        report = report._replace(engine=best, grad=grad)
-    return report._replace(advice=advice, trainings=study.run.count)
-
-
-def _hypergradient(
-    engine: AbstractEngine, problem: Problem, hparams: PyTree
-) -> tuple[Hypergradient, str]:
-    """Return the hypergradient, and why it is not finite, where only the gradient is not."""
-    try:
-        return engine(problem, hparams), ""
-    except NonFiniteError as error:
-        with check_finite(False):
-            found = engine(problem, hparams)
-        if not is_finite(found.value):
-            raise
-        return found, str(error)
+        report = report._replace(engine=best, grad=grad, advice=[*engines, *report.advice])
+    return report._replace(trainings=study.trainings)
 
 
 def _about_fresh_runs(report: Trust) -> Iterator[Advice]:
@@ -230,11 +167,9 @@ def _about_fresh_runs(report: Trust) -> Iterator[Advice]:
         return
     step = max(abs(s.measured) for s in report.slopes if s.scale == report.scale)
     mean, deviation = np.mean(report.fresh), np.std(report.fresh, ddof=1)
-    lost = int(np.sum(~np.isfinite(report.fresh)))
-    if lost:
-        yield Advice(
-            "draws", f"the error of {lost} of {len(report.fresh)} other runs is not finite"
-        )
+    if lost := int(np.sum(~np.isfinite(report.fresh))):
+        why = f"the error of {lost} of {len(report.fresh)} other runs is not finite"
+        yield Advice("draws", why)
     remedy = "tune with draws, `minimize(draw, hparams, key=...)`, or `Mean.of_draws(draw, n)`"
     if report.value < mean - max(3 * deviation, step):
         why = f"the error of this run is {report.value:.4g}, of others {mean:.4g}: the "
@@ -244,7 +179,7 @@ def _about_fresh_runs(report: Trust) -> Iterator[Advice]:
         yield Advice("draws", f"{why}: {remedy}")
 
 
-def _tried_engines(study: _Study, report: Trust) -> tuple[list[Advice], AbstractEngine, PyTree]:
+def _tried_engines(study: Study, report: Trust) -> tuple[list[Advice], AbstractEngine, PyTree]:
     """Return engines for chaotic responses, tried on the same directions, the best, its gradient."""
     here = [POINTS[slope.verdict] for slope in report.slopes if slope.scale == study.scale]
     tried, best, best_grad, most = [], report.engine, report.grad, float(np.mean(here))
@@ -275,7 +210,7 @@ _WHAT = {
 }
 
 
-def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterator[AbstractEngine]:
+def _candidates(study: Study, report: Trust, engine: AbstractEngine) -> Iterator[AbstractEngine]:
     """Yield engines: for folds of which only some are chaotic, then over ever larger neighbourhoods."""
     problem = study.problem
     if isinstance(problem, Mean) and problem.count >= FOLDS and isinstance(engine, INNER):
@@ -290,8 +225,8 @@ def _candidates(study: _Study, report: Trust, engine: AbstractEngine) -> Iterato
     def evolution(radius):
         order = 1 << (m - 1).bit_length()  # of the balanced signs that it draws
         samples = max(8, order * math.ceil(1.5 * m / order))
-        chunk = study.run.beside(study.problem, study.hparams)
-        return Evolution(radius, samples, chunk=min(chunk, 2 * samples)).within(study.constraints)
+        chunk = min(study.beside, 2 * samples)
+        return Evolution(radius, samples, chunk=chunk).within(study.constraints)
 
     if by_values:
         yield evolution(radius)

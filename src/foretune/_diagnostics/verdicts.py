@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from .._engines.base import AbstractEngine
 from .sensitivity import Sensitivity
-from .slopes import MISLEADS, SIZE, TRUST, Measured, Slope, judged
+from .slopes import TRUST, Measured, Slope, judged, worst
 
 
 class Advice(NamedTuple):
@@ -75,11 +75,11 @@ class Trust(NamedTuple):
 
 def verdicts_of(slopes: list[Slope], scale: float) -> dict[str, str]:
     """Return, for each leaf, the worst verdict up to the scale."""
-    worst: dict[str, str] = {}
-    for leaf, by_scale in _by_leaf(slopes).items():
-        found = [judged(rows, scale) for s, rows in by_scale.items() if s <= scale * (1 + 1e-6)]
-        worst[leaf] = max(found, key=[TRUST, SIZE, MISLEADS].index)
-    return worst
+    judgements = {
+        leaf: [judged(rows, scale) for s, rows in by_scale.items() if s <= scale * (1 + 1e-6)]
+        for leaf, by_scale in _by_leaf(slopes).items()
+    }
+    return {leaf: worst(found) for leaf, found in judgements.items()}
 
 
 def radius_of(slopes: list[Slope], at: float) -> dict[str, float]:
@@ -103,10 +103,9 @@ def _by_leaf(slopes: list[Slope]) -> dict[str, dict[float, list[Slope]]]:
 
 def _telling(report: Trust, leaf: str) -> Slope:
     """Return the direction and scale that decide a verdict: the largest scale that has it."""
-    by_scale = _by_leaf(report.slopes)[leaf]
-    scales = sorted(s for s in by_scale if s <= report.scale * (1 + 1e-6))
-    verdict = report.verdicts[leaf]
-    chosen = [s for s in scales if judged(by_scale[s], report.scale) == verdict][-1]
+    by_scale, verdict = _by_leaf(report.slopes)[leaf], report.verdicts[leaf]
+    scales = [s for s in by_scale if s <= report.scale * (1 + 1e-6)]
+    chosen = max(s for s in scales if judged(by_scale[s], report.scale) == verdict)
     return max(by_scale[chosen], key=lambda s: (s.verdict == verdict, abs(s.measured)))
 
 

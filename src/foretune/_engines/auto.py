@@ -1,7 +1,7 @@
 """The fastest exact engine that fits in memory.
 
-Two families compete. The time of forward mode grows with the number m of hyperparameters, the memory of
-reverse mode with what it stores of T steps; in plain training runs and states, about
+The time of forward mode grows with the number m of hyperparameters, the memory of reverse mode with
+what it stores of T steps; in plain training runs and states, about
 
     Forward()               1 + 2m                 m + 1
     Forward(c)              (1 + 2c) m / c         c + 1
@@ -11,8 +11,7 @@ reverse mode with what it stores of T steps; in plain training runs and states, 
     Reverse(c)              4 + N(T, c) / T        c          (N: binomial checkpoints)
 
 Of each family, from the fastest on, the first is taken whose whole program, compiled, needs no more
-memory than allowed: forward mode first for up to three hyperparameters, up to which it was the faster
-one on all machines that it was measured on, and else reverse mode.
+memory than allowed: forward mode first for up to three hyperparameters, and else reverse mode.
 """
 
 import math
@@ -26,11 +25,11 @@ from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 
-from .._problem.arguments import Structure
+from .._problem.arguments import Recent, Structure, flatten
 from .._problem.draws import Drawn, as_problem
 from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import make_system
-from .base import AbstractEngine, Hypergradient, TracedEngine, check_not_problem, compute
+from .base import AbstractEngine, Hypergradient, TracedEngine, compute
 from .forward import Forward
 from .memory import agreed, free_bytes, parse_bytes, program_bytes, show_bytes, tree_bytes
 from .products import has_no_mode
@@ -38,7 +37,6 @@ from .reverse import Reverse
 from .segments import split_where_worth, states_in_segments
 
 FEW = 3  # hyperparameters up to which forward mode is the faster one
-_REMEMBERED = 64
 
 
 class Candidate(NamedTuple):
@@ -85,9 +83,8 @@ class Auto(AbstractEngine):
         memory: what the program may need at most, with its data and results: bytes, or a text like
             "4GiB" or "500MB". By default, and at most, what is free on the device.
 
-    The choice is made from the number of hyperparameters and the memory that the compiler plans;
-    `explain(problem, hparams)` returns it as a table. It is remembered for given shapes, and made anew
-    where the program no longer fits. Several processes make the same choice.
+    `explain(problem, hparams)` returns the choice as a table. It is remembered for given shapes, and
+    made anew where the program no longer fits. Several processes make the same choice.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -102,7 +99,6 @@ class Auto(AbstractEngine):
     memory: int | None
 
     def __init__(self, memory: object = None):
-        check_not_problem("Auto", memory)
         self.memory = None if memory is None else parse_bytes(memory)
 
     def __call__(
@@ -124,13 +120,11 @@ class Auto(AbstractEngine):
             free = agreed(free_bytes(), least=True) + given
             limit = min(free, float(self.memory or math.inf))
             if asked not in _CHOICES or _CHOICES[asked].bytes > limit:
-                if len(_CHOICES) >= _REMEMBERED:
-                    _CHOICES.clear()
                 _CHOICES[asked] = choose(structure, arrays, limit, given)
         return _CHOICES[asked]
 
 
-_CHOICES: dict[object, Choice] = {}
+_CHOICES = Recent()
 
 
 def choose(structure: Structure, arrays: list[Array], limit: float, given: int) -> Choice:
@@ -143,7 +137,8 @@ def choose(structure: Structure, arrays: list[Array], limit: float, given: int) 
     errors: list[Exception] = []
 
     def measure(c: Candidate) -> None:
-        lowered = compute.lower(c.engine, structure, True, arrays)
+        _, engine = flatten(c.engine)
+        lowered = compute.lower(engine, structure, True, [], arrays)
         sizes[c.name] = program_bytes(lowered.compile())
 
     def first_fitting(family: list[Candidate]) -> Candidate | None:
@@ -163,20 +158,20 @@ def choose(structure: Structure, arrays: list[Array], limit: float, given: int) 
 
     families = [forwards, reverses] if m <= FEW else [reverses, forwards]
     best = first_fitting(families[0]) or first_fitting(families[1])
+    found = [*reverses, *forwards]
+    if best is not None:
+        return Choice(best.engine, sizes[best.name], limit, given, found, sizes)
     if len(errors) == 2:
         raise errors[0]
-    found = [*reverses, *forwards]
-    if best is None:
-        for c in sorted(found, key=lambda c: c.bytes)[:2]:  # beside its states a program holds more
-            if c.name not in sizes:
-                measure(c)
-        least = min(sizes, key=lambda name: sizes[name])
-        raise MemoryError(
-            f"no exact engine fits into {show_bytes(limit)}: of those compiled the smallest, {least}, "
-            f"needs {show_bytes(sizes[least])}, with the data and parameters ({show_bytes(given)}). "
-            "Allow more, give a smaller batch, or take `ReverseOnDisk` or `Truncated`."
-        )
-    return Choice(best.engine, sizes[best.name], limit, given, found, sizes)
+    for c in sorted(found, key=lambda c: c.bytes)[:2]:  # beside its states a program holds more
+        if c.name not in sizes:
+            measure(c)
+    least = min(sizes, key=lambda name: sizes[name])
+    raise MemoryError(
+        f"no exact engine fits into {show_bytes(limit)}: of those compiled the smallest, {least}, "
+        f"needs {show_bytes(sizes[least])}, with the data and parameters ({show_bytes(given)}). "
+        "Allow more, give a smaller batch, or take `ReverseOnDisk` or `Truncated`."
+    )
 
 
 def candidates(

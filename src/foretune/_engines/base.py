@@ -14,7 +14,8 @@ import jax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .._problem.arguments import Compiled, Output, Structure
+from .._problem.arguments import Compiled, Output, Structure, flatten, unflatten
+from .._problem.definition import Definition
 from .._problem.draws import Drawn, as_problem
 from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
@@ -49,6 +50,13 @@ class AbstractEngine(eqx.Module):
 
     other_mode: ClassVar[str | None] = None  # the engine that may be finite where this one is not
     differentiates: ClassVar[bool] = True  # whether it needs a response that has a derivative
+
+    def __new__(cls, *options: Any, **_: Any):
+        """Raise where a problem is given to the class instead of to an engine."""
+        if options and isinstance(options[0], Definition):
+            call = f"`{cls.__name__}()(problem, hparams)`"
+            raise TypeError(f"the problem goes to the engine, not to its class: {call}.")
+        return super().__new__(cls)
 
     @abc.abstractmethod
     def __call__(
@@ -89,10 +97,11 @@ class TracedEngine(AbstractEngine):
         self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
         arrays, structure = validated(as_problem(problem, key), hparams, smooth=self.differentiates)
+        own, engine = flatten(self)
         traced = any(isinstance(array, Tracer) for array in arrays)
         flagged = when_checked() is not False and not traced
         try:
-            value, grad, state, report, finite = compute(self, structure, flagged, arrays)
+            value, grad, state, report, finite = compute(engine, structure, flagged, own, arrays)
         except (ValueError, RuntimeError) as error:
             _advise(error)
             raise
@@ -108,19 +117,13 @@ class TracedEngine(AbstractEngine):
 
     def lower(self, problem: Problem | Drawn, hparams: PyTree) -> jax.stages.Lowered:
         arrays, structure = validated(problem, hparams, smooth=self.differentiates)
-        return compute.lower(self, structure, False, arrays)
+        own, engine = flatten(self)
+        return compute.lower(engine, structure, False, own, arrays)
 
 
 def check_engine(engine: object) -> None:
     if engine is not None and not isinstance(engine, AbstractEngine):
         raise TypeError(f"engine must be an engine, `foretune.Reverse()` say; got {engine!r:.100}.")
-
-
-def check_not_problem(engine: str, option: object, needed: str = "") -> None:
-    """Raise where a problem was given to the class instead of to an engine."""
-    if isinstance(option, Problem):
-        call = f"`{engine}({needed})(problem, hparams)`"
-        raise TypeError(f"the problem goes to the engine, not to its class: {call}.")
 
 
 def _advise(error: Exception) -> None:
@@ -138,9 +141,10 @@ def _advise(error: Exception) -> None:
 
 @functools.partial(Compiled, static=3)
 def compute(
-    engine: TracedEngine, structure: Structure, flagged: bool, arrays: list[Array]
+    kind: Structure, structure: Structure, flagged: bool, own: list[Array], arrays: list[Array]
 ) -> tuple[PyTree, PyTree, Output, Any, Bool[Array, ""] | None]:
     """Return value, gradient and s_T, and where `flagged` whether the first two are finite."""
+    engine: TracedEngine = unflatten(kind, own)
     problem, hparams = opened(structure, arrays)
     system = make_system(problem, hparams)
     errors, rows, s_T, report = engine.solve(problem, system, hparams)

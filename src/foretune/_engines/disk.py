@@ -2,9 +2,7 @@
 
 The T steps are cut into segments of c. On the way forward the state at which each begins is written to
 a file while the device computes the next; on the way back it is read ahead, the segment is computed
-again on the device with its c states kept there, and the adjoint goes back through it:
-
-    disk: T / c states,    device: c states (and gradients),    time: each step computed once more.
+again with its c states (and gradients) on the device, and the adjoint goes back through it.
 
 After each segment the adjoint and the sum so far are written too, so that a call which was killed, on
 either way, continues where it was. Files carry what they belong to and a checksum of their content.
@@ -15,10 +13,9 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -36,7 +33,7 @@ from .._problem.draws import Drawn, as_problem
 from .._problem.problem import Problem, ProblemLike, opened, validated
 from .._problem.system import System, make_system
 from .._problem.warn import warn
-from .base import AbstractEngine, Hypergradient, check_not_problem
+from .base import AbstractEngine, Hypergradient
 from .memory import free_bytes, tree_bytes
 from .nonfinite import FORWARD, NonFiniteError, explain, is_finite, when_checked
 from .products import error_gradients, pull_rows
@@ -50,14 +47,14 @@ class ReverseOnDisk(AbstractEngine):
     """The exact hypergradient by reverse mode, with states on a disk: for very many steps.
 
     Costs what `Reverse(store="segments")` does in time. A call that was killed continues where it was
-    when it is made again with the same numbers (data, parameters, hyperparameters) and the same
-    programs of the step and the error. It runs on one process, and outside of `jax.jit` only.
+    when it is made again with the same numbers and programs. It runs on one process, and outside of
+    `jax.jit` only.
 
     Args:
         folder: where the files `*.foretune` go, made if need be; one call at a time may have it. They
             are removed at the end of a call, and at its beginning where they belong to another one.
-        segment: the steps between two states on the disk, whose states are held on the device. By
-            default about the root of all steps, fewer where half of the free memory holds no more.
+        segment: the steps between two states on the disk. By default about the root of all steps,
+            fewer where half of the free memory holds no more states.
 
     >>> import foretune as ft, jax.numpy as jnp, optax, tempfile
     >>> problem = ft.Problem(
@@ -75,7 +72,6 @@ class ReverseOnDisk(AbstractEngine):
     segment: int | None
 
     def __init__(self, folder: Any, *, segment: int | None = None):
-        check_not_problem("ReverseOnDisk", folder, "folder")
         if segment is not None:
             check_count(segment, f"ReverseOnDisk(segment={segment})")
         self.folder, self.segment = str(as_path(folder, "ReverseOnDisk")), segment
@@ -92,23 +88,21 @@ class ReverseOnDisk(AbstractEngine):
         self, problem: ProblemLike, hparams: PyTree, *, key: Array | None = None
     ) -> Hypergradient:
         arrays, structure = validated(as_problem(problem, key), hparams)
-        instead = 'take `foretune.Reverse(store="segments")`'
-        if any(isinstance(array, Tracer) for array in arrays):
+        if any(isinstance(array, Tracer) for array in arrays) or jax.process_count() > 1:
             raise TypeError(
-                "ReverseOnDisk is a loop on the host with files, which cannot be inside `jax.jit`, "
-                f"`jax.vmap` or another transformation. Call it outside, or {instead}."
+                "ReverseOnDisk is a loop on the host with files: it cannot be inside `jax.jit`, "
+                "`jax.vmap` or another transformation, nor on several processes. Take "
+                '`foretune.Reverse(store="segments")`.'
             )
-        if jax.process_count() > 1:
-            raise ValueError(f"ReverseOnDisk runs on one process; here, {instead}.")
         s_0 = _start(structure, arrays)
         steps = opened(structure, arrays)[0].steps
         length = self._length(steps, s_0)
         programs = _programs(structure, arrays, s_0)
         fingerprint = digest(f"{steps} {length} {digest(arrays)} {programs}")
         with _Files(Path(self.folder), fingerprint) as files:
-            call = _Call(files, structure, arrays, s_0, steps, length)
-            s_T = call.forward()
-            found = call.backward(s_T)
+            program = structure, arrays
+            s_T = _forward(files, program, s_0, steps, length)
+            found = _backward(files, program, s_0, s_T, steps, length)
             files.remove()
         if when_checked() is not False and not is_finite((found.value, found.grad)):
             raise NonFiniteError(explain(*opened(structure, arrays), found, self.other_mode))
@@ -123,49 +117,40 @@ class ReverseOnDisk(AbstractEngine):
         return next((c for c in range(most, most // 2, -1) if steps % c == 0), most)
 
 
-class _Call(NamedTuple):
-    """The loops of one call, with T steps in segments of a length."""
+def _forward(files: "_Files", program: tuple, s_0: PyTree, steps: int, length: int) -> PyTree:
+    """Return s_T; the state at which each segment begins is on the disk then."""
+    if files.has("end"):
+        return files.read("end", s_0)
+    firsts = range(0, steps, length)
+    done = next((t for t in reversed(firsts) if files.has(_name(t))), 0)
+    s = files.read(_name(done), s_0) if done else s_0
+    for first in range(done, steps, length):
+        files.write(_name(first), s)
+        s = _advance(*program, s, np.int32(first), np.int32(min(length, steps - first)))
+    files.write("end", s)
+    return s
 
-    files: "_Files"
-    structure: Structure
-    arrays: list[Array]
-    s_0: PyTree
-    steps: int
-    length: int
 
-    def forward(self) -> PyTree:
-        """Return s_T; the state at which each segment begins is on the disk then."""
-        files, s_0 = self.files, self.s_0
-        if files.has("end"):
-            return files.read("end", s_0)
-        firsts = range(0, self.steps, self.length)
-        done = next((t for t in reversed(firsts) if files.has(_name(t))), 0)
-        s = files.read(_name(done), s_0) if done else s_0
-        for first in range(done, self.steps, self.length):
-            files.write(_name(first), s)
-            count = min(self.length, self.steps - first)
-            s = _advance(self.structure, self.arrays, s, np.int32(first), np.int32(count))
-        files.write("end", s)
-        return s
-
-    def backward(self, s_T: PyTree) -> Hypergradient:
-        """Return the hypergradient; after each segment the adjoint before it is on the disk."""
-        files, s_0, program = self.files, self.s_0, (self.structure, self.arrays)
-        errors, adjoint = _end(*program, s_T)
-        firsts = list(range(0, self.steps, self.length))
-        if files.has("adjoint"):
-            adjoint, left = files.read("adjoint", (adjoint, np.zeros((), np.int32)))
-            firsts = firsts[: int(left)]
-        files.flush()
-        ahead = None
-        for k in reversed(range(len(firsts))):
-            s = with_numbers(s_0, (ahead or files.ahead(_name(firsts[k]), s_0)).result())
-            ahead = files.ahead(_name(firsts[k - 1]), s_0) if k else None
-            count, first = min(self.length, self.steps - firsts[k]), np.int32(firsts[k])
-            adjoint = _back(self.structure, count, self.arrays, s, first, adjoint)
-            files.write("adjoint", (adjoint, np.array(k, np.int32)))
-        value, grad, state = _finish(*program, errors, adjoint, s_T)
-        return Hypergradient(value, grad, state.tree())
+def _backward(
+    files: "_Files", program: tuple, s_0: PyTree, s_T: PyTree, steps: int, length: int
+) -> Hypergradient:
+    """Return the hypergradient; after each segment the adjoint before it is on the disk."""
+    structure, arrays = program
+    errors, adjoint = _end(*program, s_T)
+    firsts = list(range(0, steps, length))
+    if files.has("adjoint"):
+        adjoint, left = files.read("adjoint", (adjoint, np.zeros((), np.int32)))
+        firsts = firsts[: int(left)]
+    files.flush()
+    ahead = None
+    for k in reversed(range(len(firsts))):
+        s = with_numbers(s_0, (ahead or files.ahead(_name(firsts[k]), s_0)).result())
+        ahead = files.ahead(_name(firsts[k - 1]), s_0) if k else None
+        count, first = min(length, steps - firsts[k]), np.int32(firsts[k])
+        adjoint = _back(structure, count, arrays, s, first, adjoint)
+        files.write("adjoint", (adjoint, np.array(k, np.int32)))
+    value, grad, state = _finish(*program, errors, adjoint, s_T)
+    return Hypergradient(value, grad, state.tree())
 
 
 def _system(structure: Structure, arrays: list[Array]) -> tuple[System, PyTree]:
@@ -213,19 +198,11 @@ _back, _finish = Compiled(_through, 2), Compiled(_finished, 1)
 
 def _programs(structure: Structure, arrays: list[Array], s_0: PyTree) -> str:
     """Return a digest of what is computed, which is all that can be compared of functions."""
-    leaves, treedef = jax.tree.flatten((arrays, s_0))
-    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    return _digest_of_programs(structure, treedef, shapes)
-
-
-@functools.lru_cache(maxsize=8)
-def _digest_of_programs(structure: Structure, treedef: Hashable, shapes: tuple) -> str:
-    arrays, s = jax.tree.unflatten(treedef, shapes)
     t = np.int32(0)
     lowered = (
         _start.lower(structure, arrays),
-        _end.lower(structure, arrays, s),
-        _advance.lower(structure, arrays, s, t, t),
+        _end.lower(structure, arrays, s_0),
+        _advance.lower(structure, arrays, s_0, t, t),
     )
     text = "".join(program.as_text() for program in lowered)
     return digest(re.sub(r"\b\d{9,}\b", "", text))  # without addresses in memory
@@ -257,19 +234,18 @@ class _Files:
 
     def has(self, name: str) -> bool:
         """Return whether the file is there, and belongs to this call."""
-        try:
+        with contextlib.suppress(Damaged, OSError):
             return load_header(self.path(name)).get("fingerprint") == self.fingerprint
-        except (Damaged, OSError):
-            return False
+        return False
 
     def write(self, name: str, tree: PyTree) -> None:
         """Write a pytree whole or not at all, later; wait where several wait already."""
         self._waiting.append(self._writer.submit(self._write, name, tree))
-        while len(self._waiting) > AHEAD:
-            self._waiting.pop(0).result()
+        self.flush(AHEAD)
 
-    def flush(self) -> None:
-        while self._waiting:
+    def flush(self, left: int = 0) -> None:
+        """Wait until so many files are left to be written."""
+        while len(self._waiting) > left:
             self._waiting.pop(0).result()
 
     def _write(self, name: str, tree: PyTree) -> None:
@@ -321,10 +297,8 @@ class _Files:
             try:
                 header = load_header(path)
             except Damaged:
-                warn(
-                    f"{path} is no file of ReverseOnDisk, or damaged, and is kept as "
-                    f"{set_aside(path).name}.",
-                )
+                aside = set_aside(path).name
+                warn(f"{path} is no file of ReverseOnDisk, or damaged, and is kept as {aside}.")
                 continue
             if header.get("fingerprint") != self.fingerprint:
                 path.unlink()

@@ -5,10 +5,8 @@ With A_t = dPhi_t/ds_{t-1}, B_t = dPhi_t/dlambda and Z_t = ds_t/dlambda,
     Z_0 = ds_0/dlambda,    Z_t = A_t Z_{t-1} + B_t,
     grad f = grad E(s_T) Z_T + dE/dlambda.
 
-The columns of Z are tangents of one step, which is computed once. A_t and B_t are never formed.
-
-Time: about that of 1 + 2m training runs for m hyperparameters. Memory: m + 1 states, whatever T
-is; with `chunk=c`, c + 1 states and ceil(m / c) passes over the training.
+The columns of Z are tangents of one step, which is computed once. A_t and B_t are never formed. With
+`chunk=c`, c + 1 states are in memory, and ceil(m / c) passes go over the training.
 Reference: Franceschi et al., ICML 2017, Algorithm 2.
 """
 
@@ -20,12 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from .._problem.checks import check_count, check_mesh
 from .._problem.problem import Problem
 from .._problem.system import System
-from .base import Solution, TracedEngine, check_not_problem
+from .base import Solution, TracedEngine
 from .memory import free_bytes, show_bytes, tree_bytes
 from .nonfinite import REVERSE
 from .products import directional, unstack
@@ -34,10 +32,9 @@ from .products import directional, unstack
 class Forward(TracedEngine):
     """The exact hypergradient by forward mode: for few hyperparameters and long trainings.
 
-    Costs about 1 + 2m training runs for m hyperparameters, and memory that does not grow with the
-    number of steps. `chunk` bounds the columns of Z that are held at once (default: all m), on all
-    devices together; each chunk is one pass over the training. With `mesh`, as of
-    `foretune.mesh(tangents=8)`, each device on that axis carries its share of the columns.
+    Costs about 1 + 2m training runs for m hyperparameters, and the memory of m + 1 states, whatever
+    the number of steps. `chunk` bounds the columns of Z in work at once, on all devices together. With
+    `mesh=foretune.mesh(tangents=8)`, say, each device carries its share of the columns.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -54,7 +51,6 @@ class Forward(TracedEngine):
     mesh: Any = eqx.field(default=None, kw_only=True)  # a mesh
 
     def __check_init__(self):
-        check_not_problem("Forward", self.chunk)
         if self.chunk is not None:
             check_count(self.chunk, f"Forward(chunk={self.chunk})")
         if self.mesh is not None:
@@ -68,14 +64,19 @@ class Forward(TracedEngine):
         c = -(-c // devices) * devices  # beyond m, one_hot gives columns of zeros
         _check_room(system, hparams, c)
 
+        def placed(array, *spec):  # split over axes of the mesh, or gathered
+            if self.mesh is None:
+                return array
+            sharding = NamedSharding(self.mesh, PartitionSpec(*spec))
+            return lax.with_sharding_constraint(array, sharding)
+
         def columns(start):
             """Return the errors and s_T, and columns start .. start + c of grad E Z."""
             directions = jax.nn.one_hot(start + jnp.arange(c), m, dtype=flat.dtype)
-            directions = self._placed(directions, "tangents")
-            columns = jax.vmap(unravel)(directions)
+            columns = jax.vmap(unravel)(placed(directions, "tangents"))
             columns = unstack(columns) if self.mesh is None else columns
             errors, rows, s_T = directional(system, hparams, columns)
-            return (errors, s_T), self._placed(rows)
+            return (errors, s_T), placed(rows)
 
         (errors, s_T), rows = columns(0)
         if c < m:  # the same errors and s_T again, more columns
@@ -85,12 +86,6 @@ class Forward(TracedEngine):
         rows = jax.vmap(unravel)(rows[:, :m].astype(flat.dtype))
         return Solution(errors, rows, s_T)
 
-    def _placed(self, array: Array, *spec: str) -> Array:
-        """Split the array over axes of the mesh, or gather it."""
-        if self.mesh is None:
-            return array
-        return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*spec)))
-
 
 def _check_room(system: System, hparams: PyTree, c: int) -> None:
     """Raise where c columns of Z, with the directions they belong to, exceed all the memory."""
@@ -99,12 +94,10 @@ def _check_room(system: System, hparams: PyTree, c: int) -> None:
     needed = c * tree_bytes(floats)
     on_host = jax.default_backend() == "cpu"  # there devices may share one memory
     free = free_bytes() * (jax.process_count() if on_host else jax.device_count())
-    if needed <= free:
-        return
-    most = int(free * c // (2 * needed))  # leaves room for what else there is
-    chunk = f"`Forward(chunk={most})`, which takes several passes, or " if most else ""
-    raise MemoryError(
-        f"Forward holds {c} columns of Z at once, each as large as the state with its direction: "
-        f"{show_bytes(needed)}, where {show_bytes(free)} are free. Use {chunk}`Reverse()`, whose "
-        "memory does not grow with the number of hyperparameters."
-    )
+    if needed > free:
+        most = int(free * c // (2 * needed))  # leaves room for what else there is
+        chunk = f"`Forward(chunk={most})`, which takes several passes, or " if most else ""
+        raise MemoryError(
+            f"Forward holds {c} columns of Z at once, each as large as the state with its direction: "
+            f"{show_bytes(needed)}, where {show_bytes(free)} are free. Use {chunk}`Reverse()`."
+        )

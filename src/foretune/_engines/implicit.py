@@ -8,8 +8,8 @@ At a minimum of a loss J(w, lambda) the equation is F = grad_w J; its dF/dw is t
 system is solved by conjugate gradients. At a fixed point of any other dynamics, s = Phi(s, lambda), it
 is F = s - Phi(s, lambda), and the system is solved by GMRES.
 
-Away from the end both are biased, and nothing of the way there (a learning rate, the initial state,
-when training stopped) has a derivative: a hyperparameter that is neither in F nor in E is refused.
+Away from the end both are biased. Nothing of the way there (a learning rate, the initial state) has a
+derivative: a hyperparameter that is neither in F nor in E is refused.
 
 Time: a training run, and two gradients for each iteration of the solver. Memory: a few states.
 References: Bengio, Gradient-Based Optimization of Hyperparameters, 2000; Pedregosa, ICML 2016; Lorraine
@@ -33,7 +33,7 @@ from .._problem.checks import check_count, named_leaves
 from .._problem.problem import Problem
 from .._problem.system import System, owners
 from .._problem.warn import warn
-from .base import Solution, TracedEngine, check_not_problem
+from .base import Solution, TracedEngine
 from .nonfinite import is_finite
 from .products import error_gradients, pull_rows
 
@@ -65,21 +65,18 @@ class Equation(NamedTuple):
 class Implicit(TracedEngine):
     """The hypergradient of inner problems at their minimum, from the minimum alone.
 
-    Use it where the training converges (a strongly convex loss, say), T is large, and the
-    hyperparameters are in the loss: regularisers, example weights. It approximates as far as the
-    training has not converged, and refuses learning rates and whatever else changes only the way
-    there. The training may have any batches; the loss at its end is that of all the data.
-
-    For a dynamics without the method `gradient`, it is that of the fixed point of its step.
+    Use it where the training converges, T is large, and the hyperparameters are in the loss:
+    regularisers, example weights. It refuses learning rates and whatever else changes only the way to
+    the minimum. The loss at the end is that of all the data. For a dynamics without the method
+    `gradient`, it is the hypergradient at the fixed point of its step.
 
     Args:
         iterations: of the solver of the linear system, at most.
         tolerance: of the solver, relative.
-        stationarity: warn where the inner gradient is above this share of what it was at the
-            beginning.
+        stationarity: warn where the last inner gradient is above this share of the first.
 
-    A linear system that is not solved, or a training that is not at its end, is a warning with the
-    figure; negative curvature is an error. Both also inside `jax.jit`, while the program runs.
+    A linear system that is not solved, or a training that is not at its end, is a warning; negative
+    curvature is an error. Both also inside `jax.jit`, while the program runs.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -92,21 +89,14 @@ class Implicit(TracedEngine):
     -1.0000
     """
 
-    iterations: Any  # a number
-    tolerance: float
-    stationarity: float
+    iterations: Any = 100  # a number
+    tolerance: Any = eqx.field(default=1e-5, kw_only=True)
+    stationarity: Any = eqx.field(default=0.01, kw_only=True)
 
-    def __init__(
-        self,
-        iterations: Any = 100,
-        *,
-        tolerance: float = 1e-5,
-        stationarity: float = 0.01,
-    ):
-        check_not_problem("Implicit", iterations)
-        check_count(iterations, f"Implicit(iterations={iterations!r:.60})")
-        self.iterations, self.tolerance, self.stationarity = iterations, tolerance, stationarity
-        for name, size in {"tolerance": tolerance, "stationarity": stationarity}.items():
+    def __check_init__(self):
+        check_count(self.iterations, f"Implicit(iterations={self.iterations!r:.60})")
+        for name in ("tolerance", "stationarity"):
+            size = getattr(self, name)
             if not (isinstance(size, int | float) and size > 0):
                 raise ValueError(f"Implicit({name}={size!r:.60}): it must be a number above 0.")
 
@@ -163,12 +153,12 @@ class Implicit(TracedEngine):
             warn(
                 "Implicit: the training has not converged. Its last gradient (or step) over all the "
                 f"data has {100 * share:.3g} % of the length of the first (expected: at most "
-                f"{100 * self.stationarity:g} %). Train longer, or use `Reverse()`.",
+                f"{100 * self.stationarity:g} %). Train longer, or use `Reverse()`."
             )
         if not residual <= 10 * self.tolerance:
             warn(
                 f"Implicit: the linear system is solved to a relative residual of {residual:.3g} after "
-                f"{self.iterations} iterations (asked for: {self.tolerance:g}). Give more iterations.",
+                f"{self.iterations} iterations (asked for: {self.tolerance:g}). Give more iterations."
             )
 
 

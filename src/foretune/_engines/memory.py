@@ -1,7 +1,6 @@
 """What memory there is, what a program needs of it, and sizes in words."""
 
 import math
-import os
 import re
 from pathlib import Path
 
@@ -74,7 +73,7 @@ def host_bytes(root: Path = Path("/")) -> float:
         found = re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())
         free = float(found[1]) * 1024 if found else math.inf
     except OSError:  # not Linux
-        free = _free_pages()
+        free = math.inf
     group = root / "sys/fs/cgroup"
     try:
         limit, used = (float((group / f"memory.{name}").read_text()) for name in ("max", "current"))
@@ -83,13 +82,6 @@ def host_bytes(root: Path = Path("/")) -> float:
         return max(0.0, min(free, limit - used + (float(cached[1]) if cached else 0.0)))
     except (OSError, ValueError):  # no container, or "max": no limit
         return free
-
-
-def _free_pages() -> float:
-    try:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (ValueError, OSError, AttributeError):
-        return math.inf
 
 
 def agreed(figure: float | int, least: bool = False) -> float:

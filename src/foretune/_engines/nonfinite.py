@@ -1,4 +1,4 @@
-"""What is said when a value or a gradient is not finite: which leaf, since which step, and why.
+"""Where a value or a gradient stops being finite: in which leaf, since which step, and why.
 
 Nothing here runs while results are finite. When one is not, the training is run once more, beside one
 tangent (the sum of the offending directions) for as long as that is finite.
@@ -32,11 +32,9 @@ ZERO_ROOT = (
     "exactly 0, also in the branch that `jnp.where` does not take; `optax.clip_by_global_norm` and "
     "the Adam family (remedy: `eps_root=1e-8`) where a gradient is exactly 0."
 )
-DIVERGES = "It had grown to {peak:.1e} the step before: it diverges. Try a smaller learning rate."
-UNSTABLE = (
-    "It had grown to {peak:.1e} the step before: the training is unstable at these hyperparameters "
-    "(lower the learning rate, or take fewer steps)."
-)
+GREW = "It had grown to {peak:.1e} the step before: {what}"
+DIVERGES = "it diverges. Try a smaller learning rate."
+UNSTABLE = "the training is unstable here (lower the learning rate, or take fewer steps)."
 IN_REVERSE = (
     "The training and its forward derivative are finite: an operation has no finite derivative in "
     "reverse mode alone. Use `Forward()`, in which the hypergradient is finite here."
@@ -108,8 +106,7 @@ def explain(
     value, grad, _ = result
     bad = [name for name, leaf in named_leaves(value, "value").items() if not np.isfinite(leaf)]
     for name, leaf in named_leaves(grad, "hparams").items():
-        wrong = int(jnp.sum(~jnp.isfinite(leaf)))
-        if wrong:
+        if wrong := int(jnp.sum(~jnp.isfinite(leaf))):
             bad.append(f"the gradient of {name} ({wrong} of {leaf.size} entries)")
     direction = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), 0, 1).astype(g.dtype), grad)
     return f"not finite: {', '.join(bad)}.\n{origin_of(problem, hparams, direction, other)}"
@@ -119,14 +116,14 @@ def guard_finite(result: Any) -> Any:
     """Return `result` with a runtime check of its value and gradient, for use inside `jit`."""
     advice = "Call the engine outside `jit` at the same values to see where it begins."
 
-    def guard(tree, name):
-        leaves = [
-            eqx.error_if(leaf, ~jnp.all(jnp.isfinite(leaf)), f"{path} is not finite. {advice}")
-            for path, leaf in named_leaves(tree, name).items()
-        ]
-        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    def guarded(tree, name):
+        def guard(path, leaf):
+            message = f"{name}{jax.tree_util.keystr(path)} is not finite. {advice}"
+            return eqx.error_if(leaf, ~jnp.all(jnp.isfinite(leaf)), message)
 
-    value, grad = guard(result.value, "value"), guard(result.grad, "the gradient of hparams")
+        return jax.tree_util.tree_map_with_path(guard, tree)
+
+    value, grad = guarded(result.value, "value"), guarded(result.grad, "the gradient of hparams")
     return result._replace(value=value, grad=grad)
 
 
@@ -154,8 +151,7 @@ def origin_of(
                 "The initial parameters, or what the dynamics makes of them, hold NaN or infinity: "
                 f"{name} ({describe(leaf)}) in {where.sum()} of {where.size} entries."
             )
-        peak = float(march.peak)
-        cause = DIVERGES.format(peak=peak) if peak > HUGE else guess
+        cause = GREW.format(peak=march.peak, what=DIVERGES) if march.peak > HUGE else guess
         return (
             f"First at step {march.t} of {T}, in the training itself: {name} ({describe(leaf)}) is not "
             f"finite. {cause}"
@@ -165,10 +161,11 @@ def origin_of(
         return f"{finite} {_holes(problem)}".strip()
     if found := first_nonfinite(march.z, "state"):
         name, leaf, where = found
-        peak = float(march.z_peak)
-        cause = UNSTABLE.format(peak=peak) if peak > HUGE else _remedy(march.z_state, where, guess)
-        if other == REVERSE and peak <= HUGE:
-            cause += " In reverse mode it may be finite: try `Reverse()`."
+        if march.z_peak > HUGE:
+            cause = GREW.format(peak=march.z_peak, what=UNSTABLE)
+        else:
+            cause = _remedy(march.z_state, where, guess)
+            cause += " In reverse mode it may be finite: try `Reverse()`." * (other == REVERSE)
         return (
             f"First at step {march.z_t} of {T}: the derivative of {name} ({describe(leaf)}) is not "
             f"finite in {where.sum()} of {where.size} entries, while the state is. {cause}"
@@ -180,16 +177,14 @@ def origin_of(
 
 def _holes(problem: Problem) -> str:
     """Return what the problem itself holds that is not finite, with path and count, or ""."""
-    batches = named_leaves(problem.batches, "batches")
     found = []
-    for path, leaf in (batches | named_leaves(problem.validation, "validation")).items():
-        wrong = int(jnp.sum(~jnp.isfinite(leaf))) if eqx.is_inexact_array(leaf) else 0
-        if wrong:
-            what = "data" if path in batches else "validation data"
-            found.append(
-                f"The {what} hold NaN or infinity: {path} ({describe(leaf)}) in {wrong} of "
-                f"{leaf.size} entries."
-            )
+    for what, name in {"data": "batches", "validation data": "validation"}.items():
+        for path, leaf in named_leaves(getattr(problem, name), name).items():
+            if eqx.is_inexact_array(leaf) and (wrong := int(jnp.sum(~jnp.isfinite(leaf)))):
+                entries = f"{wrong} of {leaf.size} entries"
+                found.append(
+                    f"The {what} hold NaN or infinity: {path} ({describe(leaf)}) in {entries}."
+                )
     return " ".join(found)
 
 
@@ -203,14 +198,11 @@ def first_nonfinite(tree: PyTree, name: str) -> Fault | None:
 
 
 def _remedy(state: PyTree, where: np.ndarray, guess: str) -> str:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     moments = [
-        f"state{jax.tree_util.keystr(path)}"
-        for path, leaf in leaves
-        if path[:1] == (jax.tree_util.GetAttrKey("opt_state"),)
-        and eqx.is_inexact_array_like(leaf)
-        and np.shape(leaf) == where.shape
-        and np.any(where & (leaf == 0))
+        path
+        for path, leaf in named_leaves(state, "state").items()
+        if path.startswith("state.opt_state") and eqx.is_inexact_array_like(leaf)
+        if np.shape(leaf) == where.shape and np.any(where & (leaf == 0))
     ]
     return ZERO_MOMENT.format(leaves=" and ".join(moments)) if moments else guess
 
@@ -250,11 +242,12 @@ def _march(problem: Problem, hparams: PyTree, direction: PyTree | None) -> March
         t, *finite = carry[:3]
         return (t < system.steps) & is_finite(finite)
 
-    none = jnp.zeros((), float)
-    z_t, z_s, z, peak, z_peak = 0, system.initial(hparams), None, none, none
+    peak = z_peak = jnp.zeros((), float)
+    z_t, z_s, z = 0, system.initial(hparams), None
     if direction is not None:
-        s, z = pushforward(system.initial, (hparams,), (directions,))
-        z_t, z_s, z, peak, z_peak = lax.while_loop(proceed, with_tangent, (0, s, z, none, none))
+        z_s, z = pushforward(system.initial, (hparams,), (directions,))
+        start = z_t, z_s, z, peak, z_peak
+        z_t, z_s, z, peak, z_peak = lax.while_loop(proceed, with_tangent, start)
     t, s, peak = lax.while_loop(lambda c: proceed(c[:2]), alone, (z_t, z_s, peak))
     errors, *slopes = error_gradients(system, s, hparams)
     if z is not None:

@@ -5,11 +5,8 @@ With A_t = dPhi_t/ds_{t-1}, B_t = dPhi_t/dlambda and row vectors alpha_t,
     alpha_T = grad E(s_T),    alpha_{t-1} = alpha_t A_t,
     grad f  = dE/dlambda + sum_{t=1..T} alpha_t B_t + alpha_0 ds_0/dlambda.
 
-The states s_0 .. s_{T-1} are stored on the way forward, or some of them; on the way back each step is
-computed again from the state before it to give alpha_t A_t and alpha_t B_t in one transposed product.
-
-Time: that of a few training runs, whatever the number of hyperparameters. Memory: T states, or as
-few as one (`schedules.py`).
+The states s_0 .. s_{T-1} are stored on the way forward, or some of them (`schedules.py`); on the way
+back each step is computed again to give alpha_t A_t and alpha_t B_t in one transposed product.
 Reference: Franceschi et al., ICML 2017, Algorithm 1, with the term of the first step, the
 dependence of s_0 on lambda and the direct dependence of E on lambda, which it leaves out.
 """
@@ -24,26 +21,22 @@ from jaxtyping import PyTree
 from .._problem.checks import check_count, check_flag
 from .._problem.problem import Problem
 from .._problem.system import System, make_system
-from .base import Solution, TracedEngine, check_not_problem
+from .base import Solution, TracedEngine
 from .nonfinite import FORWARD
 from .products import error_gradients, pull_rows
 from .schedules import Adjoint, Binomial, Everything, Gradients, Schedule, States
 from .segments import Segments
 
-STORES: dict[str, type[Schedule]] = {
-    "everything": Everything,
-    "gradients": Gradients,
-    "states": States,
-    "segments": Segments,
-}
-TRANSPOSES = ("forward", "reverse")
+STORES: dict[str, type[Schedule]] = dict(
+    everything=Everything, gradients=Gradients, states=States, segments=Segments
+)
 
 
 class Reverse(TracedEngine):
     """The exact hypergradient by reverse mode: for many hyperparameters.
 
-    Costs the time of a few training runs for any number of hyperparameters, and the memory of what it
-    stores. When hyperparameters are few, `Forward` needs neither.
+    Costs the time of a few training runs, whatever the number of hyperparameters, and the memory of
+    what it stores.
 
     Args:
         store: what is kept on the way forward; the rest is computed again. All give the same result.
@@ -82,7 +75,6 @@ class Reverse(TracedEngine):
     first_order: bool = eqx.field(default=False, kw_only=True)
 
     def __check_init__(self):
-        check_not_problem("Reverse", self.store)
         check_count(self.unroll, f"Reverse(unroll={self.unroll})")
         check_flag(self.first_order, "Reverse's first_order")
         if self.store not in tuple(STORES) and not (type(self.store) is int and self.store >= 1):
@@ -90,14 +82,13 @@ class Reverse(TracedEngine):
                 f"Reverse(store={self.store!r}): give a number of states, 1 or more, or one of "
                 f"{', '.join(map(repr, STORES))}."
             )
-        if self.transpose not in TRANSPOSES:
+        if self.transpose not in ("forward", "reverse"):
             raise ValueError(f"Reverse(transpose={self.transpose!r}): give 'forward' or 'reverse'.")
 
     @property
     def schedule(self) -> Schedule:
-        if not isinstance(self.store, str):
-            return Binomial(self.unroll, self.store)
-        return STORES[self.store](self.unroll)
+        store = self.store
+        return STORES[store](self.unroll) if store in STORES else Binomial(self.unroll, store)
 
     def transposing(self, system: System) -> System:
         """Return the system with its steps as `transpose` asks for them."""

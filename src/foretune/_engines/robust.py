@@ -4,17 +4,14 @@ Where each fold i = 1 .. k has a copy lambda_i of the hyperparameters, one adjoi
 
     d/dlambda_i  1/k sum_j E_j(s_T^j(lambda_j), lambda_j) = g_i / k.
 
-Their mean is the gradient of the mean error. But a training that amplifies small changes has a gradient
-that is exact, a thousand times as long as others, and useless; the mean is then that one gradient. The
-best mean of slopes weighs each by the inverse of its second moment, which the square of a long gradient
-estimates:
+Their mean is the gradient of the mean error. But a training that amplifies small changes may have a
+gradient a thousand times as long as others; the mean is then that one. The best mean of slopes weighs
+each by the inverse of its second moment, which the square of a long gradient estimates:
 
     g = sum_i w_i g_i / sum_i w_i,    w_i = 1 / max(1, |g_i|^2 / q^2),
 
 with q the length of the second shortest, or with more than eleven folds of that at the lower quarter.
-Lengths are of leaves in units of the middle one's, so that units do not count.
-
-Time and memory: those of the engine for the mean, with `Forward` k times the tangents.
+Lengths are of leaves in units of the middle one's. `Forward` takes k times as many tangents.
 """
 
 from typing import Any
@@ -25,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._problem.checks import describe
-from .._problem.mean import Mean
+from .._problem.mean import Mean, is_per_fold, per_fold
 from .._problem.problem import Problem
 from .._problem.system import System, make_system
 from .base import Solution, TracedEngine
@@ -39,10 +36,9 @@ INNER = (Reverse, Forward, Truncated)
 class RobustMean(TracedEngine):
     """The hypergradient of a `Mean` as a mean in which long ones count less.
 
-    Use it where the folds are trainings with starts and batches of their own, and some of them amplify
-    small changes. A fold whose gradient is r times as long as the second shortest counts 1 / r^2, in
-    all hyperparameters; where all are about as long it is their mean. It is approximate: not the
-    gradient of the value, which is the mean error. Give three folds or more.
+    Use it with three folds or more, of which some amplify small changes. A fold whose gradient is r
+    times as long as the second shortest counts 1 / r^2, in all hyperparameters. It is approximate: not
+    the gradient of the value, which is the mean error.
 
     Args:
         engine: of each fold's gradient: `Reverse()` (default), `Forward()` or `Truncated(k)`.
@@ -84,16 +80,18 @@ class RobustMean(TracedEngine):
                 f"RobustMean takes a `foretune.Mean`, `Mean.of_draws(draw, 8)` say; got "
                 f"{describe(problem)}."
             )
-        k, unshared = problem.count, problem.unshared()
+        k = problem.count
         copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (k, *leaf.shape)), hparams)
-        found = self.engine.solve(unshared, make_system(unshared, copies), copies)
+        copies = per_fold(copies)
+        found = self.engine.solve(problem, make_system(problem, copies), copies)
         weights = jax.vmap(fold_weights)(found.rows)  # the K errors have weights of their own
 
         def mean(parts):
-            shape = weights.shape + (1,) * (parts.ndim - 2)
-            return jnp.sum(k * parts * weights.reshape(shape).astype(parts.dtype), axis=1)
+            shape = weights.shape + (1,) * (parts.array.ndim - 2)
+            w = weights.reshape(shape).astype(parts.array.dtype)
+            return jnp.sum(k * parts.array * w, axis=1)
 
-        return found._replace(rows=jax.tree.map(mean, found.rows))
+        return found._replace(rows=jax.tree.map(mean, found.rows, is_leaf=is_per_fold))
 
 
 def fold_weights(gradients: PyTree[Float[Array, "folds ..."]]) -> Float[Array, " folds"]:

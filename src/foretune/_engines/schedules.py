@@ -61,10 +61,9 @@ class Everything(Schedule):
     """Store all that the adjoint needs, inside each step too: the fastest, and the largest."""
 
     def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
-        def run(s, h):
-            return advance(system, h, s, 0, system.steps, self.unroll)
-
-        return eqx.filter_vjp(run, s_0, hparams)
+        return eqx.filter_vjp(
+            lambda s, h: advance(system, h, s, 0, system.steps, self.unroll), s_0, hparams
+        )
 
 
 class Gradients(Schedule):
@@ -123,9 +122,7 @@ class Binomial(Schedule):
     ) -> tuple[PyTree, PyTree]:
         """Return the stored states, with new ones on the way, and the state before a step."""
         lengths = jnp.asarray(plan.lengths)
-
-        def step(t, s):
-            return system.step(s, hparams, entry(system, t))
+        step = lambda t, s: system.step(s, hparams, entry(system, t))  # noqa: E731
 
         # one loop for what is stored and, last, for what is not: one program
         def advance(k, carry):
@@ -138,7 +135,7 @@ class Binomial(Schedule):
             new = jax.tree.map(lambda a, b: jnp.where(stored, a, b), s, take(kept, slot))
             return put(kept, slot, new), s, until
 
-        row = jax.tree.map(jnp.asarray, row)
+        row = Row(*map(jnp.asarray, row))
         start = kept, take(kept, row.slot), row.at
         return lax.fori_loop(0, row.stored + 1, advance, start)[:2]
 

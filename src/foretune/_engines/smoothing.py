@@ -31,37 +31,13 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._constraints.base import check_constraints, moved
-from .._problem.arguments import flatten, unflatten
-from .._problem.checks import check_count, check_key, describe
+from .._problem.checks import as_arrays, check_count, check_key, describe
 from .._problem.problem import Problem
 from .._problem.system import System
 from .._problem.warn import warn
 from .base import Solution, TracedEngine
 from .nonfinite import NonFiniteError, is_finite, when_checked
 from .reverse import Reverse
-
-
-class Space:
-    """Where hyperparameters may be: constraints as a constant that can be hashed."""
-
-    def __init__(self, constraints: PyTree = None):
-        arrays, self.structure = flatten(constraints)
-        self.arrays = [np.asarray(array) for array in arrays]
-
-    @property
-    def tree(self) -> PyTree:
-        return unflatten(self.structure, self.arrays)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Space) or self.structure != other.structure:
-            return False
-        return all(map(np.array_equal, self.arrays, other.arrays))
-
-    def __hash__(self) -> int:
-        return hash(self.structure)
-
-    def __repr__(self) -> str:
-        return repr(self.tree)
 
 
 def balanced_signs(key: Key[Array, ""], n: int, m: int) -> Int[Array, "n m"]:
@@ -86,6 +62,12 @@ def balanced_signs(key: Key[Array, ""], n: int, m: int) -> Int[Array, "n m"]:
     return blocks.reshape(-1, m)[:n]
 
 
+def as_key(key: Any) -> Any:
+    """Return a random key as it is, and that of a number."""
+    number = isinstance(key, int | np.integer) and not isinstance(key, bool)
+    return jax.random.key(int(key)) if number else key
+
+
 class Sampling(NamedTuple):
     """What became of the points."""
 
@@ -94,40 +76,30 @@ class Sampling(NamedTuple):
     middle: Bool[Array, ""]  # whether the training between them is
 
 
-def _seed(key: Any) -> tuple[int, int]:
-    """Return a random key, or a number for one, as constants of a program."""
-    with jax.ensure_compile_time_eval():  # inside `jit` too
-        if isinstance(key, int | np.integer) and not isinstance(key, bool):
-            key = jax.random.key(int(key))
-        check_key(key, "the key of the points (key=...)")
-        data = np.asarray(jax.random.key_data(key))
-        if data.size != 2:  # of another generator
-            data = np.asarray(jax.random.bits(key, (2,)))
-    return int(data[0]), int(data[1])
-
-
 class Neighbourhood(TracedEngine):
     """What `Smoothed` and `Evolution` share: points in pairs around the hyperparameters."""
 
     radius: eqx.AbstractVar[Any]
     samples: eqx.AbstractVar[Any]
     key: eqx.AbstractVar[Any]
-    constraints: eqx.AbstractVar[Any]
+    constraints: eqx.AbstractVar[PyTree]
 
     def __check_init__(self):
         name, radius, samples = type(self).__name__, self.radius, self.samples
-        number = isinstance(radius, int | float | np.floating | np.integer)
-        if not number or isinstance(radius, bool) or not 0 < radius < math.inf:
+        number = isinstance(radius, int | float | np.number) and not isinstance(radius, bool)
+        if not number or not 0 < radius < math.inf:
             raise ValueError(
                 f"{name}(radius={radius!r:.60}): give a positive number, 0.1 for a tenth."
             )
         check_count(samples, f"{name}(samples={samples!r:.60})")
+        check_key(self.key, f"the key of the points, {name}(key=...),")
 
     def within(self, constraints: PyTree) -> "Neighbourhood":
         """Return the engine with its points inside constraints, unless it has some already."""
-        if self.constraints != Space():
+        if self.constraints is not None:
             return self
-        return eqx.tree_at(lambda engine: engine.constraints, self, Space(constraints))
+        none = lambda node: node is None  # noqa: E731
+        return eqx.tree_at(lambda engine: engine.constraints, self, constraints, is_leaf=none)
 
     def points(self, hparams: PyTree, uniform: bool) -> tuple[PyTree, Float[Array, "n m"]]:
         """Return n points, followed by the n opposite ones, and the differences between them."""
@@ -135,12 +107,11 @@ class Neighbourhood(TracedEngine):
         # The key depends on the numbers: each step of a descent draws other points.
         bits = lax.bitcast_convert_type(flat.astype(jnp.float32), jnp.uint32)
         odd = 2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1
-        seed = jax.random.wrap_key_data(jnp.array(self.key, jnp.uint32))
-        key = jax.random.fold_in(seed, jnp.sum(bits * odd))
+        key = jax.random.fold_in(self.key, jnp.sum(bits * odd))
         U = balanced_signs(key, self.samples, flat.size).astype(flat.dtype)
         if uniform:
             U = U * jax.random.uniform(jax.random.fold_in(key, 1), U.shape, flat.dtype)
-        constraints = check_constraints(self.constraints.tree, hparams)
+        constraints = check_constraints(self.constraints, hparams)
 
         def at(u):
             return moved(constraints, hparams, unravel(self.radius * u))
@@ -207,8 +178,8 @@ class Evolution(Neighbourhood):
 
     radius: Any = 0.1
     samples: Any = 8
-    key: Any = eqx.field(default=0, converter=_seed)
-    constraints: Any = eqx.field(default=None, converter=Space, kw_only=True)
+    key: Any = eqx.field(default=0, converter=as_key)
+    constraints: PyTree = eqx.field(default=None, converter=as_arrays, kw_only=True)
     chunk: Any = eqx.field(default=None, kw_only=True)
     differentiates: ClassVar[bool] = False  # an accuracy will do
 
@@ -255,8 +226,8 @@ class Smoothed(Neighbourhood):
     engine: Any = eqx.field(default=None, converter=lambda e: Reverse() if e is None else e)
     radius: Any = 0.1
     samples: Any = 4
-    key: Any = eqx.field(default=0, converter=_seed)
-    constraints: Any = eqx.field(default=None, converter=Space, kw_only=True)
+    key: Any = eqx.field(default=0, converter=as_key)
+    constraints: PyTree = eqx.field(default=None, converter=as_arrays, kw_only=True)
 
     def __check_init__(self):
         if not isinstance(self.engine, TracedEngine):

@@ -9,11 +9,9 @@ which leaves out the influence of the hyperparameters on s_{T-k}. Exactly that i
     grad f - g_k = alpha_{T-k} ds_{T-k}/dlambda.
 
 It is small where the training forgets: near a minimum, with steps that contract by a factor rho in
-every direction, |alpha_{T-k}| <= rho^k |alpha_T|. Where the training does not contract it may have the
-wrong sign. So a call warns where the older half of the k steps has more than a fifth of the sum of both
-halves' lengths. Each half has a copy of the hyperparameters, so that one adjoint gives both.
-
-Time: a training run, and k steps more than once. Memory: k states, whatever T is.
+every direction, |alpha_{T-k}| <= rho^k |alpha_T|. Elsewhere even the sign may be wrong. So a call warns
+where the older half of the k steps has more than a fifth of the sum of both halves' lengths. Each half
+has a copy of the hyperparameters, so that one adjoint gives both. Memory: k states, whatever T is.
 Reference: Shaban et al., Truncated Back-propagation for Bilevel Optimization, AISTATS 2019.
 """
 
@@ -28,11 +26,11 @@ from .._problem.checks import check_count, named_leaves
 from .._problem.problem import Problem
 from .._problem.system import System
 from .._problem.warn import warn
-from .base import Solution, TracedEngine, check_not_problem
+from .base import Solution, TracedEngine
 from .nonfinite import FORWARD
 from .products import error_gradients
 from .reverse import Reverse
-from .schedules import Adjoint, advance
+from .schedules import Adjoint, advance, take
 
 TOLERATED = 0.2  # the older half's share
 
@@ -40,10 +38,9 @@ TOLERATED = 0.2  # the older half's share
 class Truncated(TracedEngine):
     """An approximate hypergradient: reverse mode over the last `steps` steps alone.
 
-    Use it where reverse mode over all T steps takes too long, the hyperparameters are too many for
-    `Forward`, and the training has settled: its error is the influence that the hyperparameters had
-    through the state before the last `steps` steps. `Reverse(store=...)` saves memory without that
-    error. A call outside of `jax.jit` warns where the older half still has much of the gradient.
+    Use it where reverse mode over all T steps takes too long, and the training has settled: it leaves
+    out the influence through the state before the last `steps` steps. `Reverse(store=...)` saves memory
+    and is exact. A call outside of `jax.jit` warns where the older half still has much of the gradient.
 
     Args:
         steps: k, the steps to go back over.
@@ -66,7 +63,6 @@ class Truncated(TracedEngine):
     reverse: Reverse
 
     def __init__(self, steps: Any, *, store: Any = "states"):
-        check_not_problem("Truncated", steps)
         check_count(steps, f"Truncated(steps={steps})")
         self.steps, self.reverse = steps, Reverse(store)
 
@@ -78,11 +74,7 @@ class Truncated(TracedEngine):
         s = advance(system, hparams, system.initial(hparams), 0, before, 1)
 
         def of_half(step):
-            def by_copy(s, copies, entry):
-                half, x = entry
-                return step(s, jax.tree.map(lambda leaf: leaf[half], copies), x)
-
-            return by_copy
+            return lambda s, copies, entry: step(s, take(copies, entry[0]), entry[1])
 
         halves = jnp.arange(self.steps) * 2 // self.steps
         last = system._replace(
@@ -103,9 +95,9 @@ class Truncated(TracedEngine):
     def review(self, report: PyTree[Float[Array, " 2"]] | None) -> None:
         lengths = named_leaves(report, "hparams").items()
         shares = {name: float(part[0]) / max(float(part.sum()), 1e-300) for name, part in lengths}
-        much = {name: share for name, share in shares.items() if share > TOLERATED}
+        much = [(share, name) for name, share in shares.items() if share > TOLERATED]
         if much and self.steps > 1:
-            parts = [f"{share:.0%} of the gradient of {name}" for name, share in much.items()]
+            parts = [f"{share:.0%} of the gradient of {name}" for share, name in much]
             more = f" and of {len(parts) - 3} more" if len(parts) > 3 else ""
             warn(
                 f"Truncated({self.steps}): the older half of these steps still has "

@@ -44,8 +44,8 @@ def check_numbers(tree: PyTree, name: str) -> None:
     for path, leaf in named_leaves(tree, name).items():
         if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in NO_NUMBERS:
             raise TypeError(
-                f"{path} is {describe(leaf)}, which holds no numbers: encode it first, for instance "
-                "with `np.unique(labels, return_inverse=True)`."
+                f"{path} is {describe(leaf)}, which holds no numbers: encode it first, by "
+                "`np.unique(labels, return_inverse=True)` say."
             )
 
 
@@ -76,9 +76,11 @@ def shown(hparams: PyTree, most: int = 6) -> str:
     return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
 
 
-def named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
+def named_leaves(
+    tree: PyTree, name: str, is_leaf: Callable[[Any], bool] | None = None
+) -> dict[str, Any]:
     """Return the leaves by path, `hparams['lr']` and the like."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = jax.tree.leaves_with_path(tree, is_leaf)
     return {name + jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
@@ -91,24 +93,23 @@ def check_signature(function: object, form: str, keywords: tuple[str, ...] = ())
     except (TypeError, ValueError):
         return  # a builtin: nothing to see
     names = form[form.rindex("(") + 1 : form.rindex(")")].split(", ")
-    positional = [name for name in names if "=" not in name]
     try:
-        signature.bind(*positional, **dict.fromkeys(keywords))
+        signature.bind(*(n for n in names if "=" not in n), **dict.fromkeys(keywords))
     except TypeError as error:
-        raise TypeError(
-            f"`{form}` is how it is called, but it takes `{signature}` ({error})."
-        ) from None
+        message = f"`{form}` is how it is called, but it takes `{signature}` ({error})."
+        raise TypeError(message) from None
 
 
 def check_objective(objective: object) -> Callable[..., Array] | dict[str, Callable[..., Array]]:
     """Return the objective, a function or a dict of functions, or raise."""
+    form = "(state, hparams, validation)"
     if not isinstance(objective, Mapping):
-        check_signature(objective, "objective(state, hparams, validation)")
+        check_signature(objective, f"objective{form}")
         return cast(Callable[..., Array], objective)
     if not objective:
         raise TypeError("the objective must be a function, or a non-empty dict of functions.")
     for name, function in objective.items():
-        check_signature(function, f"objective[{name!r}](state, hparams, validation)")
+        check_signature(function, f"objective[{name!r}]{form}")
     return dict(objective)
 
 
@@ -135,18 +136,16 @@ def check_leading_axis(tree: PyTree, name: str, meaning: str = "the examples") -
 def check_data(tree: PyTree, name: str) -> None:
     """Raise for a list of Python numbers where an array is meant: each would be a constant."""
 
-    def is_list_of_numbers(node):
-        return isinstance(node, list) and bool(node) and all(map(is_number_or_list, node))
+    def numbers(node):
+        if not isinstance(node, list):
+            return False
+        return bool(node) and all(isinstance(x, int | float | complex) or numbers(x) for x in node)
 
-    def is_number_or_list(node):
-        return isinstance(node, int | float | complex) or is_list_of_numbers(node)
-
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_list_of_numbers)
-    for path, leaf in leaves:
-        if is_list_of_numbers(leaf):
+    for path, leaf in named_leaves(tree, name, is_leaf=numbers).items():
+        if numbers(leaf):
             raise TypeError(
-                f"{name}{jax.tree_util.keystr(path)} is a Python list of {len(leaf)} numbers or rows. "
-                "Give an array, `jnp.asarray(...)`."
+                f"{path} is a Python list of {len(leaf)} numbers or rows. Give an array, "
+                "`jnp.asarray(...)`."
             )
 
 
@@ -167,7 +166,7 @@ def check_some_number(tree: PyTree, name: str) -> None:
 
 def check_flag(flag: object, given: str) -> None:
     if not isinstance(flag, bool):
-        raise TypeError(f"{given} is {describe(flag)}: give True or False.")
+        raise TypeError(f"{given}={flag!r:.60}: give True or False.")
 
 
 def check_key(key: object, given: str) -> None:
@@ -195,15 +194,11 @@ def check_mesh(mesh: object, given: str, axis: str | None = None) -> None:
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{given}: a mesh is `foretune.mesh(data=...)`, got {describe(mesh)}.")
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise ValueError(
-            f"{given}: the mesh's axes are of the types {mesh.axis_types}; engines need `Auto`, as "
-            "`foretune.mesh(...)` has."
-        )
+        found = f"axes of the types {mesh.axis_types}; engines need `Auto`"
+        raise ValueError(f"{given}: the mesh has {found}, as `foretune.mesh(...)` makes them.")
     if axis is not None and axis not in mesh.axis_names:
-        raise ValueError(
-            f"{given}: the mesh has the axes {mesh.axis_names}, but no {axis!r}. Give "
-            f"`foretune.mesh({axis}=...)`."
-        )
+        found = f"the axes {mesh.axis_names}, but no {axis!r}"
+        raise ValueError(f"{given}: the mesh has {found}. Give `foretune.mesh({axis}=...)`.")
 
 
 def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
@@ -213,17 +208,12 @@ def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
         lambda leaf: jnp.asarray(leaf, float) if isinstance(leaf, float) else leaf,
         as_arrays(hparams, "hparams"),
     )
-    leaves = jax.tree.leaves(hparams)
-    if not leaves:
+    if not jax.tree.leaves(hparams):
         raise ValueError("there are no hyperparameters: hparams has no leaf.")
-    if all(map(_is_hyperparameter, leaves)):
-        return hparams
     for path, leaf in named_leaves(hparams, "hparams").items():
         if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.floating):
             number = isinstance(leaf, int | float)
-            remedy = (
-                f"Write `{float(leaf)!r}`" if number else "Convert it, or keep it out of hparams"
-            )
+            remedy = f"Write `{float(leaf)!r}`" if number else "Convert it, or leave it out"
             raise TypeError(
                 f"{path} is {describe(leaf)}; only floating-point hyperparameters have a gradient. "
                 f"{remedy}."
@@ -246,20 +236,13 @@ def _check_container(tree: object, path: str) -> None:
             raise TypeError(
                 f"the names in {path} are of the types {kinds}, without an order: give strings."
             ) from None
-        parts = [(f"[{key!r}]", part) for key, part in tree.items()]
+        parts = {f"[{key!r}]": part for key, part in tree.items()}
     elif isinstance(tree, list | tuple):
-        names = [f".{name}" for name in getattr(tree, "_fields", ())]  # of a NamedTuple
-        names = names or [f"[{i}]" for i in range(len(tree))]
-        parts = list(zip(names, tree, strict=True))
+        fields = getattr(tree, "_fields", None)  # of a NamedTuple
+        parts = {f".{fields[i]}" if fields else f"[{i}]": part for i, part in enumerate(tree)}
     else:
         return
-    for name, part in parts:
+    for name, part in parts.items():
         if part is None:
             raise ValueError(f"{path}{name} is None: give a number, or leave it out.")
         _check_container(part, path + name)
-
-
-def _is_hyperparameter(leaf: object) -> bool:
-    return (
-        isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 0
-    )

@@ -2,9 +2,9 @@
 
     draw(key) -> Problem
 
-draws minibatches, a start, data, validation: whatever may differ from run to run. It is traced once, as
-a function from the key to the problem's arrays, and becomes a part of the program that uses it: another
-key compiles nothing, and the arrays that it closes over are inputs of the program, on the device once.
+draws minibatches, a start, data, validation: whatever may differ from run to run. It is traced once and
+becomes a part of the program that uses it: another key compiles nothing, and the arrays that it closes
+over are inputs of the program, on the device once.
 """
 
 import contextlib
@@ -66,9 +66,8 @@ def as_problem(problem: object, key: Array | None = None) -> Definition | Drawn:
     try:
         hash(problem)
     except TypeError:
-        raise TypeError(
-            f"a draw of {describe(problem)} cannot be hashed; give a function."
-        ) from None
+        message = f"a draw of {describe(problem)} cannot be hashed; give a function."
+        raise TypeError(message) from None
     closed, structure = _traced(problem, jax.eval_shape(lambda: key), jnp.result_type(float))
     return Drawn(key, closed.consts, closed.jaxpr, structure)
 

@@ -2,16 +2,14 @@
 
     y = x (1 + sigma eps),    eps ~ N(0, 1),    sigma^2 = rate / (1 - rate)
 
-A unit that is dropped with probability `rate`, and else divided by 1 - rate, has mean x and variance
-x^2 rate / (1 - rate), and so has y. But whether it is dropped has no derivative in the rate. In y the
-rate is a scale of noise that does not depend on it: for given keys the response is smooth in the rate,
-and the mean of hypergradients over keys is the derivative of the mean response.
-
-At rate 0 the square root has an infinite derivative, so a little noise remains:
-sigma^2 = rate / (1 - rate) + 0.001.
+Dropout with division by 1 - rate has the same mean and variance, but whether a unit is dropped has no
+derivative in the rate. In y the rate is a scale of noise: for given keys the response is smooth in it,
+and the mean of hypergradients over keys is the derivative of the mean response. At rate 0 the square
+root has an infinite derivative, so a little noise remains: sigma^2 = rate / (1 - rate) + 0.001.
 References: Srivastava et al., JMLR 2014, Section 10; Kingma, Salimans and Welling, NeurIPS 2015.
 """
 
+import contextlib
 from typing import Any
 
 import jax
@@ -28,9 +26,9 @@ LEAST = 1e-3  # variance at rate 0; a sample's derivative there has a deviation 
 def dropout(x: Any, rate: Any, *, key: Any, inference: object = False) -> Float[Array, "..."]:
     """Return x with multiplicative noise: dropout whose rate can be tuned, as it has a derivative.
 
-    The result is `x * (1 + sigma * eps)` with normal eps and `sigma**2 = rate / (1 - rate)`: the mean
-    and the variance of dropout with division by `1 - rate`. A rate that is an array gets 0.001 more
-    variance, so that a descent may begin at 0. Keep it in its range by `foretune.Box(0.0, 0.9)`.
+    It is `x * (1 + sigma * eps)` with normal eps and `sigma**2 = rate / (1 - rate)`, which has the mean
+    and the variance of dropout. A rate that is an array gets 0.001 more variance, so that a descent may
+    begin at 0. Keep it in its range by `foretune.Box(0.0, 0.9)`.
 
     Args:
         x: what to disturb, in floating point.
@@ -53,7 +51,11 @@ def dropout(x: Any, rate: Any, *, key: Any, inference: object = False) -> Float[
     >>> bool(grad["rate"] > 0)  # nothing to regularise here
     True
     """
-    _check_disturbed(x)
+    number = isinstance(x, float | np.ndarray | np.generic | jax.Array)
+    if not number or not jnp.issubdtype(getattr(x, "dtype", float), jnp.floating):
+        raise TypeError(f"dropout: x must be floating-point, got {describe(x)}: give an array.")
+    if not np.size(x):
+        raise ValueError(f"dropout: x is {describe(x)}: it holds no number.")
     check_flag(inference, "dropout: inference")
     _check_rate(rate, np.shape(x))
     if inference:
@@ -65,21 +67,12 @@ def dropout(x: Any, rate: Any, *, key: Any, inference: object = False) -> Float[
     return x * (1 + sigma * jax.random.normal(key, x.shape, x.dtype))
 
 
-def _check_disturbed(x: object) -> None:
-    number = isinstance(x, float | np.ndarray | np.generic | jax.Array)
-    if not number or not jnp.issubdtype(getattr(x, "dtype", float), jnp.floating):
-        raise TypeError(f"dropout: x must be floating-point, got {describe(x)}: give an array.")
-    if not np.size(x):
-        raise ValueError(f"dropout: x is {describe(x)}: it holds no number.")
-
-
 def _check_rate(rate: Any, shape: tuple[int, ...]) -> None:
     """Raise for a rate of another shape, and for one that is known and not in [0, 1)."""
     numbers = rate if isinstance(rate, Tracer) else np.asarray(rate)
-    try:
+    fits = False
+    with contextlib.suppress(ValueError):
         fits = np.broadcast_shapes(numbers.shape, shape) == shape
-    except ValueError:
-        fits = False
     if not fits:
         raise ValueError(
             f"dropout: the rate is {describe(numbers)}: give one number, or an array that broadcasts "

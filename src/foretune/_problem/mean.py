@@ -3,8 +3,7 @@
     f(lambda) = 1/k sum_i E_i(s_T^i(lambda), lambda)
 
 The k inner problems (folds of the same examples, draws of the same training) run side by side as one
-dynamics whose state is the stack of theirs. What is the same in all, the examples above all, is held
-once.
+dynamics whose state is the stack of theirs. What is the same in all, as the examples, is stored once.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +33,7 @@ class Mean(Problem):
             functions, shapes and number of steps. Folds of unequal size are made equal by a mask.
 
     It is a problem, whose state is the stack of the inner states on a leading axis. An array that all
-    problems share lies on the device once; make it a JAX array before, so that it is not copied there
-    first either. `Mean.of_draws(draw, n)` is the mean over random draws.
+    problems share lies on the device once. `Mean.of_draws(draw, n)` is the mean over random draws.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> x = jnp.linspace(-1.0, 1.0, 9)
@@ -64,17 +62,21 @@ class Mean(Problem):
             raise TypeError(f"Mean takes a list of problems alone. {OF_DRAWS}")
         problems = _checked(problems)
         self.count = len(problems)
-        objective = _combine([p.objective for p in problems], "objective")
+
+        def combined(name):
+            return _combine([getattr(p, name) for p in problems], name)
+
+        objective = combined("objective")
         if isinstance(objective, dict):
             mean = {name: MeanObjective(f, self.count) for name, f in objective.items()}
         else:
             mean = MeanObjective(objective, self.count)
         super().__init__(
-            MeanDynamics(_combine([p.dynamics for p in problems], "dynamics"), self.count),
+            MeanDynamics(combined("dynamics"), self.count),
             mean,
-            _combine([p.init for p in problems], "init"),
+            combined("init"),
             MeanBatches([p.batches for p in problems]),
-            _combine([p.validation for p in problems], "validation"),
+            combined("validation"),
             trajectory=problems[0].trajectory,
         )
 
@@ -101,13 +103,10 @@ class Mean(Problem):
 
     def start(self, hparams: PyTree) -> PyTree:
         """Return the stack of the s_0; a start that is a function may hold arrays of each problem."""
-        if not isinstance(self.init, jax.tree_util.Partial | eqx.Partial):
+        if not self.starts_from_function:
             return super().start(hparams)
-        dynamics, h = (
-            self.dynamics.dynamics,
-            hparams if self.dynamics.shared else _per_fold(hparams),
-        )
-        return _each(lambda d, f, h: d.init(f(h), h), self.count, dynamics, self.init, h)
+        parts = self.dynamics.dynamics, self.init, hparams
+        return _each(lambda d, f, h: d.init(f(h), h), self.count, *parts)
 
     def values(self, state: PyTree, hparams: PyTree) -> PyTree[Float[Array, " count"]]:
         """Return the error of each problem at a final state; their mean is the value."""
@@ -121,18 +120,6 @@ class Mean(Problem):
             f"a Mean has no {', '.join(changes) or 'arguments'} of its own: change the problems, "
             "`Mean([problem.replace(...) for problem in problems])`."
         )
-
-    def unshared(self) -> "Mean":
-        """Return the problem whose hyperparameters are a stack, with an entry for each problem.
-
-        One hypergradient of it has those of all, at the price of their mean.
-        """
-
-        def flags(mean):
-            return [mean.dynamics.shared, *(mean.objectives[name].shared for name in names)]
-
-        names = list(self.objectives)
-        return eqx.tree_at(flags, self, [False] * (1 + len(names)))
 
 
 class MeanDraw(eqx.Module):
@@ -159,11 +146,9 @@ class MeanDynamics(Wrapper):
     """The inner dynamics side by side: the state is the stack of their states."""
 
     count: int = eqx.field(static=True)
-    shared: bool = True  # whether all have the same hyperparameters, or each its own
 
     def init(self, params: PyTree, hparams: PyTree) -> PyTree:
-        h = hparams if self.shared else _per_fold(hparams)
-        return _each(lambda d, p, h: d.init(p, h), self.count, self.dynamics, params, h)
+        return _each(lambda d, p, h: d.init(p, h), self.count, self.dynamics, params, hparams)
 
     def step(self, state: PyTree, hparams: PyTree, batch: PyTree) -> PyTree:
         """Return the stack of the s_t. The batch is the source and its entry, see `MeanBatches`."""
@@ -178,8 +163,7 @@ class MeanDynamics(Wrapper):
             batch = source.whole() if x is None else source.batch(x)  # the same for a full batch
             return getattr(dynamics, method)(s, h, batch)
 
-        h = hparams if self.shared else _per_fold(hparams)
-        return _each(one, self.count, self.dynamics, _per_fold(state), h, batch)
+        return _each(one, self.count, self.dynamics, per_fold(state), hparams, batch)
 
 
 class MeanObjective(eqx.Module):
@@ -187,14 +171,12 @@ class MeanObjective(eqx.Module):
 
     mean_of: Callable[..., Array]
     count: int = eqx.field(static=True)
-    shared: bool = True
 
     def each(self, state: PyTree, hparams: PyTree, validation: PyTree) -> Float[Array, " count"]:
         def one(objective, s, h, v):
             return jnp.asarray(objective(s, h, v))
 
-        h = hparams if self.shared else _per_fold(hparams)
-        return _each(one, self.count, self.mean_of, _per_fold(state), h, validation)
+        return _each(one, self.count, self.mean_of, per_fold(state), hparams, validation)
 
     def __call__(self, state: PyTree, hparams: PyTree, validation: PyTree) -> Float[Array, "..."]:
         return jnp.mean(self.each(state, hparams, validation), axis=0)
@@ -218,7 +200,7 @@ class MeanBatches(Batches):
         self.source = _combine([_source(b) for b in batches], "batches")
 
     def batch(self, x: PyTree) -> PyTree:
-        """Return what `MeanDynamics.step` takes: the source and the entry, not yet brought together."""
+        """Return what `MeanDynamics.step` takes: the source and the entry."""
         return self.source, x
 
     def whole(self) -> PyTree:
@@ -233,22 +215,22 @@ def _source(batches: Batches) -> Batches:
     return eqx.tree_at(lambda b: getattr(b, scanned), batches, None)
 
 
-def _per_fold(tree: PyTree) -> PyTree:
+def per_fold(tree: PyTree) -> PyTree:
+    """Return a tree whose arrays have an entry for each problem."""
     return jax.tree.map(lambda leaf: PerFold(leaf) if eqx.is_array(leaf) else leaf, tree)
 
 
-def _is_per_fold(node: object) -> bool:
+def is_per_fold(node: object) -> bool:
     return isinstance(node, PerFold)
 
 
 def _each(f: Callable[..., PyTree], count: int, *arguments: PyTree) -> PyTree:
     """Return f on each problem, stacked; what is not `PerFold` is the same for all."""
-    nodes, treedef = jax.tree.flatten(arguments, is_leaf=_is_per_fold)
-    differ = [node.array for node in nodes if _is_per_fold(node)]
+    nodes, treedef = jax.tree.flatten(arguments, is_leaf=is_per_fold)
+    differ = {i: node.array for i, node in enumerate(nodes) if is_per_fold(node)}
 
     def one(differ):
-        rest = iter(differ)
-        each = [next(rest) if _is_per_fold(node) else node for node in nodes]
+        each = [differ.get(i, node) for i, node in enumerate(nodes)]
         return f(*jax.tree.unflatten(treedef, each))
 
     axes = eqx.if_array(0)
@@ -256,18 +238,15 @@ def _each(f: Callable[..., PyTree], count: int, *arguments: PyTree) -> PyTree:
 
 
 def _checked(problems: object) -> list[Definition]:
+    more = f" {OF_DRAWS}" if callable(problems) else ""
     if not isinstance(problems, Sequence) or not problems:
         got = "an empty one" if isinstance(problems, Sequence) else describe(problems)
-        more = f" {OF_DRAWS}" if callable(problems) else ""
-        raise TypeError(
-            "Mean takes a list of problems, `Mean([problem_of(k) for k in range(5)])`; got "
-            f"{got}.{more}"
-        )
+        example = "`Mean([problem_of(k) for k in range(5)])`"
+        raise TypeError(f"Mean takes a list of problems, {example}; got {got}.{more}")
     for k, problem in enumerate(problems):
         if not isinstance(problem, Definition) or isinstance(problem, Mean):
             more = f" {OF_DRAWS}" if callable(problem) else ""
-            if isinstance(problem, Mean):
-                more = " Give all their problems in one list."
+            more = " Give all their problems in one list." if isinstance(problem, Mean) else more
             raise TypeError(f"Mean takes problems; fold {k} is {describe(problem)}.{more}")
         if problem.trajectory != problems[0].trajectory:
             raise ValueError(f"trajectory is {problem.trajectory} in fold {k}, but not in fold 0.")
@@ -282,9 +261,7 @@ def _combine(parts: Sequence[PyTree], name: str, axis: int = 0) -> PyTree:
         leaves = named_leaves(part, name)
         if list(leaves) != list(first):
             odd = next((p for p in [*leaves, *first] if (p in leaves) != (p in first)), name)
-            raise ValueError(
-                f"fold {k} and fold 0 differ in structure: only one of them has {odd}."
-            )
+            raise ValueError(f"fold {k} and fold 0 differ: only one of them has {odd}.")
         if not same(jax.tree.structure(part), structure):
             raise ValueError(f"{name}: fold {k} and fold 0 differ in what is not an array.")
         for (path, old), new, column in zip(first.items(), leaves.values(), columns, strict=True):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .arguments import PROGRAMS, Compiled, Output, Structure, flatten, unflatten
 from .batches import Batches, Stacked, warn_of_rows
-from .checks import as_arrays, as_data, check_hparams, check_objective, check_signature
+from .checks import as_arrays, as_data, check_flag, check_hparams, check_objective, check_signature
 from .definition import Definition
 from .draws import Draw, Drawn
 from .dynamics import check_dynamics
@@ -21,11 +21,10 @@ class Problem(Definition):
     """The response f(lambda) = E(s_T(lambda), lambda) of a training procedure.
 
     Args:
-        dynamics: `Training`, or an instance of your own subclass of `Dynamics`, with
-            `init(params, hparams)` and `step(state, hparams, batch)`.
+        dynamics: `Training`, or an instance of your own subclass of `Dynamics`.
         objective: the error `E(state, hparams, validation) -> scalar`, or a dict from top-level
-            hyperparameter names to such functions, so that each hyperparameter follows its own
-            error. The direct dependence of E on the hyperparameters counts.
+            hyperparameter names to such functions: each follows its own error. The direct dependence
+            of E on the hyperparameters counts.
         init: the initial parameters, or a function of the hyperparameters that returns them.
         batches: a pytree of arrays with leading axis T, `Minibatches` or `FullBatch`.
         validation: what the objective gets as its third argument.
@@ -56,8 +55,7 @@ class Problem(Definition):
         trajectory: object = False,
     ):
         self.dynamics = as_arrays(check_dynamics(dynamics), "dynamics")
-        if not isinstance(trajectory, bool):
-            raise TypeError(f"Problem(trajectory={trajectory!r:.60}): give True or False.")
+        check_flag(trajectory, "Problem's trajectory")
         self.objective = as_arrays(check_objective(objective), "objective")
         self.init = as_arrays(init, "init")
         if self.starts_from_function:
@@ -120,10 +118,9 @@ def _checked(
     problem: Definition | Drawn, hparams: PyTree, smooth: bool = True
 ) -> tuple[list[Array], Structure, tuple[str, ...]]:
     arrays, structure = flatten((problem, check_hparams(hparams)))
-    shapes = tuple((array.shape, array.dtype) for array in arrays)
-    if isinstance(problem, Drawn):
-        return arrays, structure, check_shapes(*_drawn_shapes(structure, shapes), smooth)
-    return arrays, structure, check_shapes(structure, shapes, smooth)
+    asked = structure, tuple((array.shape, array.dtype) for array in arrays)
+    asked = _drawn_shapes(*asked) if isinstance(problem, Drawn) else asked
+    return arrays, structure, check_shapes(*asked, smooth)
 
 
 @functools.lru_cache(maxsize=PROGRAMS)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 import foretune as ft
-from foretune._attribution.queries import Queries, as_queries
+from foretune._attribution.queries import as_queries
 from foretune._attribution.sweep import backward, ends, forward, placed
 from foretune._attribution.weighted import weighted_problem
 from foretune._problem.problem import validated
@@ -65,7 +65,7 @@ def way_back(problem, hparams, mesh):
     wanted, point, queries = weighted_problem(problem, hparams, queries, "weight", None, None)
     arrays, structure = validated(wanted, point)
     s_T, stored = forward(ft.Reverse(), structure, arrays)
-    queries = Queries(queries.objectives, placed(queries.validation, mesh), True)
+    queries = queries.of(placed(queries.validation, mesh))
     _, adjoint = ends(wanted, point, s_T, queries)
     adjoint = placed(adjoint, mesh)
     return backward.lower(ft.Reverse(), structure, arrays, stored, adjoint).compile().as_text()
