@@ -147,7 +147,7 @@ ROWS = [
     ("a scalar among batches", lambda: problem(batches={"x": X, "t": np.float32(1)}), ValueError, "['t'] is float32[]"),
     ("text among batches", lambda: problem(batches={"x": X, "t": "a"}), ValueError, "the str 'a'"),
     ("an array of text among batches", lambda: problem(batches={"x": X, "t": np.array(list("abcdef"))}), TypeError, "no numbers", "['t']"),
-    ("batches of no steps", lambda: problem(batches=np.zeros((0, 2))), ValueError, "T = 0"),
+    ("batches of no steps", lambda: problem(batches=np.zeros((0, 2))), ValueError, "holds no number"),
     ("a list of numbers as batches", lambda: problem(batches=[1.0, 2.0]), TypeError, "Python list"),
     ("rows for steps", lambda: problem(batches=(np.zeros((25, 3), np.float32), np.zeros(25, np.float32)), validation=data(25)), UserWarning, "whole data set"),
     ("a batch that does not fit the loss", lambda: solve(batches=ft.FullBatch((X[:, :2], Y), 3)), TypeError, "step(state", "float32[6,2]"),

@@ -63,7 +63,7 @@ class Attribution(NamedTuple):
             header, arrays = load_arrays(path)
             scores, errors, share = arrays["scores"], arrays["errors"], header["share"]
             if scores.ndim != 2 or errors.shape != scores.shape[:1] or not isinstance(share, float):
-                raise ValueError(f"its arrays are {scores.shape} and {errors.shape}")
+                raise ValueError(f"scores {scores.shape}, errors {errors.shape}")
             return cls(scores, errors, share)
         except (Damaged, KeyError, ValueError) as error:
             why = f"{type(error).__name__}: {error!s:.100}"

@@ -103,7 +103,7 @@ def check_losses(
         key = ", key=..." if training.key is not None else ""
         form = f"losses(params, hparams, batch{state}{key})"
         check_signature(losses, form, ("key",) if key else ())
-    batch = problem.batches.batch(jax.tree.map(lambda leaf: leaf[0], problem.batches.xs))
+    batch = problem.batches.first()
     B = check_leading_axis(batch, "the minibatch")
     if isinstance(problem.batches, Minibatches) and problem.batches.indices.shape[1] != B:
         raise ValueError(

@@ -1,9 +1,8 @@
 """Constraints: where hyperparameters may be, and the unconstrained variable that is moved instead.
 
-They are given as a prefix of the hyperparameters: `{"weight": CappedSimplex(1000.0), "lr":
-NonNegative()}`. For a container with fields, the prefix is a dict by field name, or the same container
-with constraints in its fields; for a list or tuple it is one as long. A constraint over a whole subtree
-holds for all its numbers together, as one vector; `None`, or a name left out, means none.
+They are given as a prefix of the hyperparameters: `{"lr": NonNegative()}`. For a container with fields,
+the prefix is a dict by field name, or the same container; for a list or tuple it is one as long. A
+constraint over a subtree is for all its numbers together; `None`, or a name left out, means none.
 """
 
 import abc
@@ -72,20 +71,16 @@ def check_constraints(constraints: object, hparams: PyTree, path: str = "hparams
         leaves = named_leaves(hparams, path).items()
         for (name, leaf), after in zip(leaves, jax.tree.leaves(shapes), strict=True):
             if after.shape != leaf.shape:
-                raise ValueError(
-                    f"the bounds of {constraints} do not fit {name}, which is {describe(leaf)}."
-                )
+                found = f"{name}, which is {describe(leaf)}"
+                raise ValueError(f"the bounds of {constraints} do not fit {found}.")
         return constraints
     parts = _parts(hparams)
     names = {_name(key): key for key in parts}
     same = type(constraints) is type(hparams) and not jax.tree_util.all_leaves([hparams])
     if isinstance(constraints, Mapping) and names and None not in names:
-        unknown = sorted(set(constraints) - set(names), key=str)
-        if unknown:
-            raise ValueError(
-                f"constraints[{unknown[0]!r}] names no hyperparameter; {path} has "
-                f"{sorted(names, key=str)}."
-            )
+        if unknown := sorted(set(constraints) - set(names), key=str):
+            there = f"{path} has {sorted(names, key=str)}"
+            raise ValueError(f"constraints[{unknown[0]!r}] names no hyperparameter; {there}.")
         given = {key: constraints.get(name) for name, key in names.items()}
     elif same and _parts(constraints).keys() == parts.keys():
         given = _parts(constraints)
@@ -102,10 +97,8 @@ def _misfit(constraints: object, hparams: PyTree, path: str) -> str:
     if isinstance(constraints, type):
         return f"the constraint of {path} is a class; write `{constraints.__name__}(...)`."
     if type(constraints) is type(hparams) and isinstance(constraints, list | tuple):
-        return (
-            f"the constraints of {path} are {len(constraints)}, but it has {len(hparams)} parts: give "
-            "one for each (None for no constraint)."
-        )
+        needed = f"it has {len(hparams)} parts: give one for each (None for no constraint)"
+        return f"the constraints of {path} are {len(constraints)}, but {needed}."
     return (
         f"the constraint of {path} is {describe(constraints)}, which does not fit: give a set "
         "(`NonNegative()` and the like), None, the same container, or a dict of its names."
@@ -146,8 +139,7 @@ def scales(constraints: PyTree, u: PyTree) -> PyTree:
     """Return the natural scale of each entry of an unconstrained variable.
 
     That is its own magnitude; 1 under `Log` and `Logit`; the way to the upper bound of a `Box` where
-    that is shorter, but a tenth of the rest at least. An entry that is 0 counts as the mean of its
-    leaf, and as 1 where the whole leaf is 0.
+    that is shorter. A 0 counts as the mean of its leaf, and as 1 where the whole leaf is 0.
     """
 
     def unit(leaf):
@@ -180,10 +172,8 @@ def feasible(constraints: PyTree, hparams: PyTree) -> PyTree:
     for (path, given), after in zip(leaves, jax.tree.leaves(inside), strict=True):
         distance = float(jnp.linalg.norm(jnp.ravel(given - after)))
         if distance > 1e-5 * max(1.0, float(jnp.linalg.norm(jnp.ravel(given)))):
-            warn(
-                f"{path} starts outside its constraint, at a distance of {distance:.3g}; it is "
-                "projected onto it.",
-            )
+            where = f"outside its constraint, at a distance of {distance:.3g}"
+            warn(f"{path} starts {where}; it is projected onto it.")
     return inside
 
 

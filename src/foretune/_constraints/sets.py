@@ -40,9 +40,8 @@ class Box(AbstractConstraint):
         try:
             np.broadcast_shapes(lower.shape, upper.shape)
         except ValueError:
-            raise ValueError(
-                f"{given}: the bounds have the shapes {lower.shape} and {upper.shape}."
-            ) from None
+            shapes = f"{lower.shape} and {upper.shape}"
+            raise ValueError(f"{given}: the bounds have the shapes {shapes}.") from None
         if not np.all((lower <= upper) & (lower < np.inf) & (upper > -np.inf)):
             raise ValueError(f"an empty set: {given} has no number between its bounds.")
 
@@ -147,10 +146,9 @@ def _shift(
 ) -> Float[Array, " n"]:
     """Return clip(v - tau, 0, upper) with sum = total, or (`at_most`) tau = 0 if that is enough.
 
-    The sum is piecewise linear and decreasing in tau. Newton's method on it, kept inside a
-    bracket, ends in finitely many steps; the last step, on the final pieces, carries the derivative.
-    Tau rounded to one number would leave an error of n eps |tau| in the sum. So it is found in parts,
-    each the root for the entries less those before: v - tau_1 is exact for the entries near tau_1.
+    The sum is piecewise linear and decreasing in tau. Newton's method on it, kept inside a bracket,
+    ends in finitely many steps; the last one carries the derivative. One number for tau would err by
+    n eps |tau| in the sum: it is found in parts, each the root for the entries less those before.
     """
     given, n = v.dtype, v.size
     v = v.astype(np.promote_types(given, np.float32))  # sums overflow in half precision

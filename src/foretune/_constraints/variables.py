@@ -102,9 +102,8 @@ class Logit(Change):
         return as_type(dtype, self.lower, self.upper)
 
     def _ends(self, dtype: DTypeLike) -> tuple[Array, ...]:
-        # The logit's slope there is that of the hair's share of the interval, which an optimizer must
-        # be able to see; and around a bound b numbers lie eps |b| apart, of which the hair must hold
-        # several, or x + dx would be rounded to x.
+        # An optimizer must be able to see the logit's slope there; and the hair must hold several
+        # of the numbers around a bound b, which lie eps |b| apart, or x + dx would be rounded to x.
         lower, upper = self._bounds(dtype)
         span, eps = upper - lower, float(jnp.finfo(dtype).eps)
 

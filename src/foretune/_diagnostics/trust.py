@@ -70,10 +70,8 @@ def trust(
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
-    ...     dynamics=ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     objective=lambda state, h, x: (state.params - x) ** 2,
-    ...     init=jnp.array(0.0), batches=ft.FullBatch(jnp.array(1.0), steps=3),
-    ...     validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, _: (w - 1) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, _: (state.params - 1) ** 2, jnp.array(0.0), ft.FullBatch(None, steps=3))
     >>> report = ft.trust(problem, {"lr": jnp.array(0.1)}, verbose=False)
     >>> report.ok, report.verdicts
     (True, {"hparams['lr']": 'trust', 'descent': 'trust'})

@@ -88,9 +88,8 @@ class Auto(AbstractEngine):
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
-    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     lambda state, h, x: (state.params - x) ** 2, init=jnp.array(0.0),
-    ...     batches=ft.FullBatch(jnp.array(1.0), steps=1), validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, _: (w - 1) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, _: (state.params - 1) ** 2, jnp.array(0.0), ft.FullBatch(None, steps=1))
     >>> value, grad, state = ft.Auto(memory="1GiB")(problem, {"lr": jnp.array(0.25)})
     >>> float(value), float(grad["lr"])  # f = (1 - 2 lr)^2
     (0.25, -2.0)

@@ -58,9 +58,8 @@ class ReverseOnDisk(AbstractEngine):
 
     >>> import foretune as ft, jax.numpy as jnp, optax, tempfile
     >>> problem = ft.Problem(
-    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     lambda state, h, x: (state.params - x) ** 2, init=jnp.array(0.0),
-    ...     batches=ft.FullBatch(jnp.array(1.0), steps=6), validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, _: (w - 1) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, _: (state.params - 1) ** 2, jnp.array(0.0), ft.FullBatch(None, steps=6))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = ft.ReverseOnDisk(folder, segment=2)(problem, {"lr": jnp.array(0.25)})
     >>> float(found.value), float(found.grad["lr"])  # f = (1 - 2 lr)^12

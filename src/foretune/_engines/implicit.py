@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import optax
-from jax.interpreters import partial_eval
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._problem.checks import check_count, named_leaves
+from .._problem.jaxprs import inputs_of
 from .._problem.problem import Problem
 from .._problem.system import System, owners
 from .._problem.warn import warn
@@ -204,13 +204,9 @@ def _trained(system: System, hparams: PyTree, s: PyTree) -> PyTree[bool]:
     """Return which arrays of `s.params` are trained: a step makes them of more than themselves."""
     x = jax.tree.map(lambda leaf: leaf[0], system.xs)
     jaxpr = jax.make_jaxpr(system.step)(s, hparams, x).jaxpr
-    n = len(jaxpr.outvars)
-
-    def moves(i):
-        _, used = partial_eval.dce_jaxpr(jaxpr, [k == i for k in range(n)])
-        return any(used[:i] + used[i + 1 :])
-
-    moving = jax.tree.unflatten(jax.tree.structure(s), map(moves, range(n)))
+    used = [inputs_of(jaxpr, i) for i in range(len(jaxpr.outvars))]
+    moves = [any(row[:i] + row[i + 1 :]) for i, row in enumerate(used)]
+    moving = jax.tree.unflatten(jax.tree.structure(s), moves)
     return jax.tree.map(lambda leaf, moves: moves and eqx.is_inexact_array(leaf), s, moving).params
 
 
@@ -233,12 +229,13 @@ def _check_influence(
 
     rows = jax.tree.map(jnp.zeros_like, jax.eval_shape(errors, hparams))
     jaxpr = jax.make_jaxpr(pull)(hparams, rows).jaxpr
-    idle = []
+    first = len(jaxpr.invars) - len(rows)
     named = zip(named_leaves(hparams, "hparams"), owners(problem, hparams), strict=True)
-    for i, (path, owner) in enumerate(named):
-        _, used = partial_eval.dce_jaxpr(jaxpr, [k == i for k in range(len(jaxpr.outvars))])
-        if not used[len(jaxpr.invars) - len(rows) + system.rows[owner]]:
-            idle.append(path)
+    idle = [
+        path
+        for i, (path, owner) in enumerate(named)
+        if not inputs_of(jaxpr, i)[first + system.rows[owner]]
+    ]
     if idle:
         raise ValueError(
             f"Implicit: {', '.join(idle)} has no influence on the minimum that the training ends "

@@ -58,9 +58,8 @@ class Reverse(TracedEngine):
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
-    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     lambda state, h, x: (state.params - x) ** 2, init=jnp.array(0.0),
-    ...     batches=ft.FullBatch(jnp.array(1.0), steps=1), validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, _: (w - 1) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, _: (state.params - 1) ** 2, jnp.array(0.0), ft.FullBatch(None, steps=1))
     >>> value, grad, state = ft.Reverse()(problem, {"lr": jnp.array(0.25)})
     >>> float(value), float(grad["lr"]), float(state.params)  # f = (1 - 2 lr)^2
     (0.25, -2.0, 0.5)

@@ -1,7 +1,7 @@
 """What reverse mode keeps on its way forward, and what it computes again on its way back.
 
-The adjoint of step t needs s_{t-1}. A schedule says which states are stored; the others are computed
-again from the nearest one before them.
+The adjoint of step t needs s_{t-1}. States that are not stored are computed again from the nearest one
+before them.
 
 | `store`        | states held      | steps computed again             |
 |----------------|------------------|----------------------------------|

@@ -1,13 +1,13 @@
 """Reverse mode in segments: about 2 sqrt(T) states are held, and each step is computed once more.
 
 On the way forward the state at which each segment begins is stored. On the way back a segment is run
-again from there, and what its adjoint needs is stored while it is in work: the states, and gradients.
+again from there, and the states and gradients that its adjoint needs are stored meanwhile.
 
-Where the update is nothing beside the gradient (`split.py`), as in a large network, less is stored: the
-gradients, a fraction of a state each, and the state at which each block of a few steps begins. Within a
-block, states are found again by updates. The record of the last segment is kept on the way forward, so
-that it is not run again. With k segments of L steps, m blocks in each, states of S bytes and gradients
-of G, and without the first states of two segments (one is given, one begins a block), that is
+Where updates cost little beside gradients (`split.py`), as in a large network, less is stored: the
+gradients, and the state at which each block of a few steps begins. Within a block, states are found
+again by updates. The record of the last segment is kept on the way forward. With k segments of L steps,
+m blocks in each, states of S bytes and gradients of G, and without the first states of two segments,
+that is
 
     (k - 2) S + L G + m S,     k = ceil(T / L), m = ceil(L / BLOCK).
 """
@@ -39,9 +39,7 @@ from .schedules import (
 from .split import Split, split_step
 
 BLOCK = 8  # a state is found again by at most this many updates less one
-WORTH = (
-    4000  # operations of a gradient for each number of the state, beside which updates are cheap
-)
+WORTH = 4000  # operations of a gradient for each number of the state: then updates are cheap
 
 
 class Segments(Schedule):
@@ -52,7 +50,11 @@ class Segments(Schedule):
         if split is not None:
             return _Split(split).forward(system, hparams, s_0)
         length, count = segments_of(system.steps)
-        s, firsts = firsts_of(system, hparams, s_0, length, count, self.unroll)
+
+        def segment(s, k):
+            return advance(system, hparams, s, k * length, length, self.unroll), s
+
+        s, firsts = lax.scan(segment, s_0, jnp.arange(count))
         rest = system.steps - count * length
         s_T = advance(system, hparams, s, system.steps - rest, rest, self.unroll)
         return s_T, (None, firsts, s)
@@ -83,21 +85,10 @@ class Segments(Schedule):
         return lax.scan(segment, adjoint, (firsts, jnp.arange(count)), reverse=True)[0]
 
 
-def firsts_of(
-    system: System, hparams: PyTree, s_0: PyTree, length: int, count: int, unroll: int = 1
-) -> tuple[PyTree, PyTree]:
-    """Return the state after so many segments, and the stack of those at which each begins."""
-
-    def segment(s, k):
-        return advance(system, hparams, s, k * length, length, unroll), s
-
-    return lax.scan(segment, s_0, jnp.arange(count))
-
-
 def segments_of(steps: int) -> tuple[int, int]:
     """Return the length of a segment and how many there are, but for a shorter last one.
 
-    Where equal segments hold nearly as little they are taken, since a shorter one is a program more.
+    Equal segments are preferred: a shorter one is a program more.
 
     >>> segments_of(100), segments_of(1000), segments_of(7)
     ((10, 10), (25, 40), (3, 2))
@@ -256,7 +247,7 @@ def _span(system: System, lengths: Lengths, k: Index) -> tuple[Array, Array]:
 def _known_after(done: PyTree, i: Index) -> Array:
     """Return i, hidden from the compiler until `done` is computed.
 
-    Else it may run a loop that writes into an array before one that reads it, on a copy of the array.
+    Else a loop that writes into an array may run before one that reads it, on a copy.
     """
     leaf = next(leaf for leaf in jax.tree.leaves(done) if leaf.size)
     return jnp.where(jnp.real(leaf[(0,) * leaf.ndim]) > jnp.inf, i - 1, i)  # never i - 1

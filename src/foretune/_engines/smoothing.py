@@ -1,8 +1,8 @@
 """Engines for chaotic responses: the gradient of the response averaged over a neighbourhood.
 
-Over many steps of training the response f(lambda) may be chaotic, with slopes that have nothing to do
-with those over a step of tuning. What a descent needs is the slope of the average over a neighbourhood
-of radius r, with c the natural scale of each hyperparameter,
+A chaotic response f(lambda) has slopes that have nothing to do with those over a step of tuning. What a
+descent needs is the slope of the average over a neighbourhood of radius r, with c the natural scale of
+each hyperparameter,
 
     f_r(lambda) = E_u f(lambda + r c u),
 
@@ -10,10 +10,9 @@ by the mean of exact gradients at random points, or by differences of values,
 
     g = mean_j grad f(lambda + r c u_j),    h_i = sum_j (f_j+ - f_j-) d_ji / sum_j d_ji^2
 
-with f_j+ and f_j- the values at lambda + r c u_j and lambda - r c u_j, and d_j the difference of the
-two points. Where f is smooth, g has the smaller variance; where it is chaotic, h has. `Smoothed` uses
-both at the same points, each leaf weighted by the inverse of the estimated variances; `Evolution` uses
-h alone and needs no derivative.
+with f_j+ and f_j- the values at lambda +- r c u_j, and d_j the difference of the two points. Where f is
+smooth, g has the smaller variance; where it is chaotic, h has. `Smoothed` uses both, each leaf weighted
+by the inverse of the estimated variances; `Evolution` uses h alone and needs no derivative.
 
 References: Metz et al., Understanding and Correcting Pathologies in the Training of Learned Optimizers,
 ICML 2019; Salimans et al., Evolution Strategies, 2017.
@@ -44,8 +43,7 @@ def balanced_signs(key: Key[Array, ""], n: int, m: int) -> Int[Array, "n m"]:
     """Return n rows of m random signs, the columns as little alike as n allows.
 
     They are rows of a Hadamard matrix of order N >= m, H_ij = (-1)^(number of bits in i & j), with rows
-    and columns in random order and random signs of the columns. Columns of N rows are orthogonal, where
-    independent signs may agree in all of a few rows.
+    and columns in random order and random signs of the columns. Columns of N rows are orthogonal.
     """
     order = 1 << (m - 1).bit_length()
     rows = min(n, order)
@@ -140,37 +138,35 @@ class Neighbourhood(TracedEngine):
             )
         if not middle:  # the radius is not to blame
             return
-        if diverged and (diverged < self.samples or when_checked() is not False):
-            message = (
-                f"{name}(radius={self.radius:g}): in {int(diverged)} of {self.samples} pairs of points "
-                "a training is not finite. Take a smaller radius, or constraints."
-            )
-            if diverged == self.samples:
-                raise NonFiniteError(message)
-            message += " These pairs are left out."
-            warn(message, RuntimeWarning)
+        message = (
+            f"{name}(radius={self.radius:g}): in {int(diverged)} of {self.samples} pairs of points "
+            "a training is not finite. Take a smaller radius, or constraints."
+        )
+        if diverged == self.samples and when_checked() is not False:
+            raise NonFiniteError(message)
+        if 0 < diverged < self.samples:
+            warn(f"{message} These pairs are left out.", RuntimeWarning)
 
 
 class Evolution(Neighbourhood):
     """The slope of the response over a neighbourhood, from values alone: 2 `samples` + 1 trainings.
 
-    Use it where exact gradients mislead, and for responses that have no derivative, an accuracy say.
-    With fewer samples than hyperparameters, m, its standard error is up to sqrt(m / samples) of the
-    gradient's length. Powers of 2 above m are best: then no two hyperparameters move alike.
+    Use it where exact gradients mislead, and for responses without a derivative, an accuracy say. With
+    fewer samples than hyperparameters, m, its standard error is up to sqrt(m / samples) of the
+    gradient's length. Powers of 2 above m are best: no two hyperparameters move alike then.
 
     Args:
         radius: of the neighbourhood, relative to each hyperparameter (in log(x) under `Log`).
         samples: pairs of trainings, at opposite points.
-        key: a random key, or a number, of the points. They also depend on the hyperparameters' values,
-            so that each step of a descent draws others; the same call gives the same estimate.
+        key: a random key, or a number, of the points, which also depend on the hyperparameters: each
+            step of a descent draws others.
         constraints: where the points may be, as in `minimize`, which gives its own.
         chunk: how many trainings run side by side; all by default. Fewer take less memory.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
-    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     lambda state, h, x: (state.params - x) ** 2, init=jnp.array(0.0),
-    ...     batches=ft.FullBatch(jnp.array(1.0), steps=1), validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, _: (w - 1) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, _: (state.params - 1) ** 2, jnp.array(0.0), ft.FullBatch(None, steps=1))
     >>> value, grad, state = ft.Evolution(0.1, samples=1)(problem, {"lr": jnp.array(0.25)})
     >>> print(f"{grad['lr']:.3f}")  # f = (1 - 2 lr)^2
     -2.000
@@ -215,9 +211,8 @@ class Smoothed(Neighbourhood):
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
-    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     lambda state, h, x: (state.params - x) ** 2, init=jnp.array(0.0),
-    ...     batches=ft.FullBatch(jnp.array(1.0), steps=1), validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, _: (w - 1) ** 2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, _: (state.params - 1) ** 2, jnp.array(0.0), ft.FullBatch(None, steps=1))
     >>> value, grad, state = ft.Smoothed(ft.Reverse(), 0.1, samples=4)(problem, {"lr": jnp.array(0.25)})
     >>> print(f"{grad['lr']:.3f}")  # f = (1 - 2 lr)^2
     -2.000
@@ -262,8 +257,8 @@ def _slopes(
 ) -> Float[Array, "n K m"]:
     """Return samples whose mean over those used is h.
 
-    With more pairs than hyperparameters it is the least-squares solution of d_j h = f_j+ - f_j-, which
-    is exact where f is linear; its samples are h plus what each residual would change of it.
+    With more pairs than hyperparameters h is the least-squares solution of d_j h = f_j+ - f_j-, and its
+    samples are h plus what each residual would change of it.
     """
     n, m = d.shape
     d = jnp.where(used[:, None], d, 0)

@@ -1,9 +1,8 @@
 """A pytree as the argument of a compiled program: its arrays, and all the rest.
 
-`equinox.filter_jit` makes the same split. Here it is made once per call and shared by the checks and
-the program, because overhead counts. JAX keeps every program that it has compiled for as long as the
-process runs, some megabytes each; `Compiled` and `filtered` keep those that were used last, a number
-for the whole library.
+`equinox.filter_jit` makes the same split; here it is made once per call, for checks and program.
+JAX keeps every program that it has compiled, some megabytes each; `Compiled` and `filtered` keep those
+that were used last, a number for the whole library.
 """
 
 import functools
@@ -29,10 +28,9 @@ class Structure(NamedTuple):
 def flatten(tree: PyTree) -> tuple[list, Structure]:  # of arrays, NumPy's too
     """Return the arrays of a pytree, and its structure."""
     leaves, treedef = jax.tree.flatten(tree)
-    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-    static = tuple(Structure if a else leaf for leaf, a in zip(leaves, is_array, strict=True))
-    arrays = [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
-    return arrays, Structure(treedef, static)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
+    static = (Structure if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
+    return arrays, Structure(treedef, tuple(static))
 
 
 def unflatten(structure: Structure, arrays: Iterable[PyTree]) -> PyTree:
@@ -97,13 +95,13 @@ class Compiled:
         self._function, self._static, self._options = function, static, tuple(options.items())
 
     def __call__(self, *arguments: PyTree) -> Any:
-        return self._program(arguments)(*arguments[self._static :])
+        return self._program(*arguments[: self._static])(*arguments[self._static :])
 
     def lower(self, *arguments: PyTree) -> jax.stages.Lowered:
-        return self._program(arguments).lower(*arguments[self._static :])
+        return self._program(*arguments[: self._static]).lower(*arguments[self._static :])
 
-    def _program(self, arguments: tuple[PyTree, ...]) -> Any:
-        return _program(self._function, self._options, *arguments[: self._static])
+    def _program(self, *constants: object) -> Any:
+        return _program(self._function, self._options, *constants)
 
 
 @functools.lru_cache(maxsize=PROGRAMS)
@@ -123,8 +121,7 @@ def filtered(function: Callable[..., Any]) -> Callable[..., Any]:
         return program(structure, arrays).tree()
 
     def lower(*arguments: PyTree) -> jax.stages.Lowered:
-        arrays, structure = flatten(arguments)
-        return program.lower(structure, arrays)
+        return program.lower(*flatten(arguments)[::-1])
 
     call.lower = lower  # pyright: ignore[reportAttributeAccessIssue]
     return call

@@ -15,11 +15,9 @@ from .checks import (
     as_arrays,
     as_data,
     check_count,
-    check_data,
     check_key,
     check_leading_axis,
     check_signature,
-    check_some_number,
     describe,
 )
 from .warn import warn
@@ -38,10 +36,14 @@ class Batches(eqx.Module):
     def batch(self, x: PyTree) -> PyTree:
         """Return the batch of one entry of `xs`."""
 
+    def first(self) -> PyTree:
+        """Return the batch of the first step."""
+        return self.batch(jax.tree.map(lambda leaf: leaf[0], self.xs))
+
     def whole(self) -> PyTree:
         """Return all the data as one batch, where that is known."""
         raise TypeError(
-            f"all the data as one batch is needed, not {type(self).__name__}: give the problem "
+            f"all the data as one batch is needed, not {type(self).__name__}: give "
             "`FullBatch(data, steps)` or `Minibatches(data, indices)`."
         )
 
@@ -60,8 +62,8 @@ class Minibatches(Batches):
         data: a pytree of arrays that share their leading axis, the examples.
         indices: integers of shape (T, batch size), or (T, ...) in general: the rows of each step.
         gather: makes the minibatch, `gather(data, indices[t])`, where it is not rows of the data:
-            windows of a signal, crops, pairs. The data may then be any pytree of arrays, and the
-            indices are yours to keep in range.
+            windows of a signal, crops, pairs. The data may then be any pytree of arrays, and nobody
+            checks the indices' range.
 
     >>> import foretune as ft, jax, jax.numpy as jnp
     >>> batches = ft.Minibatches(jnp.arange(10.0), jnp.array([[0, 1], [8, 9], [4, 4]]))
@@ -100,9 +102,7 @@ class Minibatches(Batches):
         if low < jnp.iinfo(dtype).min or high > jnp.iinfo(dtype).max:
             raise ValueError(f"{run}: they would wrap as {dtype}. Switch JAX to 64 bits.")
         if n is not None and (low < 0 or high >= n):
-            raise ValueError(
-                f"{run}, but the data has {n} examples. JAX would clamp them silently."
-            )
+            raise ValueError(f"{run}, but the data has {n} examples.")
 
     def at(self, indices: Array | np.ndarray | None) -> "Minibatches":
         """Return other minibatches of the same data, without looking at the indices' values."""
@@ -124,9 +124,8 @@ class Minibatches(Batches):
         if batch_size > n:
             raise ValueError(f"batch_size={batch_size} must lie between 1 and the {n} examples.")
         if steps * batch_size >= MOST_INDICES:
-            raise ValueError(
-                f"steps={steps} of batch_size={batch_size} are too many indices to draw at once."
-            )
+            asked = f"steps={steps} of batch_size={batch_size}"
+            raise ValueError(f"{asked} are too many indices to draw at once.")
         check_key(key, "the key of Minibatches.shuffled")
         return cls(data, shuffled_rows(n, batch_size, steps, key))
 
@@ -144,8 +143,7 @@ class Minibatches(Batches):
         if self.gather is not None or self.indices.ndim != 2:
             made_by = "a gather" if self.gather else f"indices of shape {self.indices.shape}"
             raise ValueError(
-                f"Minibatches.reshuffled draws rows of the data; these are made by {made_by}: draw "
-                "their indices yourself."
+                f"reshuffled draws rows of the data; these are made by {made_by}: draw them yourself."
             )
         n = jax.tree.leaves(self.data)[0].shape[0]
         steps, batch_size = self.indices.shape
@@ -207,11 +205,8 @@ class Stacked(Batches):
     xs: PyTree[Array]
 
     def __init__(self, xs: PyTree):
-        check_data(xs, "batches")
-        self.xs = as_arrays(xs, "batches")
-        steps = check_leading_axis(self.xs, "batches", "T, one entry per step")
-        check_count(steps, f"the leading axis of the batches, T = {steps}")
-        check_some_number(self.xs, "batches")
+        self.xs = as_data(xs, "batches")
+        check_leading_axis(self.xs, "batches", "T, one entry per step")
 
     @property
     def steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -222,10 +217,7 @@ class Stacked(Batches):
 
 
 def warn_of_rows(batches: Batches, validation: PyTree) -> None:
-    """Warn where stacked batches look like a whole data set: as many steps, each of a single row.
-
-    The sign is validation data of the same form: the same leaves with the same shape of a row.
-    """
+    """Warn where stacked batches look like a whole data set: a step has the shape of a row of it."""
     if not isinstance(batches, Stacked) or batches.steps < ROWS:
         return
     rows, others = jax.tree.leaves(batches.xs), jax.tree.leaves(validation)
@@ -235,7 +227,7 @@ def warn_of_rows(batches: Batches, validation: PyTree) -> None:
     )
     if same and any(leaf.ndim > 1 for leaf in rows):
         warn(
-            f"batches has one row for each of {batches.steps} steps, of the shape of a validation row: "
-            "it looks like a whole data set. Give `FullBatch(data, steps=T)` or "
-            "`Minibatches.shuffled(data, ...)`, or stack minibatches, (T, batch size, ...).",
+            f"batches has one row for each of {batches.steps} steps: it looks like a whole data set. "
+            "Give `FullBatch(data, steps=T)` or `Minibatches.shuffled(data, ...)`, or stack "
+            "minibatches, (T, batch size, ...)."
         )

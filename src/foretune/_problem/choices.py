@@ -1,15 +1,13 @@
 """Random choices whose probabilities depend on a hyperparameter: their derivative is cut.
 
 A Bernoulli draw is a comparison, `uniform < p`, and a categorical one an `argmax(gumbel + logits)`.
-Neither has a derivative, so a hypergradient leaves out how the choice changes with p. Here a program is
-searched for them, without running it: every variable is marked with what it is made from. The search
-misses random numbers that come in as data, and draws in another form (`floor(uniform + p)`).
+Neither has a derivative. A program is searched for them without running it: every variable is marked
+with what it is made from. Random numbers that come in as data, and `floor(uniform + p)`, are missed.
 """
 
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -88,10 +86,9 @@ class _Search:
                 operands[i] |= result
             if operands == before:
                 break
-        if name in ("custom_jvp_call", "custom_vjp_call"):
-            found = 0  # its author, who wrote its derivative, knows of the choices in it
-        else:
-            found = _join(found for _, found in outcomes)
+        # the author of a function with its own derivative knows of the choices in it
+        own = name in ("custom_jvp_call", "custom_vjp_call")
+        found = 0 if own else _join(found for _, found in outcomes)
         return results or [_join(operands)] * n, found
 
 
@@ -161,10 +158,5 @@ def _flat(origin: int) -> int:
     return origin & (GIVEN | RANDOM)
 
 
-@functools.cache
-def _is_inexact(dtype: Any) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
 def _is_float(atom: Var | Literal) -> bool:
-    return _is_inexact(getattr(atom.aval, "dtype", None))  # a token has none
+    return jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact)  # a token has none

@@ -28,12 +28,11 @@ class Definition(eqx.Module):
     @property
     def starts_from_function(self) -> bool:
         """Whether `init` is a function of the hyperparameters."""
-        if isinstance(self.init, jax.tree_util.Partial | eqx.Partial):
-            return True
         # An Equinox model is callable as well, but holds arrays: it is a start, not a function.
         arrays = jax.Array | jax.ShapeDtypeStruct
         holds_arrays = any(isinstance(leaf, arrays) for leaf in jax.tree.leaves(self.init))
-        return callable(self.init) and not holds_arrays
+        partial = isinstance(self.init, jax.tree_util.Partial | eqx.Partial)
+        return partial or (callable(self.init) and not holds_arrays)
 
     def start(self, hparams: PyTree) -> PyTree:
         """Return the user's s_0."""

@@ -73,14 +73,10 @@ class Wrapper(Dynamics):
         return self.dynamics.gradient(state, hparams, batch)
 
     def transposable(self) -> Dynamics:
-        inner = self.dynamics.transposable()
-        if inner is self.dynamics:
-            return self
-        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, inner)
+        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, self.dynamics.transposable())
 
     def first_order(self) -> Dynamics:
-        inner = self.dynamics.first_order()
-        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, inner)
+        return eqx.tree_at(lambda wrapper: wrapper.dynamics, self, self.dynamics.first_order())
 
 
 class Continued(Wrapper):
@@ -100,16 +96,13 @@ def check_dynamics(dynamics: object) -> Dynamics:
     if not isinstance(dynamics, Dynamics):
         raise TypeError(
             f"the dynamics is {describe(dynamics)}: give `foretune.Training(...)`, or an instance of "
-            "a subclass of `foretune.Dynamics`, with the methods `init(params, hparams)` and "
-            "`step(state, hparams, batch)`."
+            "a subclass of `foretune.Dynamics`."
         )
     check_signature(dynamics.init, "dynamics.init(params, hparams)")
     check_signature(dynamics.step, "dynamics.step(state, hparams, batch)")
     try:
         hash(flatten(dynamics)[1])
     except TypeError as error:
-        raise TypeError(
-            f"a field of {type(dynamics).__name__} cannot be hashed ({error}): give arrays, numbers, "
-            "text, functions, or tuples of these."
-        ) from None
+        found = f"a field of {type(dynamics).__name__} cannot be hashed ({error})"
+        raise TypeError(f"{found}: give arrays, numbers, text, functions or tuples.") from None
     return dynamics

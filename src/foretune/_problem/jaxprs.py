@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.interpreters import partial_eval
 
 
 def subjaxprs(parameters: Mapping[str, object]) -> list[Jaxpr]:
@@ -22,3 +23,8 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield equation
         for inner in subjaxprs(equation.params):
             yield from equations(inner)
+
+
+def inputs_of(jaxpr: Jaxpr, i: int) -> list[bool]:
+    """Return, for each input of a program, whether its i-th output depends on it."""
+    return partial_eval.dce_jaxpr(jaxpr, [k == i for k in range(len(jaxpr.outvars))])[1]

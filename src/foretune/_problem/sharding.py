@@ -1,11 +1,10 @@
 """Several devices, on JAX's own machinery: XLA splits a program by how its inputs lie on a mesh.
 
-Two axes of a mesh have a meaning here, any other is yours, for parameters that are split:
+Two axes of a mesh have a meaning here, any other is for parameters that are split:
 
     data       examples. Each device has its share of every batch, and all of s and Z; the sums over
-               examples (gradients, and their derivatives) are exchanged at every step.
-    tangents   columns of Z in forward mode. Each device carries its own through the whole training;
-               nothing is exchanged until the end, and then m numbers for each error.
+               examples are exchanged at every step.
+    tangents   columns of Z in forward mode. Nothing is exchanged until the end.
 """
 
 import math
@@ -19,7 +18,7 @@ from jaxtyping import Array, PyTree
 
 from .batches import Batches, FullBatch, Minibatches, Stacked
 from .checks import as_arrays, check_count, check_mesh, describe, describe_tree
-from .mean import Mean, PerFold
+from .mean import Mean, PerFold, is_per_fold
 from .problem import Problem
 
 DATA, TANGENTS = "data", "tangents"
@@ -28,8 +27,8 @@ DATA, TANGENTS = "data", "tangents"
 def mesh(**axes: int) -> Mesh:
     """Return a mesh of the devices of all processes, from its axes and their sizes.
 
-    Examples are split over the axis `data`, columns of Z over `tangents`; without arguments, all
-    devices are on `data`. It is `jax.make_mesh` with axes of the type `Auto`, which engines need.
+    Without arguments, all devices are on the axis `data`. It is `jax.make_mesh` with axes of the type
+    `Auto`, which engines need.
 
     >>> import foretune as ft
     >>> dict(ft.mesh(data=1, tangents=1).shape)  # (data=4, tangents=2) on 8 devices
@@ -43,7 +42,7 @@ def mesh(**axes: int) -> Mesh:
     needed = math.prod(axes.values())
     if needed > len(devices) or (needed < len(devices) and jax.process_count() > 1):
         raise ValueError(
-            f"mesh({given}) has {needed} devices, but there are {len(devices)}. The sizes must "
+            f"mesh({given}) has {needed} devices, but there are {len(devices)}: the sizes must "
             "multiply to that number, or less where there is one process."
         )
     types = (AxisType.Auto,) * len(axes)
@@ -88,17 +87,16 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
         if isinstance(what, Batches):
             return _batches(placement, what)
         return placement.examples(as_arrays(what), 0, "the batch")
-    if isinstance(what, Mean):
-        validation = placement.whole(what.validation)
-    else:
-        validation = placement.examples(what.validation, 0, "validation")
-    init = placement.whole(what.init) if params is None else placement.specs(what.init, params)
-    dynamics, objective = placement.whole((what.dynamics, what.objective))
-    return _replaced(
-        lambda p: (p.dynamics, p.objective, p.init, p.batches, p.validation),
-        what,
-        (dynamics, objective, init, _batches(placement, what.batches), validation),
+    new = {name: placement.whole(getattr(what, name)) for name in ("dynamics", "objective")}
+    new["init"] = (
+        placement.whole(what.init) if params is None else placement.specs(what.init, params)
     )
+    new["batches"] = _batches(placement, what.batches)
+    if isinstance(what, Mean):
+        new["validation"] = placement.whole(what.validation)
+    else:
+        new["validation"] = placement.examples(what.validation, 0, "validation")
+    return _replaced(lambda p: [getattr(p, name) for name in new], what, list(new.values()))
 
 
 def _batches(placement: "_Placement", batches: Batches) -> Batches:
@@ -139,9 +137,7 @@ class _Placement:
         if leaf.shape[axis] % self.size:
             raise ValueError(
                 f"{path} is {describe(leaf)}: axis {axis} cannot be split evenly over the {self.size} "
-                "devices of the mesh's axis 'data'. Drop rows, or pad them with weight 0 in the loss, "
-                "or give every device the whole array: `jax.device_put(array, "
-                "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))`."
+                "devices of the mesh's axis 'data'. Drop rows, or pad them with weight 0 in the loss."
             )
         return self.put(leaf, *[None] * axis, DATA)
 
@@ -149,9 +145,8 @@ class _Placement:
         """Split the axis of examples over `data`; what has no such axis goes to every device."""
 
         def place(path, leaf):
-            if not eqx.is_array(leaf):
-                return leaf
-            return self.split(leaf, axis, name + jax.tree_util.keystr(path))
+            path = name + jax.tree_util.keystr(path)
+            return self.split(leaf, axis, path) if eqx.is_array(leaf) else leaf
 
         return jax.tree_util.tree_map_with_path(place, tree)
 
@@ -159,11 +154,11 @@ class _Placement:
         """Give every device all arrays; but folds, where arrays differ by fold, are split."""
 
         def place(node):
-            if isinstance(node, PerFold):
+            if is_per_fold(node):
                 return PerFold(self.split(node.array, axis, "the arrays of the folds"))
             return self.put(node) if eqx.is_array(node) else node
 
-        return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, PerFold))
+        return jax.tree.map(place, tree, is_leaf=is_per_fold)
 
     def specs(self, init: PyTree, specs: PyTree) -> PyTree:
         """Split parameters as a prefix of specs says."""
@@ -173,9 +168,10 @@ class _Placement:
 
         given = jax.tree.leaves(specs, is_leaf=is_spec)
         if not all(map(is_spec, given)) or not any(map(eqx.is_array, jax.tree.leaves(init))):
+            given, needed = describe_tree(specs, "params"), describe_tree(init, "init")
             raise TypeError(
                 "shard(..., params=...) takes a `jax.sharding.PartitionSpec` for each initial "
-                f"parameter; got\n{describe_tree(specs, 'params')}\nfor\n{describe_tree(init, 'init')}"
+                f"parameter; got\n{given}\nfor\n{needed}"
             )
 
         def place(spec, part):

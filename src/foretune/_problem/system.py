@@ -5,6 +5,7 @@ averaged over the trajectory is a system too, with one more state variable that 
 engine has a case for it.
 """
 
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,10 +22,6 @@ def _all_of_it(hparams: PyTree, x: PyTree) -> PyTree:
     return hparams
 
 
-def _sum(g: PyTree, alpha_B: PyTree, x: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: a + b, g, alpha_B)
-
-
 class System(NamedTuple):
     """A problem as pure functions of an array-only state s."""
 
@@ -39,7 +36,9 @@ class System(NamedTuple):
     # Where a step depends on a few entries of lambda, its adjoint need not touch the others: `seen` is
     # what `step` takes instead of all of lambda, `add` puts the adjoint's product with it in its place.
     seen: Callable[[PyTree, PyTree], PyTree] = _all_of_it  # lambda, x_t -> what step t sees
-    add: Callable[[PyTree, PyTree, PyTree], PyTree] = _sum  # g, alpha_t B_t, x_t -> their sum
+    add: Callable[[PyTree, PyTree, PyTree], PyTree] = (  # g, alpha_t B_t, x_t -> their sum
+        lambda g, alpha_B, x: jax.tree.map(operator.add, g, alpha_B)
+    )
 
     @property
     def sees_all(self) -> bool:
@@ -97,8 +96,8 @@ def make_system(problem: Definition, hparams: PyTree) -> System:
 
 def rows_of(problem: Definition) -> dict[str | None, int]:
     """Return, by hyperparameter name, the number of the error that it follows."""
-    order = {key: k for k, key in enumerate(_distinct_objectives(problem))}
-    return {name: order[_identity(name, f)] for name, f in problem.objectives.items()}
+    order = list(_distinct_objectives(problem))
+    return {name: order.index(_identity(name, f)) for name, f in problem.objectives.items()}
 
 
 def _distinct_objectives(problem: Definition) -> dict[object, Objective]:
@@ -108,10 +107,8 @@ def _distinct_objectives(problem: Definition) -> dict[object, Objective]:
 
 def owners(problem: Definition, hparams: PyTree) -> list[str | None]:
     """Return, for each leaf of the hyperparameters, the name of the objective it follows."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(hparams)
-    if not isinstance(problem.objective, dict):
-        return [None] * len(paths)
-    return [path[0].key for path, _ in paths]
+    several = isinstance(problem.objective, dict)
+    return [path[0].key if several else None for path, _ in jax.tree.leaves_with_path(hparams)]
 
 
 def _identity(name: str | None, objective: Objective) -> object:

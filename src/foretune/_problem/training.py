@@ -5,8 +5,8 @@
 with v the optimizer's accumulators.
 
 The adjoint of a step needs u' dg/dw and u' dg/dlambda of the gradient g = grad_w J. Since the Hessian
-is symmetric, u' dg/dw = (H u)', both are the derivative of grad_{w, lambda} J along (u, 0): forward
-mode over reverse, in which nothing is kept that the gradient itself does not keep (`transposable`).
+is symmetric, both are the derivative of grad_{w, lambda} J along (u, 0): forward mode over reverse,
+which keeps nothing that the gradient itself does not keep (`transposable`).
 """
 
 import contextlib
@@ -57,16 +57,15 @@ class Training(Dynamics):
     """Gradient descent on `loss` with an Optax optimizer.
 
     Args:
-        loss: the inner objective, `loss(params, hparams, batch) -> scalar`; with `has_state`,
-            `loss(params, hparams, batch, model_state) -> (scalar, model_state)`; with a `key`, it
-            is also called with `key=`.
+        loss: the inner objective, `loss(params, hparams, batch) -> scalar`.
         optimizer: an Optax transformation, or a function of the hyperparameters that returns one,
             whose constants and schedules can then be tuned. Optimizers that ask for `value`, `grad`
             or `value_fn` get them.
-        has_state: whether the loss takes and returns a model state, batch statistics say. The
-            initial parameters are then the pair `(params, model_state)`.
-        key: a random key. Step t calls the loss with `key=jax.random.fold_in(key, t)`, so that a
-            step draws the same numbers each time it is replayed.
+        has_state: whether the loss takes and returns a model state, batch statistics say:
+            `loss(params, hparams, batch, model_state) -> (scalar, model_state)`. The initial
+            parameters are then the pair `(params, model_state)`.
+        key: a random key. Step t calls the loss with `key=jax.random.fold_in(key, t)`: replayed, it
+            draws the same numbers.
 
     The floating-point arrays of `params` are trained, and nothing else in it, so an Equinox model can
     be given. An array that is to stay as it is goes into the batch, the model state or a closure.
@@ -82,8 +81,7 @@ class Training(Dynamics):
     """
 
     loss: Any  # a function
-    # an Optax transformation, or a function that returns one
-    optimizer: Any = eqx.field(converter=reused)
+    optimizer: Any = eqx.field(converter=reused)  # of Optax, or a function that returns one
     has_state: bool = eqx.field(static=True, default=False, kw_only=True)
     key: Key[Array, ""] | UInt32[Array, "..."] | None = eqx.field(default=None, kw_only=True)
     _symmetric: bool = eqx.field(default=False, kw_only=True, repr=False)  # see `transposable`
@@ -97,17 +95,18 @@ class Training(Dynamics):
             key = ", key=..."
         form = f"loss(params, hparams, batch{state}{key})"
         check_signature(self.loss, form, ("key",) if key else ())
-        _check_optimizer(self.optimizer)
+        if not isinstance(self.optimizer, optax.GradientTransformation):
+            if _is_from_optax(self.optimizer) or not callable(self.optimizer):
+                raise _not_an_optimizer(self.optimizer)
+            check_signature(self.optimizer, "optimizer(hparams)")
 
     def init(self, params: PyTree, hparams: PyTree) -> TrainState:
         """Return s_0; with `has_state`, `params` is the pair `(params, model_state)`."""
         model_state = None
         if self.has_state:
             if not (isinstance(params, tuple) and len(params) == 2):
-                raise ValueError(
-                    "Training(has_state=True) starts from the pair (params, model_state), got "
-                    f"{describe(params)}."
-                )
+                needed = "Training(has_state=True) starts from the pair (params, model_state)"
+                raise ValueError(f"{needed}, got {describe(params)}.")
             params, model_state = params
         weights = eqx.filter(params, eqx.is_inexact_array)
         if not jax.tree.leaves(weights):
@@ -137,13 +136,17 @@ class Training(Dynamics):
             grads = self.gradient(stopped, hparams, batch)
         optimizer = self._optimizer(hparams)
         extra = {"value": value, "grad": grads, "value_fn": lambda weights: objective(weights)[0]}
-        extra = _taken(optimizer.update, extra)
+        taken = inspect.signature(optimizer.update).parameters
+        if all(
+            p.kind is not p.VAR_KEYWORD for p in taken.values()
+        ):  # some refuse what is not theirs
+            extra = {name: argument for name, argument in extra.items() if name in taken}
         # The usual promotion, since Adam multiplies floats by a count.
         with jax.numpy_dtype_promotion("standard"), _noting_branches():
             updates, opt_state = optimizer.update(grads, state.opt_state, weights, **extra)
             weights = optax.apply_updates(weights, updates)
         # A constant given as a float32 array would promote a bfloat16 accumulator.
-        opt_state = jax.tree.map(_keep_dtype, opt_state, state.opt_state)
+        opt_state = jax.tree.map(_in_type_of, opt_state, state.opt_state)
         loss, params = value.astype(state.loss.dtype), eqx.combine(weights, fixed)
         return TrainState(params, opt_state, model_state, state.step + 1, loss)
 
@@ -195,7 +198,7 @@ class Training(Dynamics):
             with _noting_branches():
                 optimizer = optimizer(hparams)
         if not isinstance(optimizer, optax.GradientTransformation):
-            raise TypeError(_no_optimizer(optimizer))
+            raise _not_an_optimizer(optimizer)
         return optax.with_extra_args_support(optimizer)
 
 
@@ -211,14 +214,11 @@ class _Cast(eqx.Module):
         def cast(leaf):
             return leaf.astype(self.dtype) if eqx.is_inexact_array(leaf) else leaf
 
-        def restored(new, old):
-            return new.astype(old.dtype) if eqx.is_inexact_array(old) else new
-
         params, batch, given = jax.tree.map(cast, (params, batch, state))
         result = self.loss(params, hparams, batch, *given, **key)
         value = result[0] if state else result
         value = value.astype(np.promote_types(value.dtype, np.float32))
-        return (value, jax.tree.map(restored, result[1], state[0])) if state else value
+        return (value, jax.tree.map(_in_type_of, result[1], state[0])) if state else value
 
 
 def _gradient(objective: Objective, weights: PyTree) -> ValueAndGradient:
@@ -226,7 +226,7 @@ def _gradient(objective: Objective, weights: PyTree) -> ValueAndGradient:
 
 
 def _symmetric_gradient(objective: Objective, weights: PyTree) -> ValueAndGradient:
-    """Return the same, with a transposed product of its own; it has no forward mode.
+    """Return the loss and its gradient, with a transposed product of its own and no forward mode.
 
     With the pullback G(w, theta, c) = c' d(J, m)/d(w, theta) of the loss J and the model state m, of
     which g is the first part at c = (1, 0), cotangents (a, b, u) of J, m and g give
@@ -268,12 +268,6 @@ def _symmetric_gradient(objective: Objective, weights: PyTree) -> ValueAndGradie
         (value, aux), grads = jax.value_and_grad(value, has_aux=True)(weights)
         return value, aux, grads
 
-    def forward(weights, theta, constants):
-        return plain(weights, theta, constants), (weights, theta, constants)
-
-    def no_tangent(leaf):
-        return np.zeros(leaf.shape, jax.dtypes.float0)
-
     def backward(kept, cotangents):
         weights, theta, constants = kept
         a, (b, _), u = cotangents
@@ -284,10 +278,11 @@ def _symmetric_gradient(objective: Objective, weights: PyTree) -> ValueAndGradie
             return jax.vjp(at_constants, weights, theta, has_aux=True)[1](c)
 
         _, (d_weights, d_theta) = jax.jvp(G, (weights, one), (u, (a, b)))
-        return d_weights, d_theta, jax.tree.map(no_tangent, constants)
+        nothing = lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0)  # noqa: E731
+        return d_weights, d_theta, jax.tree.map(nothing, constants)
 
     gradient = jax.custom_vjp(plain)
-    gradient.defvjp(forward, backward)
+    gradient.defvjp(lambda *given: (plain(*given), given), backward)
     found = checkpoint_name(gradient(weights, theta, constants), GRADIENT)
     value, (floats, others), grads = found
     return (value, eqx.combine(floats, others, *rest)), grads
@@ -303,29 +298,11 @@ def _noting_branches() -> Iterator[None]:
         raise
 
 
-def _taken(update: Callable[..., PyTree], extra: dict[str, PyTree]) -> dict[str, PyTree]:
-    """Return the arguments that an optimizer's update takes: some refuse those they do not know."""
-    parameters = inspect.signature(update).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return extra
-    return {name: argument for name, argument in extra.items() if name in parameters}
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if isinstance(optimizer, optax.GradientTransformation):
-        return
-    if _is_from_optax(optimizer) or not callable(optimizer):
-        raise TypeError(_no_optimizer(optimizer))
-    check_signature(optimizer, "optimizer(hparams)")
-
-
-def _no_optimizer(given: object) -> str:
-    if isinstance(given, optax.MultiSteps):
-        return (
-            "Training's optimizer is an `optax.MultiSteps`: give its `.gradient_transformation()`."
-        )
+def _not_an_optimizer(given: object) -> TypeError:
     shown = "one of Optax's functions, not called" if _is_from_optax(given) else describe(given)
-    return (
+    if isinstance(given, optax.MultiSteps):
+        shown = "an `optax.MultiSteps`: give its `.gradient_transformation()`"
+    return TypeError(
         "Training's optimizer must be an Optax transformation, `optax.sgd(0.1)`, or a function of "
         f'hparams that returns one, `lambda h: optax.sgd(h["lr"])`; got {shown}.'
     )
@@ -343,11 +320,10 @@ def _check_loss(result: object, has_state: bool) -> None:
     value = result[0]
     if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
         hint = "" if has_state else "; a loss with a model state needs `has_state=True`"
-        raise TypeError(
-            "the loss must return a floating-point scalar (`jnp.mean` reduces an array"
-            f"{hint}), it returned\n{describe_tree(value, 'loss')}"
-        )
+        needed = f"a floating-point scalar (`jnp.mean` reduces an array{hint})"
+        found = describe_tree(value, "loss")
+        raise TypeError(f"the loss must return {needed}, it returned\n{found}")
 
 
-def _keep_dtype(new, old):
+def _in_type_of(new, old):
     return new.astype(old.dtype) if eqx.is_inexact_array(new) and eqx.is_array(old) else new

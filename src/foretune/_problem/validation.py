@@ -12,13 +12,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.interpreters import partial_eval
 from jaxtyping import PyTree
 
 from .arguments import PROGRAMS, Structure, unflatten
 from .checks import describe, describe_tree, named_leaves
 from .choices import cut_hparams
 from .definition import Definition
+from .jaxprs import inputs_of
 from .system import is_abstract, make_system, owners, rows_of
 from .training import Training
 from .warn import warn
@@ -30,8 +30,8 @@ UNTRACEABLE = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 TRACED = (
-    "foretune: {what} is compiled, and cannot use NumPy, `float(...)`, `.item()` or an `if` on what it "
-    "computes. Write it with jax.numpy (`jnp.where` for a choice)."
+    "foretune: {what} is compiled: no NumPy, `float(...)`, `.item()` or `if` on what it computes. "
+    "Write it with jax.numpy (`jnp.where` for a choice)."
 )
 
 
@@ -48,22 +48,24 @@ def check_shapes(
     _check_names(problem, hparams)
     with noting("init(params, hparams) of the dynamics", params=problem.init, hparams=hparams):
         s_0 = eqx.filter_eval_shape(lambda p, h: p.start(h), problem, hparams)
-    batch = eqx.filter_eval_shape(_first_batch, problem)
+    batch = eqx.filter_eval_shape(lambda p: p.batches.first(), problem)
     call = "step(state, hparams, batch) of the dynamics"
     with noting(call, state=s_0, hparams=hparams, batch=batch):
-        s_1 = eqx.filter_eval_shape(_first_step, problem, hparams)
+        s_1 = eqx.filter_eval_shape(
+            lambda p, h: p.dynamics.step(p.start(h), h, p.batches.first()), problem, hparams
+        )
     _check_same_state(s_0, s_1)
+    given = problem.validation
     for name in problem.objectives:
         label = "objective" if name is None else f"objective[{name!r}]"
-        call, validation = f"{label}(state, hparams, validation)", problem.validation
-        if validation is None:
+        call = f"{label}(state, hparams, validation)"
+        if given is None:
             call += " (validation is None: the problem was given no `validation=`)"
-
-        def error(problem, s, hparams, name=name):
-            return problem.objectives[name](s, hparams, problem.validation)
-
-        with noting(call, state=s_0, hparams=hparams, validation=validation):
-            value = eqx.filter_eval_shape(error, problem, s_0, hparams)
+        with noting(call, state=s_0, hparams=hparams, validation=given):
+            value = eqx.filter_eval_shape(
+                lambda p, s, h, name=name: p.objectives[name](s, h, p.validation),
+                *(problem, s_0, hparams),
+            )
         _check_scalar(value, label)
     return _check_dependence(problem, hparams, smooth)
 
@@ -73,10 +75,9 @@ def warn_of_choices(structure: Structure, paths: tuple[str, ...]) -> None:
     """Warn, once for each problem, of hyperparameters with a gradient that is not all of it."""
     warn(
         f"the probabilities of random choices depend on {', '.join(paths)} (a comparison with random "
-        "numbers, as in `jax.random.bernoulli`). A choice has no derivative: the gradient leaves out "
-        "the effect on what is chosen, and is wrong. For a dropout rate use `foretune.dropout(x, rate, "
-        "key=key)`, otherwise `foretune.Evolution`, which needs values only. Where it is left out on "
-        "purpose, say so by `jax.lax.stop_gradient` on the probabilities.",
+        "numbers, as in `jax.random.bernoulli`). A choice has no derivative, so the gradient is wrong. "
+        "For a dropout rate use `foretune.dropout(x, rate, key=key)`, otherwise `foretune.Evolution`. "
+        "Where it is meant, put `jax.lax.stop_gradient` on the probabilities."
     )
 
 
@@ -99,22 +100,12 @@ def noting(what: str, **arguments: PyTree):
         raise
 
 
-def _first_batch(problem: Definition) -> PyTree:
-    return problem.batches.batch(jax.tree.map(lambda leaf: leaf[0], problem.batches.xs))
-
-
-def _first_step(problem: Definition, hparams: PyTree) -> PyTree:
-    return problem.dynamics.step(problem.start(hparams), hparams, _first_batch(problem))
-
-
 def _check_names(problem: Definition, hparams: PyTree) -> None:
     if not isinstance(problem.objective, dict):
         return
     if not isinstance(hparams, dict):
-        raise TypeError(
-            "a dict of objectives needs a dict of hyperparameters with the same top-level names; "
-            f"hparams is {describe(hparams)}."
-        )
+        needed = "a dict of objectives needs a dict of hyperparameters with the same names"
+        raise TypeError(f"{needed}; hparams is {describe(hparams)}.")
     unknown = sorted(set(problem.objective) - set(hparams), key=str)
     missing = sorted(set(hparams) - set(problem.objective), key=str)
     if unknown or missing:
@@ -146,14 +137,10 @@ def _check_same_state(before: PyTree, after: PyTree) -> None:
 
 def _check_scalar(value: Any, name: str) -> None:
     if not is_abstract(value) or value.shape != ():
-        remedy = "Reduce it, for instance with `jnp.mean`."
-        if value is None:
-            remedy = "Is a `return` missing?"
-        elif not is_abstract(value):
-            remedy = "Return one array of shape ()."
-        raise ValueError(
-            f"the {name} must return one scalar, it returned\n{describe_tree(value, name)}\n{remedy}"
-        )
+        other = "Is a `return` missing?" if value is None else "Return one array of shape ()."
+        remedy = "Reduce it, with `jnp.mean` say." if is_abstract(value) else other
+        found = describe_tree(value, name)
+        raise ValueError(f"the {name} must return one scalar, it returned\n{found}\n{remedy}")
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(
             f"the {name} must return a floating-point scalar, it returned {describe(value)}. A "
@@ -185,15 +172,12 @@ def _check_dependence(problem: Definition, hparams: PyTree, smooth: bool) -> tup
         traced = None
     jaxpr = (traced or jax.make_jaxpr(errors)(arrays, hparams)).jaxpr
 
-    rows = rows_of(problem)
+    rows, carried = rows_of(problem), getattr(problem.dynamics, "carried", ())
     paths = list(named_leaves(hparams, "hparams"))
-    unused = []
-    for path, owner, i in zip(paths, owners(problem, hparams), range(-len(paths), 0), strict=True):
-        wanted = [k == rows[owner] for k in range(len(jaxpr.outvars))]
-        _, used = partial_eval.dce_jaxpr(jaxpr, wanted)
-        # The direction (or the hyperparameters) are the last inputs.
-        if not used[i] and path not in getattr(problem.dynamics, "carried", ()):
-            unused.append(path)
+    # The direction (or the hyperparameters) are the last inputs.
+    named = zip(paths, owners(problem, hparams), range(-len(paths), 0), strict=True)
+    unused = [path for path, owner, i in named if not inputs_of(jaxpr, rows[owner])[i]]
+    unused = [path for path in unused if path not in carried]
     if unused:
         raise ValueError(
             f"the response does not depend on {', '.join(unused)}: the hypergradient there would "
@@ -207,8 +191,8 @@ def _check_dependence(problem: Definition, hparams: PyTree, smooth: bool) -> tup
 
 def _remedy(problem: Definition, all_unused: bool) -> str:
     remedy = (
-        "Use it in the loss, the optimizer, the initial state or the objective (not only under "
-        "`stop_gradient`, an integer cast or a comparison), or take it out of hparams. A dropout rate "
+        "Use it in the loss, the optimizer, the start or the objective (not only under "
+        "`stop_gradient`, an integer cast or a comparison), or leave it out. A dropout rate "
         "needs `foretune.dropout`."
     )
     if all_unused:
