@@ -256,6 +256,7 @@ def test_a_state_of_another_call_is_not_read(tmp_path, monkeypatch):
         os.replace(tmp_path / "other" / name, tmp_path / "mine" / name)
         return whole(*arguments)
 
+    swapped.lower = whole.lower
     with monkeypatch.context() as patch:
         patch.setattr(disk, "_end", swapped)
         with pytest.raises(OSError, match="it belongs to another call"):

@@ -1,8 +1,7 @@
 """The loss of each example, of a loss that is their mean.
 
-That their mean is the loss is tried out on the first minibatch: values and gradients, at parameters
-that are changed a little, since at zeros much comes out alike. What the user's losses leave out must be
-the same for other examples: a penalty on the parameters.
+That their mean is the loss is tried on the first minibatch, at parameters that are changed a little.
+What the user's losses leave out must be the same for other examples: a penalty on the parameters.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from .._problem.training import Training, TrainState
 from .._problem.validation import noting
 
 Losses: TypeAlias = Callable[..., PyTree]  # called as a loss is: the losses of the examples
-ValueAndGradient: TypeAlias = tuple[Float[Array, ""], PyTree]
+LossAndGradient: TypeAlias = tuple[Float[Array, ""], PyTree]
 
 COUPLED = 1e-3  # relative difference from which on a mean of losses is not the loss,
 LOW = 0.05  # and where it is computed below single precision
@@ -32,8 +31,8 @@ ROUNDING = 100  # units in the last place up to which it is the loss
 NOT_A_MEAN = (
     "the loss of the first minibatch is {loss:.6g}, but the mean of the losses of its examples, each "
     "as a batch of one, is {mean:.6g} (and their gradients differ by {off:.2g} of their length). Where "
-    "examples depend on each other (batch normalisation), draw random numbers (dropout) or are summed "
-    "instead of averaged, give `losses=`: a function that returns the array of B losses."
+    "examples depend on each other (batch normalisation), draw random numbers (dropout) or are summed, "
+    "give `losses=`, which returns the array of B losses."
 )
 NOT_THE_LOSSES = (
     "`losses` are not those that the loss is the mean of: the loss less their mean, a penalty on the "
@@ -135,11 +134,11 @@ def check_losses(
 @filtered
 def _at(
     training: Training, losses: Losses | None, state: TrainState, hparams: PyTree, batch: PyTree
-) -> tuple[ValueAndGradient, ValueAndGradient]:
+) -> tuple[LossAndGradient, LossAndGradient]:
     """Return the loss and the mean of the losses, at parameters that are changed a little."""
     state = state._replace(params=_changed(state.params))
 
-    def at(training: Training) -> ValueAndGradient:
+    def at(training: Training) -> LossAndGradient:
         weights, _, objective = training.objective(state, hparams, batch)
         (value, _), gradient = jax.value_and_grad(objective, has_aux=True)(weights)
         return value, gradient
@@ -150,7 +149,7 @@ def _at(
 
 @filtered
 def _apart(
-    a: ValueAndGradient, b: ValueAndGradient, one: ValueAndGradient, other: ValueAndGradient
+    a: LossAndGradient, b: LossAndGradient, one: LossAndGradient, other: LossAndGradient
 ) -> Float[Array, "2"]:
     """Return how far values, and gradients, are apart, relative to others; not where not finite."""
     off = jax.tree.map(jnp.subtract, a, b)

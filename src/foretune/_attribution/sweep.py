@@ -53,17 +53,17 @@ def weighted_system(problem: Problem, weights: dict[str, Array]) -> System:
 
 def _train(engine: Reverse, structure: Structure, arrays: list[Array]) -> tuple[PyTree, PyTree]:
     problem, weights = opened(structure, arrays)
-    system = engine.transposing(weighted_system(problem, weights))
-    return engine.schedule.forward(system, weights, system.initial(weights))
+    loop = engine.loop(weighted_system(problem, weights), weights)
+    return engine.schedule.forward(loop, loop.system.initial(weights))
 
 
 def _pull(
     engine: Reverse, structure: Structure, arrays: list[Array], stored: PyTree, adjoint: Adjoint
 ) -> Float[Array, "c n"]:
     problem, weights = opened(structure, arrays)
-    system = engine.transposing(weighted_system(problem, weights))
-    alpha_0, g = engine.schedule.backward(system, weights, stored, adjoint)
-    _, pull_initial = eqx.filter_vjp(system.initial, weights)
+    loop = engine.loop(weighted_system(problem, weights), weights)
+    alpha_0, g = engine.schedule.backward(loop, stored, adjoint)
+    _, pull_initial = eqx.filter_vjp(loop.system.initial, weights)
     (g_initial,) = pull_rows(pull_initial, alpha_0)
     (scores,) = jax.tree.leaves(jax.tree.map(operator.add, g, g_initial))
     return scores

@@ -171,8 +171,8 @@ def finite_difference(
 ) -> tuple[float, float]:
     """Return f'(0) by extrapolated central differences, and an estimate of its error.
 
-    Steps shrink fourfold. D(h) is the central difference, R(h) = (16 D(h/4) - D(h)) / 15 its
-    extrapolation, which is trusted as far as it agrees with the one before it and with D(h/4).
+    D(h) is the central difference, R(h) = (16 D(h/4) - D(h)) / 15 its extrapolation, trusted as far as
+    it agrees with the one before it and with D(h/4).
     """
     best, error, h = np.nan, np.inf, FIRST_STEP
     D = R = np.nan

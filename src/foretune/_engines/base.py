@@ -54,7 +54,8 @@ class AbstractEngine(eqx.Module):
     def __new__(cls, *options: Any, **_: Any):
         """Raise where a problem is given to the class instead of to an engine."""
         if options and isinstance(options[0], Definition):
-            call = f"`{cls.__name__}()(problem, hparams)`"
+            needed = {"Truncated": "steps", "ReverseOnDisk": "folder"}.get(cls.__name__, "")
+            call = f"`{cls.__name__}({needed})(problem, hparams)`"
             raise TypeError(f"the problem goes to the engine, not to its class: {call}.")
         return super().__new__(cls)
 
@@ -128,15 +129,11 @@ def check_engine(engine: object) -> None:
 
 def _advise(error: Exception) -> None:
     if "Reverse-mode differentiation" in str(error):
-        error.add_note(
-            "foretune: a step holds a loop of unknown length (a line search, say), which has no "
-            "reverse mode. Use `foretune.Forward()`."
-        )
+        loop = "a step holds a loop of unknown length (a line search, say), without a reverse mode"
+        error.add_note(f"foretune: {loop}. Use `foretune.Forward()`.")
     if "RESOURCE_EXHAUSTED" in str(error):
-        error.add_note(
-            "foretune: out of memory. Reverse mode holds T states, forward mode m + 1 of them, or "
-            "c + 1 with `foretune.Forward(chunk=c)`."
-        )
+        states = "Reverse mode holds T states, forward mode m + 1, or c + 1 with `chunk=c`"
+        error.add_note(f"foretune: out of memory. {states}.")
 
 
 @functools.partial(Compiled, static=3)

@@ -37,7 +37,7 @@ from .base import AbstractEngine, Hypergradient
 from .memory import free_bytes, tree_bytes
 from .nonfinite import FORWARD, NonFiniteError, explain, is_finite, when_checked
 from .products import error_gradients, pull_rows
-from .schedules import Adjoint, pulled, take, with_gradients
+from .schedules import Adjoint, Loop, pulled
 
 SUFFIX = ".foretune"  # of the names of files: the mark by which they are known
 AHEAD = 2  # states that wait to be written
@@ -165,8 +165,8 @@ def _initial(structure, arrays):
 def _advanced(structure, arrays, s, first, count):
     system, hparams = _system(structure, arrays)
     # the length is not known to the compiler: a shorter segment is the same program
-    step = lambda t, s: system.step(s, hparams, take(system.xs, t))  # noqa: E731
-    return lax.fori_loop(first, first + count, step, s)
+    loop = Loop(system, hparams)
+    return lax.fori_loop(first, first + count, lambda t, s: loop.step(s, t), s)
 
 
 def _at_end(structure, arrays, s_T):
@@ -179,8 +179,7 @@ def _through(structure, count, arrays, s, first, adjoint):
     system, hparams = _system(structure, arrays)
     cut = lambda leaf: lax.dynamic_slice_in_dim(leaf, first, count)  # noqa: E731
     part = system._replace(xs=jax.tree.map(cut, system.xs), steps=count)
-    _, pull = with_gradients(part, hparams, s, 0, count, 1)
-    return pulled(pull, adjoint)
+    return pulled(Loop(part, hparams).with_gradients(s, 0, count)[1], adjoint)
 
 
 def _finished(structure, arrays, errors, adjoint, s_T):

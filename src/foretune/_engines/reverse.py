@@ -24,7 +24,7 @@ from .._problem.system import System, make_system
 from .base import Solution, TracedEngine
 from .nonfinite import FORWARD
 from .products import error_gradients, pull_rows
-from .schedules import Adjoint, Binomial, Everything, Gradients, Schedule, States
+from .schedules import Adjoint, Binomial, Everything, Gradients, Loop, Schedule, States
 from .segments import Segments
 
 STORES: dict[str, type[Schedule]] = dict(
@@ -39,7 +39,7 @@ class Reverse(TracedEngine):
     what it stores.
 
     Args:
-        store: what is kept on the way forward; the rest is computed again. All give the same result.
+        store: what is stored on the way forward; the rest is computed again. All give the same result.
             "states" (default): the T states, each step computed once more.
             "gradients": also the gradients of `Training`'s loss, so that only the optimizer's part of a
             step is computed again.
@@ -48,10 +48,9 @@ class Reverse(TracedEngine):
             once more. Where updates cost little beside gradients, these are kept in place of states.
             A number c: at most c states, and as few steps computed again as c allow.
         transpose: how the adjoint passes through the gradient of `Training`'s loss: by "forward" mode
-            over the gradient (default), which keeps little inside a step, since the Hessian is
-            symmetric; or by "reverse" mode, as through any other function, which a loss with a
-            `jax.custom_vjp` and "everything" always get. Give it where the loss has a
-            `jax.custom_jvp` of several arguments that is not the derivative of any function.
+            over the gradient (default), which stores little inside a step, since the Hessian is
+            symmetric; or by "reverse" mode. Give that where the loss has a `jax.custom_jvp` that is not
+            the derivative of any function; a loss with a `jax.custom_vjp` always gets it.
         unroll: steps in one turn of the loops: longer compilation, less overhead of small steps.
         first_order: leave out the Hessian of `Training`'s loss, so that A_t is the optimizer's alone:
             cheaper steps, and an approximation (first-order MAML, where initial weights are learnt).
@@ -86,21 +85,22 @@ class Reverse(TracedEngine):
 
     @property
     def schedule(self) -> Schedule:
-        store = self.store
-        return STORES[store](self.unroll) if store in STORES else Binomial(self.unroll, store)
+        return STORES[self.store]() if self.store in STORES else Binomial(self.store)
 
-    def transposing(self, system: System) -> System:
-        """Return the system with its steps as `transpose` asks for them."""
-        return system if self.transpose == "forward" else system._replace(transposable=system.step)
+    def loop(self, system: System, hparams: PyTree) -> Loop:
+        """Return the steps as `transpose` and `unroll` ask for them."""
+        if self.transpose == "reverse":
+            system = system._replace(transposable=system.step)
+        return Loop(system, hparams, self.unroll)
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         if self.first_order:
             plain = eqx.tree_at(lambda p: p.dynamics, problem, problem.dynamics.first_order())
             system = make_system(plain, hparams)
-        schedule, system = self.schedule, self.transposing(system)
+        schedule, loop = self.schedule, self.loop(system, hparams)
         s_0, pull_initial = eqx.filter_vjp(system.initial, hparams)
-        s_T, memory = schedule.forward(system, hparams, s_0)
+        s_T, stored = schedule.forward(loop, s_0)
         errors, alpha_T, g = error_gradients(system, s_T, hparams)
-        alpha_0, g = schedule.backward(system, hparams, memory, Adjoint(alpha_T, g))
+        alpha_0, g = schedule.backward(loop, stored, Adjoint(alpha_T, g))
         (g_initial,) = pull_rows(pull_initial, alpha_0)
         return Solution(errors, jax.tree.map(operator.add, g, g_initial), s_T)

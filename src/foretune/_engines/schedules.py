@@ -43,44 +43,102 @@ class Adjoint(NamedTuple):
     g: PyTree
 
 
+class Loop(NamedTuple):
+    """The steps of a training at some hyperparameters, forward and back."""
+
+    system: System
+    hparams: PyTree
+    unroll: int = 1
+
+    def entry(self, t: Index) -> PyTree:
+        return take(self.system.xs, t)
+
+    def step(self, s: PyTree, t: Index) -> PyTree:
+        return self.system.step(s, self.hparams, self.entry(t))
+
+    def advance(self, s: PyTree, first: Index, count: int) -> PyTree:
+        """Return the state after the steps."""
+        if count == 0:
+            return s
+        times = first + jnp.arange(count)
+        return lax.scan(lambda s, t: (self.step(s, t), None), s, times, unroll=self.unroll)[0]
+
+    def recorded(self, s: PyTree, first: Index, count: int) -> tuple[PyTree, PyTree]:
+        """Return the state after the steps, and the stack of those before each."""
+        times = first + jnp.arange(count)
+        return lax.scan(lambda s, t: (self.step(s, t), s), s, times, unroll=self.unroll)
+
+    def with_gradients(self, s: PyTree, first: Index, count: int) -> tuple[PyTree, PyTree]:
+        """Return the state after the steps and its pullback, with states and gradients stored."""
+        policy = jax.checkpoint_policies.save_only_these_names(GRADIENT)
+
+        @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+        def step(s, hparams, t):
+            return self.system.transposable(s, hparams, self.entry(t))
+
+        def run(s, hparams):
+            times = first + jnp.arange(count)
+            return lax.scan(lambda s, t: (step(s, hparams, t), None), s, times, unroll=self.unroll)[
+                0
+            ]
+
+        return eqx.filter_vjp(run, s, self.hparams)
+
+    def sweep(self, states: PyTree, adjoint: Adjoint, first: Index, count: int) -> Adjoint:
+        """Return the adjoint before these steps, from the stack of the states before each."""
+
+        def back(adjoint, stored):
+            return self.adjoint_step(adjoint, *stored), None
+
+        steps = states, first + jnp.arange(count)
+        return lax.scan(back, adjoint, steps, reverse=True, unroll=self.unroll)[0]
+
+    def adjoint_step(self, adjoint: Adjoint, s: PyTree, t: Index) -> Adjoint:
+        """alpha_{t-1} = alpha_t A_t, and alpha_t B_t is added to g."""
+        system, x = self.system, self.entry(t)
+        seen = system.seen(self.hparams, x)
+        _, pull = eqx.filter_vjp(lambda s, h: system.transposable(s, h, x), s, seen)
+        alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
+        return Adjoint(alpha_A, system.add(adjoint.g, alpha_B, x))
+
+
 class Schedule(eqx.Module):
     """How states are stored and computed again."""
 
-    unroll: int
-
     @abc.abstractmethod
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
+    def forward(self, loop: Loop, s_0: PyTree) -> tuple[PyTree, PyTree]:
         """Return s_T, and what `backward` needs."""
 
-    def backward(self, system: System, hparams: PyTree, kept: PyTree, adjoint: Adjoint) -> Adjoint:
-        """Return alpha_0 and the sum over all steps: by the pullback, where that is what was kept."""
-        return pulled(kept, adjoint)
+    def backward(self, loop: Loop, stored: PyTree, adjoint: Adjoint) -> Adjoint:
+        """Return alpha_0 and the sum over all steps: by the pullback, where that is what was stored."""
+        return pulled(stored, adjoint)
 
 
 class Everything(Schedule):
     """Store all that the adjoint needs, inside each step too: the fastest, and the largest."""
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
-        return eqx.filter_vjp(
-            lambda s, h: advance(system, h, s, 0, system.steps, self.unroll), s_0, hparams
-        )
+    def forward(self, loop: Loop, s_0: PyTree) -> tuple[PyTree, PyTree]:
+        def run(s, hparams):
+            return loop._replace(hparams=hparams).advance(s, 0, loop.system.steps)
+
+        return eqx.filter_vjp(run, s_0, loop.hparams)
 
 
 class Gradients(Schedule):
     """Store each state, and the gradient of the loss with which the step from it begins."""
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
-        return with_gradients(system, hparams, s_0, 0, system.steps, self.unroll)
+    def forward(self, loop: Loop, s_0: PyTree) -> tuple[PyTree, PyTree]:
+        return loop.with_gradients(s_0, 0, loop.system.steps)
 
 
 class States(Schedule):
     """Store each state."""
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
-        return recorded(system, hparams, s_0, 0, system.steps, self.unroll)
+    def forward(self, loop: Loop, s_0: PyTree) -> tuple[PyTree, PyTree]:
+        return loop.recorded(s_0, 0, loop.system.steps)
 
-    def backward(self, system: System, hparams: PyTree, kept: PyTree, adjoint: Adjoint) -> Adjoint:
-        return sweep(system, hparams, kept, adjoint, 0, system.steps, self.unroll)
+    def backward(self, loop: Loop, stored: PyTree, adjoint: Adjoint) -> Adjoint:
+        return loop.sweep(stored, adjoint, 0, loop.system.steps)
 
 
 class Binomial(Schedule):
@@ -92,52 +150,50 @@ class Binomial(Schedule):
 
     states: int
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
-        """Run, and keep the states that the way back begins with, and s_{T-1}."""
-        plan = binomial_plan(system.steps, self.states)
+    def forward(self, loop: Loop, s_0: PyTree) -> tuple[PyTree, PyTree]:
+        """Run, and store the states that the way back begins with, and s_{T-1}."""
+        steps = loop.system.steps
+        plan = binomial_plan(steps, self.states)
         slots = int(plan.top.max(initial=0)) + 1
-        kept = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots, *leaf.shape)), s_0)
-        kept, s = self._reach(system, hparams, plan, kept, jax.tree.map(lambda a: a[-1], plan.rows))
-        return system.step(s, hparams, entry(system, system.steps - 1)), (kept, s)
+        stored = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots, *leaf.shape)), s_0)
+        stored, s = _reach(loop, plan, stored, jax.tree.map(lambda a: a[-1], plan.rows))
+        return loop.step(s, steps - 1), (stored, s)
 
-    def backward(self, system: System, hparams: PyTree, kept: PyTree, adjoint: Adjoint) -> Adjoint:
+    def backward(self, loop: Loop, stored: PyTree, adjoint: Adjoint) -> Adjoint:
         """Go back step by step; before each, compute what is missing."""
-        plan = binomial_plan(system.steps, self.states)
-        kept, s = kept
+        plan = binomial_plan(loop.system.steps, self.states)
+        stored, s = stored
 
         def back(carry, now):
-            adjoint, kept, s = carry
+            adjoint, stored, s = carry
             t, before = now
-            adjoint = adjoint_step(system, hparams, adjoint, s, t)
-            return (adjoint, *self._reach(system, hparams, plan, kept, before)), None
+            return (loop.adjoint_step(adjoint, s, t), *_reach(loop, plan, stored, before)), None
 
         # before step t, the row of step t - 1; before step 0, one that computes nothing
         nothing = Row(0, 0, 0, 0, 0)
         before = jax.tree.map(lambda a, b: np.append(np.int32(a), b[:-1]), nothing, plan.rows)
-        steps = np.arange(system.steps, dtype=np.int32), before
-        return lax.scan(back, (adjoint, kept, s), steps, reverse=True)[0][0]
+        steps = np.arange(loop.system.steps, dtype=np.int32), before
+        return lax.scan(back, (adjoint, stored, s), steps, reverse=True)[0][0]
 
-    def _reach(
-        self, system: System, hparams: PyTree, plan: "Plan", kept: PyTree, row: "Row"
-    ) -> tuple[PyTree, PyTree]:
-        """Return the stored states, with new ones on the way, and the state before a step."""
-        lengths = jnp.asarray(plan.lengths)
-        step = lambda t, s: system.step(s, hparams, entry(system, t))  # noqa: E731
 
-        # one loop for what is stored and, last, for what is not: one program
-        def advance(k, carry):
-            kept, s, at = carry
-            stored = k < row.stored
-            until = jnp.where(stored, at + lengths[row.first + k], row.step)
-            s = lax.fori_loop(at, until, step, s)
-            # the last is not: what is written in its place is what is there
-            slot = row.slot + k + stored.astype(jnp.int32)
-            new = jax.tree.map(lambda a, b: jnp.where(stored, a, b), s, take(kept, slot))
-            return put(kept, slot, new), s, until
+def _reach(loop: Loop, plan: "Plan", stored: PyTree, row: "Row") -> tuple[PyTree, PyTree]:
+    """Return the stored states, with new ones on the way, and the state before a step."""
+    lengths = jnp.asarray(plan.lengths)
 
-        row = Row(*map(jnp.asarray, row))
-        start = kept, take(kept, row.slot), row.at
-        return lax.fori_loop(0, row.stored + 1, advance, start)[:2]
+    # one loop for what is stored and, last, for what is not: one program
+    def advance(k, carry):
+        stored, s, at = carry
+        stores = k < row.stored
+        until = jnp.where(stores, at + lengths[row.first + k], row.step)
+        s = lax.fori_loop(at, until, lambda t, s: loop.step(s, t), s)
+        # the last is not: what is written in its place is what is there
+        slot = row.slot + k + stores.astype(jnp.int32)
+        new = jax.tree.map(lambda a, b: jnp.where(stores, a, b), s, take(stored, slot))
+        return put(stored, slot, new), s, until
+
+    row = Row(*map(jnp.asarray, row))
+    start = stored, take(stored, row.slot), row.at
+    return lax.fori_loop(0, row.stored + 1, advance, start)[:2]
 
 
 class Row(NamedTuple):
@@ -195,89 +251,16 @@ def _split(steps: int, states: int) -> int:
     return max(1, min(most, steps - rest, steps - 1))
 
 
-def advance(
-    system: System, hparams: PyTree, s: PyTree, first: Index, count: int, unroll: int
-) -> PyTree:
-    if count == 0:
-        return s
-
-    def step(s, t):
-        return system.step(s, hparams, entry(system, t)), None
-
-    return lax.scan(step, s, first + jnp.arange(count), unroll=unroll)[0]
-
-
-def recorded(
-    system: System, hparams: PyTree, s: PyTree, first: Index, count: int, unroll: int
-) -> tuple[PyTree, PyTree]:
-    """Return the state after the steps, and the stack of those before each."""
-
-    def step(s, t):
-        return system.step(s, hparams, entry(system, t)), s
-
-    return lax.scan(step, s, first + jnp.arange(count), unroll=unroll)
-
-
-def with_gradients(
-    system: System, hparams: PyTree, s: PyTree, first: Index, count: int, unroll: int
-) -> tuple[PyTree, PyTree]:
-    """Return the state after the steps and its pullback, with states and gradients kept."""
-    policy = jax.checkpoint_policies.save_only_these_names(GRADIENT)
-
-    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-    def step(s, hparams, t):
-        return system.transposable(s, hparams, entry(system, t))
-
-    def run(s, hparams):
-        times = first + jnp.arange(count)
-        return lax.scan(lambda s, t: (step(s, hparams, t), None), s, times, unroll=unroll)[0]
-
-    return eqx.filter_vjp(run, s, hparams)
-
-
 def pulled(pull: Callable[..., PyTree], adjoint: Adjoint) -> Adjoint:
     """Return the adjoint before the steps of a pullback."""
     alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
     return Adjoint(alpha_A, jax.tree.map(operator.add, adjoint.g, alpha_B))
 
 
-def sweep(
-    system: System,
-    hparams: PyTree,
-    states: PyTree,
-    adjoint: Adjoint,
-    first: Index,
-    count: int,
-    unroll: int,
-) -> Adjoint:
-    """Return the adjoint before these steps, from the stack of the states before each."""
-
-    def back(adjoint, stored):
-        s, t = stored
-        return adjoint_step(system, hparams, adjoint, s, t), None
-
-    steps = (states, first + jnp.arange(count))
-    return lax.scan(back, adjoint, steps, reverse=True, unroll=unroll)[0]
+def take(stack: PyTree, slot: Index) -> PyTree:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot, keepdims=False), stack)
 
 
-def adjoint_step(system: System, hparams: PyTree, adjoint: Adjoint, s: PyTree, t: Index) -> Adjoint:
-    """alpha_{t-1} = alpha_t A_t, and alpha_t B_t is added to g."""
-    x = entry(system, t)
-    seen = system.seen(hparams, x)
-    _, pull = eqx.filter_vjp(lambda s, h: system.transposable(s, h, x), s, seen)
-    alpha_A, alpha_B = pull_rows(pull, adjoint.alpha)
-    return Adjoint(alpha_A, system.add(adjoint.g, alpha_B, x))
-
-
-def entry(system: System, t: Index) -> PyTree:
-    return take(system.xs, t)
-
-
-def take(kept: PyTree, slot: Index) -> PyTree:
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot, keepdims=False), kept)
-
-
-def put(kept: PyTree, slot: Index, s: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda old, new: lax.dynamic_update_index_in_dim(old, new, slot, 0), kept, s
-    )
+def put(stack: PyTree, slot: Index, s: PyTree) -> PyTree:
+    update = lambda old, new: lax.dynamic_update_index_in_dim(old, new, slot, 0)  # noqa: E731
+    return jax.tree.map(update, stack, s)

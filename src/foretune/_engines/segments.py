@@ -22,20 +22,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from .._problem.system import System
-from .schedules import (
-    Adjoint,
-    Index,
-    Schedule,
-    adjoint_step,
-    advance,
-    entry,
-    pulled,
-    put,
-    recorded,
-    sweep,
-    take,
-    with_gradients,
-)
+from .schedules import Adjoint, Index, Loop, Schedule, pulled, put, take
 from .split import Split, split_step
 
 BLOCK = 8  # a state is found again by at most this many updates less one
@@ -45,38 +32,35 @@ WORTH = 4000  # operations of a gradient for each number of the state: then upda
 class Segments(Schedule):
     """Store the first state of each of some segments, and go through a segment once more."""
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
-        split = split_where_worth(system, hparams, s_0)
+    def forward(self, loop: Loop, s_0: PyTree) -> tuple[PyTree, PyTree]:
+        split = split_where_worth(loop.system, loop.hparams, s_0)
         if split is not None:
-            return _Split(split).forward(system, hparams, s_0)
-        length, count = segments_of(system.steps)
+            return _Split(split, loop, _lengths(split, loop, s_0)).forward(s_0)
+        length, count = segments_of(loop.system.steps)
 
         def segment(s, k):
-            return advance(system, hparams, s, k * length, length, self.unroll), s
+            return loop.advance(s, k * length, length), s
 
         s, firsts = lax.scan(segment, s_0, jnp.arange(count))
-        rest = system.steps - count * length
-        s_T = advance(system, hparams, s, system.steps - rest, rest, self.unroll)
-        return s_T, (None, firsts, s)
+        rest = loop.system.steps - count * length
+        return loop.advance(s, count * length, rest), (None, firsts, s)
 
-    def backward(self, system: System, hparams: PyTree, kept: PyTree, adjoint: Adjoint) -> Adjoint:
+    def backward(self, loop: Loop, stored: PyTree, adjoint: Adjoint) -> Adjoint:
         """Go back segment by segment, the shorter last one first."""
-        split, *kept = kept
+        split, *stored = stored
         if split is not None:
-            return _Split(split).backward(system, hparams, kept, adjoint)
-        length, count = segments_of(system.steps)
-        firsts, last = kept
+            return _Split(split, loop, _lengths(split, loop, stored[0])).backward(stored, adjoint)
+        length, count = segments_of(loop.system.steps)
+        firsts, last = stored
 
         def back(adjoint, s, first, steps):
-            if system.sees_all:
-                _, pull = with_gradients(system, hparams, s, first, steps, self.unroll)
-                return pulled(pull, adjoint)
-            _, states = recorded(system, hparams, s, first, steps, self.unroll)
-            return sweep(system, hparams, states, adjoint, first, steps, self.unroll)
+            if loop.system.sees_all:
+                return pulled(loop.with_gradients(s, first, steps)[1], adjoint)
+            return loop.sweep(loop.recorded(s, first, steps)[1], adjoint, first, steps)
 
         done = count * length
-        if done < system.steps:
-            adjoint = back(adjoint, last, done, system.steps - done)
+        if done < loop.system.steps:
+            adjoint = back(adjoint, last, done, loop.system.steps - done)
 
         def segment(adjoint, stored):
             s, k = stored
@@ -154,94 +138,90 @@ class _Split(NamedTuple):
     """Segments of steps that are a gradient and an update."""
 
     split: Split
+    loop: Loop
+    lengths: Lengths
 
-    def forward(self, system: System, hparams: PyTree, s_0: PyTree) -> tuple[PyTree, PyTree]:
-        """Run, and keep where segments but the first and the last begin, and the last one's record."""
-        lengths = self._lengths(system, s_0)
+    def forward(self, s_0: PyTree) -> tuple[PyTree, PyTree]:
+        """Run, and store where segments but the first and the last begin, and the last one's record."""
+        lengths, loop = self.lengths, self.loop
         inner = lengths.segments - 2
 
         def segment(k, carry):
             s, firsts, record = carry
             slot = jnp.where((k >= 1) & (k <= inner), k - 1, inner)  # beyond them: dropped
             firsts = jax.tree.map(lambda f, a: f.at[slot].set(a, mode="drop"), firsts, s)
-            s, record = self._run(system, hparams, s, record, k)
+            s, record = self._run(s, record, k)
             return s, firsts, record
 
-        gradients = jax.eval_shape(self.split.gradient, s_0, hparams, entry(system, 0))
+        gradients = jax.eval_shape(self.split.gradient, s_0, loop.hparams, loop.entry(0))
         record = _Record(_rows(lengths.blocks, s_0), _rows(lengths.length, gradients))
         carry = s_0, _rows(max(inner, 1), s_0), record
         s_T, firsts, record = lax.fori_loop(0, lengths.segments, segment, carry)
         return s_T, (self.split, s_0, firsts, record)
 
-    def backward(self, system: System, hparams: PyTree, kept: PyTree, adjoint: Adjoint) -> Adjoint:
+    def backward(self, stored: PyTree, adjoint: Adjoint) -> Adjoint:
         """Go back segment by segment, each from its record, which then makes room for another."""
-        s_0, firsts, record = kept
-        last = self._lengths(system, s_0).segments - 1
+        s_0, firsts, record = stored
+        last = self.lengths.segments - 1
 
         def segment(i, carry):
             adjoint, record = carry
             k = last - i
-            adjoint = self._pull(system, hparams, record, adjoint, k)
+            adjoint = self._pull(record, adjoint, k)
             before = _known_after(adjoint, k - 1)
             later = take(firsts, jnp.maximum(before - 1, 0))
             first = jax.tree.map(lambda a, b: jnp.where(before <= 0, a, b), s_0, later)
-            return adjoint, self._run(system, hparams, first, record, before)[1]
+            return adjoint, self._run(first, record, before)[1]
 
         return lax.fori_loop(0, last + 1, segment, (adjoint, record))[0]
 
-    def _lengths(self, system: System, s: PyTree) -> Lengths:
-        return lengths_of(system.steps, self.split.size / max(_size(s), 1))
-
-    def _run(
-        self, system: System, hparams: PyTree, s: PyTree, record: _Record, k: Index
-    ) -> tuple[PyTree, _Record]:
+    def _run(self, s: PyTree, record: _Record, k: Index) -> tuple[PyTree, _Record]:
         """Return the state after segment k, and its record in place of another's; -1 has no steps."""
-        lengths = self._lengths(system, s)
-        first, steps = _span(system, lengths, k)
+        (first, steps), block_size = self._span(k), self.lengths.block
 
         def step(j, carry):
             s, gradients = carry
-            x = entry(system, first + j)
-            g = self.split.gradient(s, hparams, x)
-            return self.split.update(s, hparams, x, g), put(gradients, j, g)
+            x = self.loop.entry(first + j)
+            g = self.split.gradient(s, self.loop.hparams, x)
+            return self.split.update(s, self.loop.hparams, x, g), put(gradients, j, g)
 
         def block(i, carry):
             s, (starts, gradients) = carry
-            starts, begin = put(starts, i, s), i * lengths.block
-            end = jnp.minimum(begin + lengths.block, steps)
+            starts, begin = put(starts, i, s), i * block_size
+            end = jnp.minimum(begin + block_size, steps)
             s, gradients = lax.fori_loop(begin, end, step, (s, gradients))
             return s, _Record(starts, gradients)
 
-        return lax.fori_loop(0, -(-steps // lengths.block), block, (s, record))
+        return lax.fori_loop(0, -(-steps // block_size), block, (s, record))
 
-    def _pull(
-        self, system: System, hparams: PyTree, record: _Record, adjoint: Adjoint, k: Index
-    ) -> Adjoint:
-        lengths = self._lengths(system, take(record.starts, 0))
-        first, steps = _span(system, lengths, k)
+    def _pull(self, record: _Record, adjoint: Adjoint, k: Index) -> Adjoint:
+        (first, steps), block_size = self._span(k), self.lengths.block
 
         def updated(j, s):
             g = take(record.gradients, j)
-            return self.split.update(s, hparams, entry(system, first + j), g)
+            return self.split.update(s, self.loop.hparams, self.loop.entry(first + j), g)
 
         def step(i, adjoint):
             j = steps - 1 - i
-            block = j // lengths.block
-            s = lax.fori_loop(block * lengths.block, j, updated, take(record.starts, block))
+            block = j // block_size
+            s = lax.fori_loop(block * block_size, j, updated, take(record.starts, block))
             g = take(record.gradients, j)
             known = lambda s, h, x: self.split.known(s, h, x, g)  # noqa: E731
-            cheap = system._replace(transposable=known)
-            return adjoint_step(cheap, hparams, adjoint, s, first + j)
+            cheap = self.loop._replace(system=self.loop.system._replace(transposable=known))
+            return cheap.adjoint_step(adjoint, s, first + j)
 
         return lax.fori_loop(0, steps, step, adjoint)
 
+    def _span(self, k: Index) -> tuple[Array, Array]:
+        """Return the first step of segment k, and how many it has."""
+        steps, lengths = self.loop.system.steps, self.lengths
+        ends = [steps - (lengths.segments - i) * lengths.length for i in (k, k + 1)]
+        first, after = (jnp.maximum(end, 0) for end in ends)
+        return first, after - first
 
-def _span(system: System, lengths: Lengths, k: Index) -> tuple[Array, Array]:
-    """Return the first step of segment k, and how many it has."""
-    first, after = (
-        jnp.maximum(system.steps - (lengths.segments - i) * lengths.length, 0) for i in (k, k + 1)
-    )
-    return first, after - first
+
+def _lengths(split: Split, loop: Loop, s: PyTree) -> Lengths:
+    return lengths_of(loop.system.steps, split.size / max(_size(s), 1))
 
 
 def _known_after(done: PyTree, i: Index) -> Array:

@@ -280,9 +280,9 @@ def _averaged(
 ) -> tuple[Float[Array, "K m"], Float[Array, "K m"]]:
     """Return the mean of the samples that are used, and its standard error; NaN where none is."""
     n = jnp.sum(used).astype(samples.dtype)
-    kept = jnp.where(used[:, None, None], samples, 0)
-    mean = jnp.sum(kept, 0) / n
-    squares = jnp.sum(jnp.where(used[:, None, None], (kept - mean[None]) ** 2, 0), 0)
+    finite = jnp.where(used[:, None, None], samples, 0)
+    mean = jnp.sum(finite, 0) / n
+    squares = jnp.sum(jnp.where(used[:, None, None], (finite - mean[None]) ** 2, 0), 0)
     error = jnp.sqrt(squares / jnp.maximum(n - 1, 1) / n)
     return mean, jnp.where(n > 1, error, jnp.inf)
 

@@ -30,7 +30,7 @@ from .base import Solution, TracedEngine
 from .nonfinite import FORWARD
 from .products import error_gradients
 from .reverse import Reverse
-from .schedules import Adjoint, advance, take
+from .schedules import Adjoint, Loop, take
 
 TOLERATED = 0.2  # the older half's share
 
@@ -71,7 +71,7 @@ class Truncated(TracedEngine):
         if self.steps >= system.steps:
             return self.reverse.solve(problem, system, hparams)
         before = system.steps - self.steps
-        s = advance(system, hparams, system.initial(hparams), 0, before, 1)
+        s = Loop(system, hparams).advance(system.initial(hparams), 0, before)
 
         def of_half(step):
             return lambda s, copies, entry: step(s, take(copies, entry[0]), entry[1])
@@ -84,11 +84,11 @@ class Truncated(TracedEngine):
             steps=self.steps,
         )
         copies = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), hparams)
-        schedule = self.reverse.schedule
-        s_T, memory = schedule.forward(last, copies, s)
+        schedule, loop = self.reverse.schedule, Loop(last, copies)
+        s_T, stored = schedule.forward(loop, s)
         errors, alpha_T, explicit = error_gradients(system, s_T, hparams)
         zeros = jax.tree.map(lambda row: jnp.stack([0 * row, 0 * row], 1), explicit)
-        _, parts = schedule.backward(last, copies, memory, Adjoint(alpha_T, zeros))
+        _, parts = schedule.backward(loop, stored, Adjoint(alpha_T, zeros))
         rows = jax.tree.map(lambda row, part: row + jnp.sum(part, 1), explicit, parts)
         return Solution(errors, rows, s_T, jax.tree.map(_lengths, parts))
 

@@ -51,7 +51,7 @@ def dropout(x: Any, rate: Any, *, key: Any, inference: object = False) -> Float[
     >>> bool(grad["rate"] > 0)  # nothing to regularise here
     True
     """
-    number = isinstance(x, float | np.ndarray | np.generic | jax.Array)
+    number = any(isinstance(x, kind) for kind in (float, np.ndarray, np.generic, jax.Array))
     if not number or not jnp.issubdtype(getattr(x, "dtype", float), jnp.floating):
         raise TypeError(f"dropout: x must be floating-point, got {describe(x)}: give an array.")
     if not np.size(x):

@@ -29,11 +29,11 @@ def same(a: Any, b: Any, seen: tuple[tuple[int, int], ...] = ()) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, types.FunctionType) and a.__globals__ is not b.__globals__:
+    if getattr(a, "__globals__", None) is not getattr(b, "__globals__", None):  # of functions
         return False
     if (parts := _parts(a)) is not None:
-        others, seen = _parts(b), (*seen, (id(a), id(b)))
-        alike = others is not None and len(parts) == len(others)
+        others, seen = _parts(b) or (), (*seen, (id(a), id(b)))
+        alike = len(parts) == len(others)
         return alike and all(same(x, y, seen) for x, y in zip(parts, others, strict=True))
     if eqx.is_array(a) or isinstance(a, np.ndarray | np.generic):
         if isinstance(a, Tracer) or isinstance(b, Tracer):

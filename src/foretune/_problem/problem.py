@@ -63,7 +63,7 @@ class Problem(Definition):
         self.batches = batches if isinstance(batches, Batches) else Stacked(batches)
         self.validation = as_data(validation, "validation")
         warn_of_rows(self.batches, self.validation)
-        self.trajectory = trajectory
+        self.trajectory = bool(trajectory)
 
     def response(self, hparams: PyTree) -> tuple[PyTree[Float[Array, ""]], PyTree]:
         """Return `(value, final state)` of one training run, which need not be finite."""

@@ -36,7 +36,7 @@ BRANCHES = (
 GRADIENT = "foretune.gradient"  # marks what a loss and its gradient return, for `split.py`
 FLAX = "flax.nnx.module.Module"  # told by name: Flax is not a dependency
 
-Objective = Callable[[PyTree], tuple[Float[Array, ""], PyTree]]  # weights -> loss, model state
+WeightsToLoss = Callable[[PyTree], tuple[Float[Array, ""], PyTree]]  # weights -> loss, model state
 ValueAndGradient = tuple[tuple[Array, PyTree], PyTree]  # (J, model state) and g
 
 
@@ -157,7 +157,7 @@ class Training(Dynamics):
 
     def objective(
         self, state: TrainState, hparams: PyTree, batch: PyTree
-    ) -> tuple[PyTree, PyTree, Objective]:
+    ) -> tuple[PyTree, PyTree, WeightsToLoss]:
         """Return the weights, the rest of the parameters, and weights -> (loss, model state)."""
         weights, fixed = eqx.partition(state.params, eqx.is_inexact_array)
 
@@ -221,11 +221,11 @@ class _Cast(eqx.Module):
         return (value, jax.tree.map(_in_type_of, result[1], state[0])) if state else value
 
 
-def _gradient(objective: Objective, weights: PyTree) -> ValueAndGradient:
+def _gradient(objective: WeightsToLoss, weights: PyTree) -> ValueAndGradient:
     return jax.value_and_grad(objective, has_aux=True)(weights)
 
 
-def _symmetric_gradient(objective: Objective, weights: PyTree) -> ValueAndGradient:
+def _symmetric_gradient(objective: WeightsToLoss, weights: PyTree) -> ValueAndGradient:
     """Return the loss and its gradient, with a transposed product of its own and no forward mode.
 
     With the pullback G(w, theta, c) = c' d(J, m)/d(w, theta) of the loss J and the model state m, of
@@ -268,8 +268,8 @@ def _symmetric_gradient(objective: Objective, weights: PyTree) -> ValueAndGradie
         (value, aux), grads = jax.value_and_grad(value, has_aux=True)(weights)
         return value, aux, grads
 
-    def backward(kept, cotangents):
-        weights, theta, constants = kept
+    def backward(residuals, cotangents):
+        weights, theta, constants = residuals
         a, (b, _), u = cotangents
         one = jnp.ones_like(a), jax.tree.map(jnp.zeros_like, b)
 
