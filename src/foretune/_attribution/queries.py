@@ -75,10 +75,8 @@ def as_queries(problem: Problem, queries: PyTree) -> Queries:
     if callable(queries):
         raise TypeError("queries is a function: give a list of objectives, `[f]`.")
     if isinstance(problem.objective, dict):
-        raise ValueError(
-            f"the problem has objectives for {sorted(problem.objective, key=str)}: which is the error "
-            "of a query? Give the objectives as queries, `queries=[f, ...]`."
-        )
+        names = sorted(problem.objective, key=str)
+        raise ValueError(f"the problem has objectives for {names}: give `queries=[f, ...]`.")
     check_data(queries, "queries")
     if not jax.tree.leaves(queries):
         raise ValueError(

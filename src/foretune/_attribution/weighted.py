@@ -172,9 +172,8 @@ def examples_of(batches: Batches) -> int:
             "`FullBatch(data, steps)` or `Minibatches(data, indices)`."
         )
     if batches.indices.ndim != 2:
-        raise ValueError(
-            f"Minibatches' indices are {describe(batches.indices)}, not of the shape (T, batch size)."
-        )
+        found = describe(batches.indices)
+        raise ValueError(f"Minibatches' indices are {found}, not of the shape (T, batch size).")
     if batches.gather is not None:
         return int(batches.indices.max()) + 1
     return jax.tree.leaves(batches.data)[0].shape[0]
@@ -193,7 +192,7 @@ def as_groups(groups: object, n: int) -> Int[Array, " n"] | None:
         raise ValueError(f"groups has {len(found)} entries for {n} training examples.")
     if found.min() < 0 or found.max() >= n or not np.bincount(found).all():
         raise ValueError(
-            f"groups are numbered 0, 1, ... without gaps; these go from {found.min()} to {found.max()} "
-            f"and {len(np.unique(found))} have examples: `np.unique(groups, return_inverse=True)[1]`."
+            f"groups are numbered 0, 1, ... without gaps; these go from {found.min()} to {found.max()}: "
+            "take `np.unique(groups, return_inverse=True)[1]`."
         )
     return jnp.asarray(found, jnp.int32)

@@ -43,9 +43,9 @@ class Change(AbstractConstraint):
     def check_start(self, x: PyTree, path: str = "x") -> None:
         for name, leaf in named_leaves(x, path).items():
             if not self.contains(leaf):
+                where = f"at {np.asarray(leaf)!s:.100}, outside {self} or on its border"
                 raise ValueError(
-                    f"{name}: it starts at {np.asarray(leaf)!s:.100}, outside {self} or on its border, "
-                    "from where it cannot move. Start inside."
+                    f"{name}: it starts {where}, from where it cannot move. Start inside."
                 )
 
     def scale(self, u: PyTree, unit: PyTree) -> PyTree:

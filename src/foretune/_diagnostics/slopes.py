@@ -7,6 +7,7 @@ Along a direction d of unit size, in the unconstrained variable u, and at a scal
 with c the scale of each entry and P the projection.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable
@@ -254,21 +255,17 @@ def worst(verdicts: Iterable[str]) -> str:
     return max(verdicts, key=[TRUST, SIZE, MISLEADS].index, default=TRUST)
 
 
+@dataclasses.dataclass
 class Study:
     """What the error of a problem does around some hyperparameters."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        hparams: PyTree,
-        constraints: PyTree,
-        scale: float,
-        probes: list[Probe],  # of random signs
-        key: Array,
-    ):
-        self.problem, self.hparams, self.constraints = problem, hparams, constraints
-        self.scale, self.probes, self.key = scale, probes, key
-        self.trainings = 0  # run so far
+    problem: Problem
+    hparams: PyTree
+    constraints: PyTree
+    scale: float
+    probes: list[Probe]  # of random signs
+    key: Array
+    trainings: int = 0  # run so far
 
     @functools.cached_property
     def beside(self) -> int:

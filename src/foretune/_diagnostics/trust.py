@@ -1,7 +1,6 @@
 """Is a hypergradient useful? What it predicts, beside what happens over a step of tuning.
 
-Where training multiplies small changes, an exact gradient (`check_hypergradient`) has nothing to do
-with the slope over a step. `trust` measures the latter.
+Where training multiplies small changes, an exact gradient has nothing to do with the slope over a step.
 """
 
 import math
@@ -32,6 +31,11 @@ from .verdicts import Advice, Trust, radius_of, verdicts_of
 
 SCALES = (0.1, 0.3, 1.0, 3.0)  # times `scale`
 OTHERS = 4  # draws
+WHAT = {  # the engines that are tried
+    Evolution: "the slope over a neighbourhood, from values alone",
+    Smoothed: "the gradient averaged over a neighbourhood",
+    RobustMean: "the mean of the folds, of which those with long gradients hardly count",
+}
 POINTS = {TRUST: 1.0, SIZE: 0.5, MISLEADS: 0.0}  # of a direction, by which engines are compared
 MOST_BY_VALUES = 40  # hyperparameters that differences of values are enough for
 FOLDS = 3  # from which on some can be told from the others
@@ -52,9 +56,9 @@ def trust(
     """Compare what a hypergradient predicts with what happens over a step of tuning.
 
     Trainings are run on both sides, at `scale` times 0.1, 0.3, 1 and 3, along random directions of each
-    hyperparameter leaf and along the descent. A verdict is "trust" where the predicted change has the
-    right sign, and size up to a factor of 2, at all scales up to `scale`; "size" where only the sign is
-    right; else "misleads".
+    leaf and along the descent. A verdict is "trust" where the predicted change has the right sign, and
+    size up to a factor of 2, at all scales up to `scale`; "size" where only the sign is right; else
+    "misleads".
 
     Args:
         problem: the problem, or a function `draw(key)` that returns it.
@@ -109,8 +113,7 @@ def _draws(problem: ProblemLike, key: Array | None) -> tuple[Problem, list[Probl
     first = jax.random.key(0) if key is None else key
     keys = jax.random.split(jax.random.fold_in(first, 1), OTHERS)
     if not isinstance(problem, Problem):
-        drawn = as_problem(problem, key)
-        assert isinstance(drawn, Drawn)
+        drawn = cast(Drawn, as_problem(problem, key))
         one, *others = (cast(Problem, drawn.at(k).problem()) for k in (drawn.key, *keys))
         return one, others
     batches = problem.batches
@@ -191,7 +194,7 @@ def _tried_engines(study: Study, report: Trust) -> tuple[list[Advice], AbstractE
         radius = getattr(candidate, "radius", study.scale)
         slopes = study.slopes(grad, report.around, [radius])
         verdicts = verdicts_of(slopes, radius)
-        tried.append(Advice(f"engine={_shown(candidate)}", _WHAT[type(candidate)], verdicts))
+        tried.append(Advice(f"engine={_shown(candidate)}", WHAT[type(candidate)], verdicts))
         points = float(np.mean([POINTS[slope.verdict] for slope in slopes]))
         if points > most:
             best, best_grad, most = candidate, grad, points
@@ -201,13 +204,6 @@ def _tried_engines(study: Study, report: Trust) -> tuple[list[Advice], AbstractE
     return tried, best, best_grad
 
 
-_WHAT = {
-    Evolution: "the slope over a neighbourhood, from values alone",
-    Smoothed: "the gradient averaged over a neighbourhood",
-    RobustMean: "the mean of the folds, of which those with long gradients hardly count",
-}
-
-
 def _candidates(study: Study, report: Trust, engine: AbstractEngine) -> Iterator[AbstractEngine]:
     """Yield engines: for folds of which only some are chaotic, then over ever larger neighbourhoods."""
     problem = study.problem
@@ -215,8 +211,8 @@ def _candidates(study: Study, report: Trust, engine: AbstractEngine) -> Iterator
         yield RobustMean(engine)
     scales = sorted({s.scale for s in report.slopes if s.scale >= study.scale})
     noise = max(s.noise for s in report.slopes)
-    told = [s.scale for s in report.slopes if s.scale in scales and abs(s.measured) > 4 * noise]
-    radius = min(told, default=study.scale)
+    clear = [s.scale for s in report.slopes if s.scale in scales and abs(s.measured) > 4 * noise]
+    radius = min(clear, default=study.scale)
     m = sum(leaf.size for leaf in jax.tree.leaves(study.hparams))
     by_values = m <= MOST_BY_VALUES and not isinstance(engine, Evolution)
 

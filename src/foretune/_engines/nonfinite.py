@@ -24,8 +24,8 @@ from .products import error_gradients, has_no_mode, pushforward
 
 ZERO_MOMENT = (
     "There, {leaves} hold exact zeros: the gradient of the loss has been exactly 0, and the square "
-    "root in the optimizer has no derivative at 0. Give the optimizer a term under the root, for "
-    "instance `optax.adam(..., eps_root=1e-8)` (adamw, nadam, radam and lamb take it too)."
+    "root in the optimizer has no derivative at 0. Give it a term under the root, "
+    "`optax.adam(..., eps_root=1e-8)` (adamw, nadam, radam and lamb take it too)."
 )
 ZERO_ROOT = (
     "An operation has no finite derivative at its argument. Typical are sqrt, a norm or a log at "
@@ -63,15 +63,14 @@ def check_finite(when: object) -> Iterator[None]:
 
     Args:
         when: None (default): a call of an engine outside `jax.jit` raises `NonFiniteError`, which
-            names the hyperparameter, the step and state leaf where it began, and the remedy. True:
-            inside `jit` too, by a runtime check that is traced into the program. False: never.
+            names where it began, and the remedy. True: inside `jit` too, by a runtime check. False:
+            never.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
-    ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-    ...     lambda state, h, x: jnp.sqrt(state.params - x),  # at 0, where it has no derivative
-    ...     init=jnp.array(1.0), batches=ft.FullBatch(jnp.array(1.0), steps=1),
-    ...     validation=jnp.array(1.0))
+    ...     ft.Training(lambda w, h, _: w**2, lambda h: optax.sgd(h["lr"])),
+    ...     lambda state, h, _: jnp.sqrt(state.params),  # at 0, where it has no derivative
+    ...     init=jnp.array(0.0), batches=ft.FullBatch(None, steps=1))
     >>> with ft.check_finite(False):
     ...     grad = ft.Reverse()(problem, {"lr": jnp.array(0.25)}).grad
     >>> bool(jnp.isfinite(grad["lr"]))
@@ -147,10 +146,8 @@ def origin_of(
     if found := first_nonfinite(march.state, "state"):
         name, leaf, where = found
         if march.t == 0:
-            return (
-                "The initial parameters, or what the dynamics makes of them, hold NaN or infinity: "
-                f"{name} ({describe(leaf)}) in {where.sum()} of {where.size} entries."
-            )
+            entries = f"{name} ({describe(leaf)}) in {where.sum()} of {where.size} entries"
+            return f"The initial parameters, or the first state, hold NaN or infinity: {entries}."
         cause = GREW.format(peak=march.peak, what=DIVERGES) if march.peak > HUGE else guess
         return (
             f"First at step {march.t} of {T}, in the training itself: {name} ({describe(leaf)}) is not "

@@ -78,7 +78,7 @@ def _traced(
 ) -> tuple[ClosedJaxpr, Structure]:
     """Return a draw as a program from the key to its problem's arrays, and the rest of the problem.
 
-    `precision`, the type of Python's floats, is a key of the cache: the program depends on it.
+    The program depends on `precision`, the type of Python's floats, which is a key of the cache.
     """
     found: list[Structure] = []
     before = _random_states(draw)
@@ -96,8 +96,7 @@ def _traced(
     if set().union(*map(_tracers, found[0].static)) - _tracers(draw):  # of no program around it
         raise TypeError(
             "a function of the drawn problem (its loss, objective or init) closes over an array that "
-            "is drawn, and a draw is traced once. Pass what is drawn through `batches`, `validation` "
-            "or `init`, which may be arrays of any structure."
+            "is drawn, and a draw is traced once. Pass it through `batches`, `validation` or `init`."
         )
     if _random_states(draw) != before:
         raise TypeError(

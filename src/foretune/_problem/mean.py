@@ -279,11 +279,11 @@ def _check_leaf(path: str, k: int, old: object, new: object) -> None:
         if not same(old, new):
             raise ValueError(
                 f"{path} is another {type(new).__name__} in fold {k} than in fold 0, or closes over "
-                "other values. Folds may differ in arrays only: pass what differs (rows, a mask, a "
-                "start) through batches, validation or init, and define the functions outside."
+                "other values. Folds may differ in arrays only: pass what differs through batches, "
+                "validation or init, and define the functions outside."
             )
     elif describe(old) != describe(new):
+        differ = f"{path} is {describe(new)} in fold {k}, {describe(old)} in fold 0"
         raise ValueError(
-            f"{path} is {describe(new)} in fold {k}, {describe(old)} in fold 0. Folds need equal "
-            "shapes: keep all rows in each, with a mask of those to use."
+            f"{differ}. Folds need equal shapes: all rows, with a mask of those to use."
         )

@@ -3,8 +3,7 @@
 
     y, b_t = apply(w, x, b_{t-1})        w: trained, b: running statistics and the like
 
-The module's own `forward` is traced by JAX, each operation translated by torchax, so whatever JAX
-does with a function (gradients, forward mode, jit) it does with the module. PyTorch takes no part
+The module's own `forward` is traced by JAX, each operation translated by torchax. PyTorch takes no part
 in the computation; it sees the result when `Bridge.load` writes the weights back.
 """
 
@@ -46,18 +45,14 @@ def bridge(module: torch.nn.Module) -> "Bridge":
 
 
 class Bridge:
-    """A PyTorch module as a pure function; made by `bridge(module)`.
-
-    Attributes:
-        module: the module, which only `load` changes.
-        params: its trainable parameters as JAX arrays, by the names of `module.named_parameters()`.
-            Those with `requires_grad=False` are constants, with the values they have now.
-        buffers: its buffers (batch statistics, masks) as JAX arrays by name: the model state.
-    """
+    """A PyTorch module as a pure function; made by `bridge(module)`."""
 
     module: torch.nn.Module
+    """The module, which only `load` changes."""
     params: dict[str, Array]
+    """Its trainable parameters by name. Those with `requires_grad=False` are constants."""
     buffers: dict[str, Array]
+    """Its buffers (batch statistics, masks) by name: the model state."""
 
     def __init__(self, module: torch.nn.Module):
         _check_module(module)
