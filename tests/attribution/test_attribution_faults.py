@@ -170,7 +170,7 @@ def test_what_is_refused():
     refused(ValueError, "holds no example", queries=(QUERIES[0][:0], QUERIES[1][:0]))
     refused(
         ValueError,
-        "which is the error of a query",
+        "give `queries=",
         problem=problem.replace(objective={"lr": error}),
     )
     refused(TypeError, "which do not number the examples", problem=plain(batches=(X, Y))[0])

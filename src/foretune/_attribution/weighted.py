@@ -192,7 +192,7 @@ def as_groups(groups: object, n: int) -> Int[Array, " n"] | None:
         raise ValueError(f"groups has {len(found)} entries for {n} training examples.")
     if found.min() < 0 or found.max() >= n or not np.bincount(found).all():
         raise ValueError(
-            f"groups are numbered 0, 1, ... without gaps; these go from {found.min()} to {found.max()}: "
-            "take `np.unique(groups, return_inverse=True)[1]`."
+            f"groups are numbered 0, 1, ... without gaps; these run from {found.min()} to {found.max()}"
+            ": take `np.unique(groups, return_inverse=True)[1]`."
         )
     return jnp.asarray(found, jnp.int32)

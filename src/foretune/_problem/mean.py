@@ -261,7 +261,9 @@ def _combine(parts: Sequence[PyTree], name: str, axis: int = 0) -> PyTree:
         leaves = named_leaves(part, name)
         if list(leaves) != list(first):
             odd = next((p for p in [*leaves, *first] if (p in leaves) != (p in first)), name)
-            raise ValueError(f"fold {k} and fold 0 differ: only one of them has {odd}.")
+            raise ValueError(
+                f"fold {k} and fold 0 differ in structure: only one of them has {odd}."
+            )
         if not same(jax.tree.structure(part), structure):
             raise ValueError(f"{name}: fold {k} and fold 0 differ in what is not an array.")
         for (path, old), new, column in zip(first.items(), leaves.values(), columns, strict=True):
