@@ -30,8 +30,8 @@ UNTRACEABLE = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 TRACED = (
-    "foretune: {what} is compiled: no NumPy, `float(...)`, `.item()` or `if` on what it computes. "
-    "Write it with jax.numpy (`jnp.where` for a choice)."
+    "foretune: {what} is compiled, and cannot use NumPy, `float(...)`, `.item()` or an `if` on what it "
+    "computes. Write it with jax.numpy (`jnp.where` for a choice)."
 )
 
 
