@@ -1,12 +1,12 @@
 """The callback that saves a run, and resumes it."""
 
-import warnings
 from pathlib import Path
 
 from .._files.checkpoints import Checkpoints, SavedRun
 from .._files.digests import as_numbers, with_numbers
 from .._files.files import as_path
 from .._problem.checks import check_count, describe, named_leaves
+from .._problem.warn import warn
 from .callbacks import Callback
 from .run import Run
 
@@ -43,7 +43,6 @@ class Checkpoint(Callback):
         self._saved: int | None = None
 
     def start(self, run: Run) -> None:
-        """Resume the run, if the directory holds one."""
         place = run.carry, run.best
         leaves = {path: describe(leaf) for path, leaf in named_leaves(run.carry, "").items()}
         saved = self._files.open(leaves | run.fingerprint(), as_numbers(place))
@@ -52,9 +51,8 @@ class Checkpoint(Callback):
             return
         self._saved = saved.step
         if run.steps is not None and saved.step > run.steps:
-            warnings.warn(
-                f"the run in {self.directory} has done {saved.step} steps already, not {run.steps}.",
-                stacklevel=5,
+            warn(
+                f"the run in {self.directory} has done {saved.step} steps already, not {run.steps}."
             )
         carry, best = with_numbers(place, saved.arrays)
         run.resume(saved.step, carry, best, saved.history)
@@ -62,13 +60,11 @@ class Checkpoint(Callback):
             run.ended = saved.stopped
 
     def step(self, run: Run) -> None:
-        """Save the first step, the last, and every few."""
         due = self._saved is None or run.step // self.every > self._saved // self.every
         if due or run.stopped is not None:
             self._save(run)
 
     def end(self, run: Run) -> None:
-        """Save what has not been saved."""
         try:
             self._save(run)
         finally:
