@@ -15,11 +15,10 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from .._constraints.base import check_constraints
 from .._engines.nonfinite import is_finite
 from .._engines.products import error_gradients, inner_products, stack_columns
 from .._outer.update import Outer, select
-from .nonfinite import without_infinities
+from .faults import without_infinities
 from .state import RealTimeState, column_norms, directions_of
 from .steps import Steps, WindowState
 
@@ -60,12 +59,13 @@ def finish(
     rolled_back = (outcome == Outcome.WORSE) | (outcome == Outcome.DIVERGED)
     dropped = (outcome == Outcome.DROPPED) | (stepped & jnp.any(end.nonfinite >= 0))
     value = system.value(seen.errors)
-    outer = Outer(
-        steps.settings.optimizer, check_constraints(steps.settings.constraints, state.hparams)
-    )
+    outer = steps.settings.outer(state.hparams)
     before = state.hparams, state.opt_state
     hparams, opt_state = select(stepped, outer.update(*before, value, seen.grad), before)
-    retreat = _back_off(outer, state.hparams, _direction(outcome, state.hparams, end, seen))
+    # Away from a divergence, down the loss's last slope; where there is none, towards 0.
+    away = jax.tree.map(lambda slope, h: jnp.where(slope == 0, h, slope), end.slope, state.hparams)
+    away = select(outcome == Outcome.DIVERGED, away, seen.grad)
+    retreat = _back_off(outer, state.hparams, away)
     none = jax.tree.map(jnp.zeros_like, end.Z)
     new = RealTimeState(
         train=system.restore(select(rolled_back, system.initial(state.hparams), end.s)),
@@ -137,15 +137,6 @@ def judge(rollback: float | None, end: WindowState, seen: Evidence) -> Int[Array
     diverged = ((broken | end.spiked) & seen.sound) | (worse & ~derived)
     after = jnp.where(diverged, Outcome.DIVERGED, otherwise)
     return jnp.where(worse & derived, Outcome.WORSE, after)
-
-
-def _direction(
-    outcome: Int[Array, ""], hparams: PyTree, end: WindowState, seen: Evidence
-) -> PyTree:
-    """Return what the hyperparameters move against where the window is rolled back."""
-    # Away from a divergence, down the loss's last slope; where there is none, towards 0.
-    away = jax.tree.map(lambda slope, h: jnp.where(slope == 0, h, slope), end.slope, hparams)
-    return select(outcome == Outcome.DIVERGED, away, seen.grad)
 
 
 def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:

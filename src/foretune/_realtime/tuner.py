@@ -4,14 +4,14 @@ After every window (hyper-batch) of Delta minibatches, the partial hypergradient
 
     grad f_t = grad E(s_t) Z_t + dE/dlambda,    Z_t = A_t Z_{t-1} + B_t,
 
-moves the hyperparameters, and the training continues with the new ones from where it is. The partial
-hypergradient is that of a constant lambda: exact in the first window, an estimate after an update. So
-between windows Z is discounted, Z <- gamma Z, and forgets what earlier hyperparameters did over about
-1 / (1 - gamma) windows. The paper's method is gamma = 1.
+moves the hyperparameters, and the training continues from where it is. This is the hypergradient of a
+constant lambda: exact in the first window, an estimate after an update. So between windows Z is
+discounted, Z <- gamma Z, and forgets earlier hyperparameters over about 1 / (1 - gamma) windows. The
+paper's method is gamma = 1.
 
 A window in which training diverges is rolled back: the training state returns to where the window
-began, Z to 0, and the hyperparameters back off in the direction that the derivative of the loss says.
-A single minibatch with a loss far above all before it is skipped.
+began, Z to 0, and the hyperparameters back off against the derivative of the loss. A single minibatch
+with a loss far above all before it is skipped.
 
 Time: about that of 1 + 2m training runs for m hyperparameters, however many updates. Memory: Z, m
 states, and one more state to return to, whatever the number of steps.
@@ -29,13 +29,12 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._constraints.base import check_constraints, feasible
+from .._constraints.base import feasible
 from .._engines.products import pushforward
 from .._outer.callbacks import Callback
 from .._outer.checks import check_callbacks, check_evaluate, check_functions, check_optimizer
 from .._outer.drive import Metrics, Score, drive
 from .._outer.run import Result, Run
-from .._outer.update import Outer
 from .._problem.arguments import copied
 from .._problem.batches import FullBatch, Minibatches
 from .._problem.checks import (
@@ -49,8 +48,7 @@ from .._problem.equality import reused
 from .._problem.problem import Problem
 from .._problem.system import make_system
 from .._problem.validation import noting
-from .dropped import warn_of_dropped
-from .nonfinite import check_start, fault
+from .faults import check_start, fault, warn_of_dropped
 from .program import UpdateProgram, is_traced
 from .relative_adam import relative_adam
 from .run import RECORD, Tuning, fingerprint
@@ -119,18 +117,14 @@ class RealTime:
             check_count(chunk, f"RealTime(chunk={chunk!r})")
         if mesh is not None:
             check_mesh(mesh, "RealTime(mesh=...)")
-        settings = TunerSettings(
-            problem.dynamics,
-            problem.objective,
-            reused(DEFAULT_OPTIMIZER if optimizer is None else optimizer),
-            dict(constraints) if isinstance(constraints, Mapping) else constraints,
-            float(discount),
-            None if rollback is None else float(rollback),
-            chunk,
-            mesh,
+        chosen = reused(DEFAULT_OPTIMIZER if optimizer is None else optimizer)
+        constraints = dict(constraints) if isinstance(constraints, Mapping) else constraints
+        rollback = None if rollback is None else float(rollback)
+        functions = problem.dynamics, problem.objective, chosen
+        self.settings = TunerSettings(
+            *functions, constraints, float(discount), rollback, chunk, mesh
         )
-        self.settings, self.donate = settings, donate
-        self._program = UpdateProgram(settings)
+        self.donate, self._program = donate, UpdateProgram(self.settings)
 
     @classmethod
     def paper(
@@ -154,10 +148,9 @@ class RealTime:
         `params` are the initial parameters, which are copied, or a function of the hyperparameters.
         """
         settings, hparams = self.settings, check_hparams(hparams)
-        constraints = check_constraints(settings.constraints, hparams)
         if not is_traced(hparams):
             check_start((), hparams)
-            hparams = feasible(constraints, hparams)
+            hparams = feasible(settings.outer(hparams).constraints, hparams)
         problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
         with noting("init(params, hparams) of the dynamics", hparams=hparams):
             system = make_system(problem, hparams)
@@ -165,17 +158,8 @@ class RealTime:
         train, none, nothing = system.restore(s_0), jnp.zeros((), jnp.int32), jnp.full((), -jnp.inf)
         if not is_traced((train, hparams)):
             check_start(train, hparams)
-        state = RealTimeState(
-            train=train,
-            hparams=hparams,
-            Z=Z,
-            opt_state=Outer(settings.optimizer, constraints).init(hparams),
-            window=none,
-            first=nothing,
-            highest=nothing,
-            skipped_last=jnp.array(False),
-            dropped=none,
-        )
+        opt_state, no = settings.outer(hparams).init(hparams), jnp.array(False)
+        state = RealTimeState(train, hparams, Z, opt_state, none, nothing, nothing, no, none)
         state = copied(as_arrays(state))  # a weak type would compile a second time
         return state if settings.mesh is None else placed(state, settings.mesh)
 
