@@ -1,17 +1,15 @@
 """The checkpoints of a run in a folder, on Orbax.
 
-A checkpoint holds the arrays that decide how the run continues, the number of its records, a
-description of what it belongs to, and digests of all of it. One that cannot be read, or whose digests
-are wrong, is set aside with a warning for the one before it; one that belongs to another run is
-refused. The errors of a disk that fails pass on, and everything stays where it is.
+The folder `foretune_12` is the checkpoint of step 12: the arrays that decide how the run continues, the
+number of its records, what it belongs to, and digests of all of it. The file `foretune.records` has the
+records. Other names are left alone.
 
-The folder `foretune_12` is the checkpoint of step 12, the file `foretune.records` has the records. What
-has another name is left alone.
+A checkpoint that is damaged is set aside with a warning for the one before it; one that belongs to
+another run is refused. The errors of a disk that fails pass on, and everything stays where it is.
 """
 
 import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,13 +86,15 @@ class Checkpoints:
         self.begun = not steps and self._records.path.exists()
         history = self._records.read(count)
         kept = [record for record in history if record is not None]
-        with _one_process_at_work() as at_work:
-            if at_work:
-                for newer in (step for step in steps if run and step > run.step):
-                    set_aside(self._folder(newer))
-                if None in history:
-                    self._warn_of_lost([i for i, record in enumerate(history) if record is None])
-                self._records.begin(kept)
+        lost = [i for i, record in enumerate(history) if record is None]
+        _wait_for_all("checkpoints are read")
+        if jax.process_index() == 0:  # the others wait
+            for newer in (step for step in steps if run and step > run.step):
+                set_aside(self._folder(newer))
+            if lost:
+                self._warn_of_lost(lost)
+            self._records.begin(kept)
+        _wait_for_all("damaged checkpoints are set aside")
         manager.reload()
         return run and run._replace(history=kept)
 
@@ -112,7 +112,7 @@ class Checkpoints:
             _read_through(self._folder(step))  # raises where the disk is to blame
             warn(
                 f"the checkpoint of step {step} in {self.folder} cannot be used "
-                f"({type(error).__name__}: {error!s:.200}) and is skipped.",
+                f"({type(error).__name__}: {error!s:.200}) and is skipped."
             )
             return None
 
@@ -141,9 +141,7 @@ class Checkpoints:
         path = self._records.path
         where = f"the file is kept as {set_aside(path).name}" if path.exists() else "it is gone"
         shown = ", ".join(map(str, lost[:5])) + ", ..." * (len(lost) > 5)
-        warn(
-            f"records {shown} (counted from 0) of {path} are missing in the history; {where}.",
-        )
+        warn(f"records {shown} (counted from 0) of {path} are missing in the history; {where}.")
 
     def _folder(self, step: int) -> Path:
         return self.folder / f"{PREFIX}_{step}"
@@ -162,10 +160,9 @@ class Checkpoints:
             "belongs_to": self._belongs_to,
             "arrays": digest(run.arrays),
         }
-        parts = ocp.args.Composite(
-            carry=ocp.args.StandardSave({str(i): a for i, a in enumerate(run.arrays)}),
-            meta=ocp.args.JsonSave({"digest": _digest_of(meta), **meta}),
-        )
+        named = {str(i): array for i, array in enumerate(run.arrays)}
+        as_json = ocp.args.JsonSave({"digest": _digest_of(meta), **meta})
+        parts = ocp.args.Composite(carry=ocp.args.StandardSave(named), meta=as_json)
         try:
             self._manager.save(run.step, args=parts, force=True)
         except (OSError, ValueError) as error:  # TensorStore's are ValueErrors, and name no folder
@@ -197,21 +194,14 @@ def _digest_of(meta: dict[str, object]) -> str:
     return digest(json.dumps(meta, sort_keys=True))
 
 
-@contextlib.contextmanager
-def _one_process_at_work() -> Iterator[bool]:
-    """Let the first process change the folder when all have read it, and the others wait."""
-    several = jax.process_count() > 1
-    if several:
-        multihost_utils.sync_global_devices("foretune: checkpoints are read")
-    yield jax.process_index() == 0
-    if several:
-        multihost_utils.sync_global_devices("foretune: damaged checkpoints are set aside")
+def _wait_for_all(until: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"foretune: {until}")
 
 
 def _read_through(folder: Path) -> None:
     """Read every file, so that an error of the disk shows as the OSError it is."""
-    for path in folder.rglob("*"):
-        if not path.is_dir():
-            with path.open("rb") as file:
-                while file.read(1 << 20):
-                    pass
+    for path in (path for path in folder.rglob("*") if not path.is_dir()):
+        with path.open("rb") as file:
+            while file.read(1 << 20):
+                pass
