@@ -68,15 +68,13 @@ def minimize(
         score: what `best` is lowest in, as a function of a record, `lambda r: -r["accuracy"]` say;
             by default its `value` (the sum, where the objective is a dict).
 
-    A step is rejected, and tried again a quarter as long, when the error is not finite, above the
-    start, or above both the highest of the last five and a tenth of what has been gained. Its record
-    says `rejected`, and the result is the lowest evaluation. Of several objectives, only what is not
-    finite is rejected; at the start that raises `NonFiniteError`.
+    A step that raises the error, or after which it is not finite, is rejected and tried again a quarter
+    as long. Its record says `rejected`, and the result is the lowest evaluation. Of several objectives,
+    only what is not finite is rejected; at the start that raises `NonFiniteError`.
 
-    Of a draw, errors of different steps cannot be compared. Every 8 steps, or more where noise decides,
-    the point reached and the last that was accepted are compared in the same draws: `paired` of a
-    record is the error of the latter, by these differences. A point that is higher is rejected; the
-    descent ends early when nothing more is gained; and the result is the lowest by comparison.
+    Of a draw, the point reached and the last that was accepted are compared in the same draws, every
+    few steps; `paired` of a record is the error of the latter, by these differences. The descent ends
+    when nothing more is gained, and the result is the lowest by comparison.
 
     Ctrl-C, or SIGTERM, ends the run after the current evaluation; a second one interrupts at once.
 

@@ -71,11 +71,11 @@ class RealTime:
             `Box(0.0, 0.999)`.
         discount: gamma in (0, 1], the share of Z that a window takes over from the one before. With 1
             the hypergradient is exact as long as the hyperparameters stay as they are.
-        rollback: roll back a window that takes the validation error to more than this many times what
-            it was before, or in which the training loss spikes: a quarter above the highest that a
-            window has begun with, and above what it was on the same minibatch before the window. A
-            single minibatch whose loss is over ten times that highest, also before the window, is
-            skipped. None: neither; a loss that is not finite is then an error.
+        rollback: roll back a window after which the validation error is more than this many times what
+            it was, or in which the training loss spikes: a quarter above the highest that a window has
+            begun with, and above that of the same minibatch before the window. A single minibatch whose
+            loss is over ten times that highest is skipped. None: neither; a loss that is not finite is
+            then an error.
         chunk: columns of Z in work at a time, where there are many hyperparameters.
         donate: reuse the memory of the state given to `update`, which is then deleted; `run` always
             does so with its own states.
@@ -176,16 +176,14 @@ class RealTime:
 
         Returns:
             The new state, and the log, a dict: `value` and `hypergradient` at the end of the window, at
-            the `hparams` it ran with (also of a window that is rolled back, where they need not be
-            finite), the norm of Z by hyperparameter `z_norm`, the mean training `loss` (None for a
-            dynamics that reports none), whether the window was `rolled_back`, how many of its
-            minibatches were `skipped`, and whether a derivative was `dropped`, with a warning: one that
-            is not finite while the training is counts as 0 (`nonfinite` has, for each leaf, the first
-            minibatch after which, or -1).
+            the `hparams` it ran with; the norm of Z by hyperparameter, `z_norm`; the mean training
+            `loss` (None for a dynamics without one); whether the window was `rolled_back`; how many
+            minibatches were `skipped`; whether a derivative was `dropped`, with a warning. One that is
+            not finite counts as 0: `nonfinite` has the first minibatch after which, by leaf, or -1.
 
         Raises:
-            NonFiniteError: where something is not finite. Its attribute `state` is the state before the
-                window, to continue from (its Z begins at 0 again).
+            NonFiniteError: where something else is not finite. Its attribute `state` is the state
+                before the window, to continue from (its Z begins at 0 again).
         """
         new, log, failed = self._program(state, window, validation, self.donate)
         if not isinstance(failed, Tracer) and failed:
@@ -215,7 +213,7 @@ class RealTime:
         evaluate: Metrics | None = None,
         score: Score | None = None,
     ) -> Result:
-        """Tune over a stream of minibatches, until it ends.
+        """Tune over a stream of minibatches, until it ends, or for a number of windows.
 
         Args:
             train_stream: any iterable of minibatches of one shape, of any length, or `Minibatches`.
@@ -227,17 +225,14 @@ class RealTime:
             steps: the number of windows; until the stream ends by default.
             window: the number of minibatches in a window.
             callbacks: as in `minimize`; a run that resumes reads the streams again up to there.
-            stop: stopping rules, as in `minimize`.
+            stop: stopping rules, as in `minimize`, and so is `score`.
             evaluate: `evaluate(state.train, hparams) -> dict` of further scalars, after each window.
-            score: what `best` is lowest in, as a function of a record; by default its `value`.
+            score: what `best` is lowest in.
 
-        Returns:
-            A `Result`; its `state` is the tuner's, with the trained weights in `state.train`. `history`
-            has a record for each window: `step` (from 1), `gradient_norm`, what `evaluate` adds, and
-            of the log of `update` all but `hypergradient` and `nonfinite`.
-
-        Ctrl-C, or SIGTERM, ends the run after the current window. `NonFiniteError` has the `run` until
-        then and the `state` before the window.
+        The result's `state` is the tuner's, with the trained weights in `state.train`. `history` has a
+        record for each window: `step` (from 1), `gradient_norm`, what `evaluate` adds, and of the log
+        of `update` all but `hypergradient` and `nonfinite`. Ctrl-C, or SIGTERM, ends the run after the
+        current window.
 
         >>> import foretune as ft, itertools, jax.numpy as jnp, numpy as np, optax
         >>> tuner = ft.RealTime(
