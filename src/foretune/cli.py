@@ -73,7 +73,7 @@ def _main(
     "`foretune clean train.csv --label species --checked verified.csv --id number --relabel`\n\n"
     "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"
     "TRAIN and --clean need the same columns. Without --out the folder of train.csv is "
-    "runs/clean-train. suspects.csv lists the labels held to be wrong, the most suspicious first; "
+    "runs/clean-train. suspects.csv lists the suspicious labels, the most suspicious first; "
     "weights.csv has every row, cleaned.csv (or .npz) the rows that are left. Exit status: 0 done, "
     "1 bad input, 2 wrong use, 130 or 143 interrupted (give the same command again)."
 )

@@ -22,8 +22,7 @@ from .._problem.arguments import filtered
 from .._problem.checks import describe, named_leaves
 from .._problem.warn import warn
 from .callbacks import Callback
-from .interrupt import Interrupt
-from .run import Best, Result, Run
+from .run import Best, Interrupt, Result, Run
 
 Score = Callable[[Record], object]
 Metrics = Callable[[PyTree, PyTree], dict[str, Array]]

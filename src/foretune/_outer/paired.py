@@ -146,13 +146,9 @@ class PairedDescent(Descent):
         low, high = (t * deviation for t in QUANTILES[draws])
         zero = jnp.zeros_like(carry.since)
         if mean < -low:
-            return carry._replace(
-                incumbent=hparams,
-                error=carry.error + mean,
-                share=jnp.minimum(LONGER * carry.share, 1),
-                since=zero,
-                undecided=zero,
-            )
+            carry = carry._replace(incumbent=hparams, error=carry.error + mean)
+            share = jnp.minimum(LONGER * carry.share, 1)
+            return carry._replace(share=share, since=zero, undecided=zero)
         if not mean <= high:  # NaN, too; once more, since tails may be long, and a span is at stake
             draws = max(QUANTILES)
             mean, deviation = self._difference(step, hparams, carry.incumbent, draws)

@@ -1,5 +1,7 @@
-"""A run in progress, as callbacks and stopping rules see it, and its result."""
+"""A run in progress, as callbacks and stopping rules see it, its result, and requests to end it."""
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,7 +11,32 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._files.records import Record
-from .interrupt import Interrupt
+
+
+class Interrupt:
+    """Turns the first Ctrl-C, or SIGTERM, into a request to end a run; the second acts as usual.
+
+    A program that handles SIGTERM by itself continues to.
+    """
+
+    def __init__(self):
+        self.asked = False
+        self._before = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():
+            default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            ours = [signal.SIGINT, signal.SIGTERM] if default else [signal.SIGINT]
+            self._before = {number: signal.signal(number, self._ask) for number in ours}
+        return self
+
+    def _ask(self, *_):
+        self.asked = True
+        self.__exit__()
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 class Best(NamedTuple):
