@@ -5,7 +5,7 @@ It is `RealTime` with its window spread over calls, one for each minibatch.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -130,17 +130,14 @@ def tuned(
 
     dynamics = Training(inner_loss, inner_optimizer, has_state=has_state, key=key)
     tuner = RealTime(dynamics, objective, constraints=constraints_of(start, constraints or {}))
-    return Tuned(tuner, start, every, has_state, donate)
+    return Tuned(tuner, start, every, donate)
 
 
 class Tuned:
     """An optimizer that tunes its own constants: `init` and `update`, which are pure functions."""
 
-    def __init__(
-        self, tuner: RealTime, start: dict[str, Array], every: int, has_state: bool, donate: bool
-    ):
-        self._tuner, self._start, self._every = tuner, start, every
-        self._has_state, self._donate = has_state, donate
+    def __init__(self, tuner: RealTime, start: dict[str, Array], every: int, donate: bool):
+        self._tuner, self._start, self._every, self._donate = tuner, start, every, donate
         self._calls = deque()  # on the device still: what there is to say, and the data
         self._checked = Recent()  # names of leaves, by structures and shapes that passed the checks
         # Not the window, whose old arrays are needed until a minibatch has proved no outlier.
@@ -148,7 +145,8 @@ class Tuned:
 
     def init(self, params: PyTree) -> TunedState:
         """Return the state before the first minibatch; `params` is a pair with `has_state`."""
-        if self._has_state and not (isinstance(params, tuple) and len(params) == 2):
+        paired = isinstance(params, tuple) and len(params) == 2
+        if cast(Training, self._tuner.settings.dynamics).has_state and not paired:
             raise TypeError(
                 f"tuned(has_state=True) needs `init((params, model_state))`, got {describe(params)}."
             )
