@@ -19,10 +19,10 @@ app = command_line(
     "Hyperparameters by gradients: find wrong labels, explain predictions, read the reports."
 )
 
-Label = Annotated[str | None, typer.Option(help="A file's column (or array) of labels.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 MOST_STEPS = 1_000_000
 """More steps than this are a slip of the hand: they would take weeks."""
+Label = Annotated[str | None, typer.Option(help="A file's column (or array) of labels.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Train = Annotated[Path, typer.Argument(help="Training rows and labels: .npz, .csv or .parquet.")]
 Text = Annotated[list[str] | None, typer.Option(help="A column of text (repeatable).")]
 Drop = Annotated[list[str] | None, typer.Option(help="A column to leave out (repeatable).")]
@@ -30,25 +30,20 @@ Image = Annotated[
     str | None, typer.Option(help="Rows are images of this shape, as 28x28 or 32x32x3.")
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="The run's folder.")]
 Trusted = Annotated[
-    Path | None,
-    typer.Option(
-        "--clean",
-        help="Other rows, whose labels are trusted.",
-        show_default=False,
-    ),
+    Path | None, typer.Option("--clean", help="Other rows, whose labels are trusted.")
 ]
 Checked = Annotated[
     Path | None,
     typer.Option(
         help="Rows of TRAIN that were verified: a .csv file with their right labels, and with the "
-        "column --id, or `row` as in suspects.csv.",
-        show_default=False,
+        "column --id, or `row` as in suspects.csv."
     ),
 ]
 
 
-class Explained(enum.StrEnum):
+class Model(enum.StrEnum):
     """Models of `foretune attribute`."""
 
     softmax = "softmax"
@@ -78,7 +73,7 @@ def _main(
     "`foretune clean train.csv --label species --checked verified.csv --id number --relabel`\n\n"
     "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"
     "TRAIN and --clean need the same columns. Without --out the folder of train.csv is "
-    "runs/clean-train. suspects.csv lists the labels held to be wrong, the most suspicious first; "
+    "runs/clean-train. suspects.csv lists the suspicious labels, the most suspicious first; "
     "weights.csv has every row, cleaned.csv (or .npz) the rows that are left. Exit status: 0 done, "
     "1 bad input, 2 wrong use, 130 or 143 interrupted (give the same command again)."
 )
@@ -91,12 +86,7 @@ def clean(
         bool,
         typer.Option("--relabel", help="Correct the suspects' labels, instead of leaving out."),
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", help="The run's folder.", show_default="runs/clean-TRAIN's name"
-        ),
-    ] = None,
+    out: Out = None,
     label: Label = None,
     text: Text = None,
     drop: Drop = None,
@@ -114,8 +104,8 @@ def clean(
 
         settings = _files.Settings(
             train=str(train),
-            clean=None if clean is None else str(clean),
-            checked=None if checked is None else str(checked),
+            clean=clean and str(clean),
+            checked=checked and str(checked),
             id=id,
             relabel=relabel,
             label=label,
@@ -144,36 +134,24 @@ def clean(
 def attribute(
     train: Train,
     queries: Annotated[Path, typer.Argument(help="Rows to explain, with or without labels.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", help="The run's folder.", show_default="runs/attribute-TRAIN-QUERIES"
-        ),
-    ] = None,
+    out: Out = None,
     label: Label = None,
     text: Text = None,
     drop: Drop = None,
     image: Image = None,
     model: Annotated[
-        Explained, typer.Option(help="What is trained: softmax regression or a small network.")
-    ] = Explained.softmax,
+        Model, typer.Option(help="What is trained: softmax regression or a small network.")
+    ] = Model.softmax,
     most: Annotated[
         int, typer.Option(min=1, max=1000, help="Helpful and harmful rows listed for each query.")
     ] = 5,
     steps: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=MOST_STEPS,
-            help="Steps of the training.",
-            show_default="20 epochs, 100 or more",
-        ),
+        typer.Option(min=1, max=MOST_STEPS, help="Training steps: 20 epochs, 100 at least."),
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(
-            min=1e-9, help="Rate of the descent.", show_default="0.3 for softmax, 0.03 for mlp"
-        ),
+        typer.Option(min=1e-9, help="Rate of the descent: 0.3 for softmax, 0.03 for mlp."),
     ] = None,
     seed: Seed = 0,
     debug: Debug = False,
@@ -207,12 +185,7 @@ def attribute(
 
 @app.command(epilog="Example: `foretune report runs/clean-train`")
 def report(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            help="The folder of `foretune clean`, `foretune attribute` or an experiment."
-        ),
-    ],
+    folder: Annotated[Path, typer.Argument(help="The folder of a command or an experiment.")],
     debug: Debug = False,
 ) -> None:
     """Write a run's page, report.html: one file that opens offline. Unfinished runs have one too."""
@@ -224,8 +197,6 @@ def _shape(image: str | None) -> tuple[int, ...] | None:
     if image is None:
         return None
     parts = image.lower().split("x")
-    if not all(re.fullmatch("[0-9]{1,6}", part) and int(part) > 0 for part in parts) or len(
-        parts
-    ) not in (2, 3):
+    if len(parts) not in (2, 3) or not all(re.fullmatch("0*[1-9][0-9]{,5}", p) for p in parts):
         raise typer.BadParameter(f"{image!r}: give height x width, as 28x28 or 32x32x3.")
     return tuple(map(int, parts))

@@ -1,13 +1,12 @@
 """Discrete hyperparameters around gradient-tuned ones, with Optuna.
 
 Depth, width, activation and batch size have no gradient: Optuna proposes them, one choice d per trial.
-Learning rates, momenta and decays lambda do: each trial tunes its own by hypergradients, so that Optuna
-searches over
+Learning rates, momenta and decays lambda have one: each trial tunes its own, so that Optuna searches
 
     min over d of  f_d(lambda_d),    lambda_d tuned by `RealTime` or `minimize` from lambda_*,
 
 with lambda_* the tuned values of the best trial so far, kept in the study's storage, where all workers
-find it. Trials that fall behind on the validation curve are pruned. All else is Optuna's own.
+find it. All else is Optuna's own.
 """
 
 import contextlib
@@ -68,27 +67,22 @@ def warm_start(trial: Trial | optuna.Study, default: PyTree) -> PyTree:
     sign = -1 if _maximizes(study, "warm_start") else 1
     complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
     kept = [t for t in complete if HPARAMS in t.user_attrs and np.isfinite(t.values[0])]
+    ours, structure = named_leaves(default, ""), jax.tree.structure(default)
     for best in sorted(kept, key=lambda other: sign * other.values[0]):
-        start = _start_from(best.user_attrs[HPARAMS], default)
-        if start is not None:
+        stored = best.user_attrs[HPARAMS]
+        leaves = [_like(leaf, stored.get(path, [])) for path, leaf in ours.items()]
+        if all(np.isfinite(numbers).all() for numbers in [*stored.values(), *leaves]):
             if not isinstance(trial, optuna.Study):
                 trial.set_user_attr(SOURCE, best.number)
-            return start
+            return structure.unflatten(leaves)
     return default
 
 
-def _start_from(stored: dict[str, list | float], default: PyTree) -> PyTree | None:
-    """Return the default with the stored numbers in it, or None where one of them is not finite."""
-
-    def leaf(path: str, ours: Array) -> Array:
-        theirs = np.asarray(stored.get(path, []))
-        with np.errstate(over="ignore"):  # beyond the range of our type: not finite
-            return jnp.asarray(theirs, ours.dtype) if theirs.shape == ours.shape else ours
-
-    leaves = [leaf(path, ours) for path, ours in named_leaves(default, "").items()]
-    if not all(np.isfinite(numbers).all() for numbers in [*stored.values(), *leaves]):
-        return None
-    return jax.tree.unflatten(jax.tree.structure(default), leaves)
+def _like(leaf: Array, stored: list | float) -> Array:
+    """Return the stored numbers in the leaf's type, or the leaf where the shape is another."""
+    numbers = np.asarray(stored)
+    with np.errstate(over="ignore"):  # beyond the range of the type: not finite
+        return jnp.asarray(numbers, leaf.dtype) if numbers.shape == leaf.shape else leaf
 
 
 class Pruning(Callback):
@@ -193,26 +187,25 @@ def keep(trial: Trial, result: Result | PyTree, value: object = None) -> float:
     >>> trial.user_attrs
     {'foretune:hparams': {"['lr']": 0.25}}
     """
+    if isinstance(result, Result):
+        error, hparams = _tuned(result)
+    else:
+        error, hparams = None, check_hparams(result)
     if value is None:
         _check_minimizes(trial, "keep", "give `value=`")
-        if not isinstance(result, Result):
-            raise ValueError(
-                "keep(trial, hparams) needs `value=`, the number that the study compares."
-            )
-        real_time = "hparams" in result.history[-1]
-        sound = _sound(result) if real_time else []
-        value = sound[-1]["value"] if sound else result.value if real_time else result.best.score
+        if error is None:
+            raise ValueError("keep(trial, hparams) needs `value=`, the number to compare.")
+        value = error
     value = _number(value, "keep's value", "give `value=`")
-    hparams = _tuned(result) if isinstance(result, Result) else check_hparams(result)
     numbers = named_leaves(jax.device_get(hparams), "")
     trial.set_user_attr(HPARAMS, {path: leaf.tolist() for path, leaf in numbers.items()})
     return value
 
 
-def _tuned(result: Result) -> PyTree:
-    """Return the hyperparameters that another trial should start from."""
-    if "hparams" not in result.history[-1]:
-        return result.best.hparams
+def _tuned(result: Result) -> tuple[PyTree, PyTree]:
+    """Return a run's error, and the hyperparameters that another trial should start from."""
+    if "hparams" not in result.history[-1]:  # of `minimize`
+        return result.best.score, result.best.hparams
     leaves, structure = jax.tree.flatten(result.hparams)
 
     def leaves_of(hparams):  # of a record, which has arrays as lists of numbers
@@ -221,13 +214,14 @@ def _tuned(result: Result) -> PyTree:
         except ValueError:
             return list(hparams.values())  # by path, where JSON cannot hold the structure
 
-    best = int(result.best.step)
-    rows = [leaves_of(record["hparams"]) for record in _sound(result) if record["step"] <= best]
+    sound, best = _sound(result), int(result.best.step)
+    error = sound[-1]["value"] if sound else result.value
+    rows = [leaves_of(record["hparams"]) for record in sound if record["step"] <= best]
     if not rows:
-        return result.hparams
+        return error, result.hparams
     means = [np.mean(np.asarray(column), axis=0) for column in zip(*rows, strict=True)]
     means = [mean.astype(leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
-    return jax.tree.unflatten(structure, means)
+    return error, structure.unflatten(means)
 
 
 def _sound(run: Run | Result) -> list[Record]:

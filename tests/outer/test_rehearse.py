@@ -7,10 +7,10 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._outer.moves import first_secant, secant_step
 from foretune._outer.rehearsals import PERFORMANCE, cut_rows
 from foretune._outer.rehearse import plan
 from foretune._outer.search import candidates, leading_scale, lowest_on_line
-from foretune._outer.secant import first_secant, secant_step
 
 T = 512
 X = jax.random.normal(jax.random.key(0), (96, 4))

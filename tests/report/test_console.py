@@ -22,7 +22,7 @@ def test_no_lines_beside_a_bar(monkeypatch, capsys):
         lines, run = Lines("steps"), Run(40, None, None, dict)
         lines.start(run)
         for step in range(41):
-            run.begin_at(step)
+            run.put(step=step)
             lines.step(run)
         assert len(capsys.readouterr().err.splitlines()) == expected
 

@@ -119,7 +119,7 @@ def attribute(
     run = Run(K, None, None, dict)
     with chunks_in(folder, lambda: _fingerprint(wanted, point, asked)) as chunks:
         missing = chunks.read(found.scores, found.errors)
-        run.begin_at(K - len(missing))
+        run.put(step=K - len(missing))
         with started(callbacks, run):
             swept = sweep(reverse, program, asked, missing, chunk, memory, mesh)
             for rows, errors, scores in swept:
@@ -128,7 +128,7 @@ def attribute(
                     _check_finite(wanted, point, hparams, asked, rows, found)
                 chunks.write(rows, scores, errors)
                 step = run.step + len(rows)
-                run.count(step, {"step": step, "error": float(errors.mean())})
+                run.move({"step": step, "error": float(errors.mean())}, step=step)
                 for callback in callbacks:
                     callback.step(run)
     if when_checked() is not False:

@@ -10,7 +10,6 @@ import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,13 +20,6 @@ HEADER = "header"
 
 class Damaged(ValueError):
     """A file that does not hold what was written to it."""
-
-
-class Saved(NamedTuple):
-    """What is in a file."""
-
-    header: dict[str, object]
-    arrays: dict[str, np.ndarray]
 
 
 def save_arrays(
@@ -43,15 +35,15 @@ def save_arrays(
     write_whole(path, lambda file: np.savez(file, allow_pickle=False, **parts), sync=sync)
 
 
-def load_arrays(path: str | Path) -> Saved:
-    """Return what `save_arrays` wrote; raise `Damaged` where it is not that, `OSError` for the disk."""
+def load_arrays(path: str | Path) -> tuple[dict[str, object], dict[str, np.ndarray]]:
+    """Return header and arrays; raise `Damaged` where they are not all, `OSError` for the disk."""
     with _finding_damage(path), zipfile.ZipFile(path) as file:
         names = [name.removesuffix(".npy") for name in file.namelist()]
-        parts = {name: _array(file, name) for name in names}
-        text = json.loads(parts.pop(HEADER).tobytes())
-        if sorted(parts) != text["names"]:
+        arrays = {name: _array(file, name) for name in names}
+        text = json.loads(arrays.pop(HEADER).tobytes())
+        if sorted(arrays) != text["names"]:
             raise ValueError("it lacks arrays")
-        return Saved(text["header"], parts)
+        return text["header"], arrays
 
 
 def load_header(path: str | Path) -> dict[str, object]:

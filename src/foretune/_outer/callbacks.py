@@ -5,7 +5,7 @@ import json
 import secrets
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -16,6 +16,7 @@ from .run import Run
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
+    from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
 
 class Callback:
@@ -61,7 +62,6 @@ class Progress(Callback):
         self._task: TaskID
 
     def start(self, run: Run) -> None:
-        """Show the bar."""
         from rich import get_console, progress
 
         columns = (
@@ -71,21 +71,19 @@ class Progress(Callback):
             progress.TimeRemainingColumn(),
             progress.TextColumn("{task.fields[numbers]}", markup=False),
         )
-        shown = sys.stdout.isatty() or get_console().is_jupyter
-        self._bar = progress.Progress(*columns, disable=not shown)
+        visible = sys.stdout.isatty() or get_console().is_jupyter
+        self._bar = progress.Progress(*columns, disable=not visible)
         self._task = self._bar.add_task(
             self.description, total=run.steps, completed=run.step, numbers=""
         )
         self._bar.start()
 
     def step(self, run: Run) -> None:
-        """Move the bar."""
-        shown = {name: x for name, x in run.record.items() if name not in ("step", "rejected")}
-        numbers = (f"{name} {_short(x)}" for name, x in shown.items())
+        named = {name: x for name, x in run.record.items() if name not in ("step", "rejected")}
+        numbers = (f"{name} {_short(x)}" for name, x in named.items())
         self._bar.update(self._task, completed=run.step, numbers="  ".join(numbers))
 
     def end(self, run: Run) -> None:
-        """Leave the bar as it is."""
         self._bar.stop()
 
 
@@ -106,17 +104,16 @@ class History(Callback):
         self._lock = contextlib.ExitStack()
 
     def start(self, run: Run) -> None:
-        """Begin the file, which no other run may have, or put a resumed run's to where it resumes."""
         make_folder(self.path.parent)
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:  # no other run may have the file
             stack.enter_context(locked(self.path.parent, file=self.path.name))
             self._begin(run)
             self._lock = stack.pop_all()
 
     def _begin(self, run: Run) -> None:
+        """Begin the file, or put that of a resumed run to where it resumes."""
         text = self.path.read_text("utf-8", "replace") if self.path.exists() else ""
         lines = text.splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
         # Of a run that was killed before its first checkpoint there is one record at most.
         if lines and not run.resumed and not (run.begun and len(lines) == 1):
             raise FileExistsError(
@@ -124,22 +121,23 @@ class History(Callback):
                 "`Checkpoint` of that run to continue it."
             )
         records = {record["step"]: _line(record) for record in run.history}
-        for line in whole:
-            step = _step_of(line)
-            if step is None or not _agree(line, records.get(step, line)):
+        for line in lines:
+            if not line.endswith("\n"):  # a kill has cut it
+                continue
+            try:
+                step = _step_of(line, records)
+            except (ValueError, TypeError, KeyError) as error:
                 raise FileExistsError(
                     f"{self.path} holds the records of another run than the one that is resumed."
-                )
+                ) from error
             if run.resumed and step <= run.step:  # the checkpoint may have lost it
                 records.setdefault(step, line)
         write_whole(self.path, "".join(records[step] for step in sorted(records)))
 
     def step(self, run: Run) -> None:
-        """Append the new records."""
         append(self.path, "".join(map(_line, run.new)).encode())
 
     def end(self, run: Run) -> None:
-        """Let other runs have the file."""
         self._lock.close()
 
 
@@ -147,19 +145,17 @@ def _line(record: Record) -> str:
     return json.dumps(record) + "\n"
 
 
-def _step_of(line: str) -> int | None:
-    """Return the step of a line's record, or None where it is none."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    return step if type(step) is int else None
-
-
-def _agree(line: str, other: str) -> bool:
-    """Whether two lines are of one record: other callbacks may have added entries to either."""
-    a, b = json.loads(line), json.loads(other)
-    return all(json.dumps(a[name]) == json.dumps(b[name]) for name in a.keys() & b.keys())
+def _step_of(line: str, records: dict[int, str]) -> int:
+    """Return the step of a line's record; raise where it is none, or not the one that is known."""
+    ours = json.loads(line)
+    step = ours["step"]
+    theirs = json.loads(records.get(step, line))
+    # Other callbacks may have added entries to either. As text, NaN is equal to NaN.
+    if any(json.dumps(ours[name]) != json.dumps(theirs[name]) for name in ours.keys() & theirs):
+        raise ValueError("another record of this step")
+    if type(step) is not int:
+        raise TypeError("the step is no whole number")
+    return step
 
 
 class TensorBoard(Callback):
@@ -173,21 +169,18 @@ class TensorBoard(Callback):
 
     def __init__(self, directory: str | Path):
         self.directory = as_path(directory, "TensorBoard")
-        self._writer: Any = None
+        self._writer: SummaryWriter
 
     def start(self, run: Run) -> None:
-        """Open the log; of an earlier run, what lies beyond the step resumed from is dropped."""
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
         make_folder(self.directory)
-        # without a name of its own, the file of another run that begins in this second is overwritten
-        suffix = f".{secrets.token_hex(4)}"
-        self._writer = SummaryWriter(
-            str(self.directory), purge_step=run.step or None, filename_suffix=suffix
-        )
+        # Of an earlier run, what lies beyond the step resumed from is dropped. Without a name of its
+        # own, the file of another run that begins in this second is overwritten.
+        purge, suffix = run.step or None, f".{secrets.token_hex(4)}"
+        self._writer = SummaryWriter(str(self.directory), purge_step=purge, filename_suffix=suffix)
 
     def step(self, run: Run) -> None:
-        """Write the scalars."""
         for record in run.new:
             paths, _ = jax.tree_util.tree_flatten_with_path(record)
             for path, number in paths:
@@ -196,9 +189,7 @@ class TensorBoard(Callback):
                     self._writer.add_scalar(name, number, record["step"])
 
     def end(self, run: Run) -> None:
-        """Close the log."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 def _short(x: object) -> str:

@@ -28,10 +28,6 @@ def check_callbacks(callbacks: object) -> None:
 
 def check_functions(stop: object, evaluate: object, score: object) -> list[Callable]:
     """Raise unless they can be called as the drivers do; return the stopping rules as a list."""
-    forms = {"evaluate(state, hparams)": evaluate, "score(record)": score}
-    for form, function in forms.items():
-        if function is not None:
-            _check_function(function, form)
     rules = [] if stop is None else [stop] if callable(stop) else stop
     if isinstance(rules, str | dict) or not isinstance(rules, Iterable):
         raise TypeError(
@@ -39,18 +35,16 @@ def check_functions(stop: object, evaluate: object, score: object) -> list[Calla
             f"them; got {describe(stop)}."
         )
     rules = list(rules)
-    for rule in rules:
-        _check_function(rule, "stop(run)")
+    optional = [("evaluate(state, hparams)", evaluate), ("score(record)", score)]
+    given = [(form, function) for form, function in optional if function is not None]
+    for form, function in [*given, *(("stop(run)", rule) for rule in rules)]:
+        is_class = isinstance(function, type)
+        if is_class or not callable(function):
+            found = f"the class {function.__name__}" if is_class else describe(function)
+            name = form.split("(")[0]
+            raise TypeError(f"{name} must be a function, called as `{form}`; got {found}.")
+        check_signature(function, form)
     return rules
-
-
-def _check_function(function: object, form: str) -> None:
-    is_class = isinstance(function, type)
-    if is_class or not callable(function):
-        given = f"the class {function.__name__}" if is_class else describe(function)
-        name = form.split("(")[0]
-        raise TypeError(f"{name} must be a function, called as `{form}`; got {given}.")
-    check_signature(function, form)
 
 
 def check_evaluate(

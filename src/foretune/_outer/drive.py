@@ -6,7 +6,6 @@ stopping rules; and the callbacks that can resume a run, which thus save whether
 
 import abc
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,9 +20,9 @@ from .._files.digests import on_host
 from .._files.records import Record
 from .._problem.arguments import filtered
 from .._problem.checks import describe, named_leaves
+from .._problem.warn import warn
 from .callbacks import Callback
-from .interrupt import Interrupt
-from .run import Best, Result, Run
+from .run import Best, Interrupt, Result, Run
 
 Score = Callable[[Record], object]
 Metrics = Callable[[PyTree, PyTree], dict[str, Array]]
@@ -38,9 +37,9 @@ class Evaluation(NamedTuple):
     grad: PyTree
     state: PyTree
     record: dict[str, PyTree]  # all but the step and the metrics
-    arguments: tuple[PyTree, PyTree]  # of `evaluate`
     counts: bool | Bool[Array, ""] = True  # whether it may be the best
     before: Sequence[dict[str, PyTree]] = ()  # records of steps that were made on the way
+    arguments: tuple[PyTree, PyTree] | None = None  # of `evaluate`: state and hparams, if not these
 
 
 class Stepper(abc.ABC):
@@ -68,9 +67,9 @@ def drive(
     stepper: Stepper,
     *,
     callbacks: Sequence[Callback],
-    rules: list[Callable[[Run], object]],
-    evaluate: Metrics | None,
-    score: Score | None,
+    rules: Sequence[Callable[[Run], object]] = (),
+    evaluate: Metrics | None = None,
+    score: Score | None = None,
 ) -> Result:
     """Make the steps of a run until it ends, and return its result."""
     run.rules = rules
@@ -82,7 +81,7 @@ def drive(
             stepper.begin(run)
         while run.stopped is None:
             step = stepper.first if run.begins else run.step + 1
-            found = _advanced(stepper, run, step)
+            found = _found(stepper, run, step)
             if isinstance(found, str):
                 run.stopped = found
                 break
@@ -109,7 +108,7 @@ def started(callbacks: Sequence[Callback], run: Run) -> Iterator[None]:
         yield
 
 
-def _advanced(stepper: Stepper, run: Run, step: int) -> Evaluation | str:
+def _found(stepper: Stepper, run: Run, step: int) -> Evaluation | str:
     try:
         return stepper.advance(run, step)
     except NonFiniteError as error:
@@ -121,20 +120,20 @@ def _advanced(stepper: Stepper, run: Run, step: int) -> Evaluation | str:
 def _note(
     run: Run, step: int, found: Evaluation, evaluate: Metrics | None, score: Score | None
 ) -> None:
-    """Let the run stand after a step, in every respect."""
+    """Move the run to where a step has led."""
     run.new = [plain({"step": step + i, **record}) for i, record in enumerate(found.before)]
     run.history.extend(run.new)
     step += len(run.new)
     record = {"step": step, **found.record}
     if evaluate is not None:
-        record |= _metrics(evaluate, *found.arguments)
+        record |= _metrics(evaluate, *(found.arguments or (found.state, found.hparams)))
     record = plain(record)
     best = run.best
     if found.counts:
         best = _better(best, found.hparams, _score_of(run, record, score), step)
     run.value, run.grad, run.state = found.value, found.grad, found.state
     run.new.append(record)
-    run.move(step, found.carry, best, found.hparams, record)
+    run.move(record, step=step, carry=found.carry, best=best, hparams=found.hparams)
 
 
 @filtered
@@ -154,8 +153,7 @@ def _score_of(run: Run, record: Record, score: Score | None) -> Float[Array, ""]
     now = sum(values) if score is None else _scored(score, record)
     if np.isnan(now) and not run.nan_reported:
         run.nan_reported = True
-        said = f"the score at step {record['step']} is NaN. It never counts as the best."
-        warnings.warn(said, stacklevel=5)
+        warn(f"the score at step {record['step']} is NaN. It never counts as the best.")
     return jnp.asarray(now, float)
 
 

@@ -1,11 +1,10 @@
 """The offline outer loop: hypergradient, outer Optax step, projection, repeat.
 
-    u_{k+1} = u_k + optimizer(grad f(lambda_k)),    lambda_{k+1} = P(u_{k+1})
-
 `descent.py` has the steps on a problem, `paired.py` those on one that is drawn; `drive` has all that
 happens beside them.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import equinox as eqx
@@ -15,6 +14,7 @@ from jaxtyping import Array, Key, PyTree
 from .._constraints.base import check_constraints, feasible
 from .._engines.base import AbstractEngine, check_engine
 from .._engines.reverse import Reverse
+from .._problem.arguments import Structure
 from .._problem.checks import check_count, check_hparams, check_outside_programs
 from .._problem.draws import Drawn, as_problem
 from .._problem.equality import reused
@@ -28,13 +28,7 @@ from .run import Result, Run
 from .update import Outer
 
 DEFAULT_OPTIMIZER = optax.adam(0.1)  # steps of a tenth, in units of the start
-RECORD = (
-    "step",
-    "value",
-    "gradient_norm",
-    "rejected",
-    "paired",
-)  # what a record has besides metrics
+RECORD = ("step", "value", "gradient_norm", "rejected", "paired")  # besides metrics
 
 
 def minimize(
@@ -74,15 +68,13 @@ def minimize(
         score: what `best` is lowest in, as a function of a record, `lambda r: -r["accuracy"]` say;
             by default its `value` (the sum, where the objective is a dict).
 
-    A step is rejected, and tried again a quarter as long, when the error is not finite, above the
-    start, or above both the highest of the last five and a tenth of what has been gained. Its record
-    says `rejected`, and the result is the lowest evaluation. Of several objectives, only what is not
-    finite is rejected; at the start that raises `NonFiniteError`.
+    A step that raises the error, or after which it is not finite, is rejected and tried again a quarter
+    as long. Its record says `rejected`, and the result is the lowest evaluation. Of several objectives,
+    only what is not finite is rejected; at the start that raises `NonFiniteError`.
 
-    Of a draw, errors of different steps cannot be compared. Every 8 steps, or more where noise decides,
-    the point reached and the last that was accepted are compared in the same draws: `paired` of a
-    record is the error of the latter, by these differences. A point that is higher is rejected; the
-    descent ends early when nothing more is gained; and the result is the lowest by comparison.
+    Of a draw, the point reached and the last that was accepted are compared in the same draws, every
+    few steps; `paired` of a record is the error of the latter, by these differences. The descent ends
+    when nothing more is gained, and the result is the lowest by comparison.
 
     Ctrl-C, or SIGTERM, ends the run after the current evaluation; a second one interrupts at once.
 
@@ -103,22 +95,23 @@ def minimize(
     check_optimizer(optimizer)
     check_callbacks(callbacks)
     rules = check_functions(stop, evaluate, score)
-    engine = Reverse() if engine is None else engine
-    chosen_optimizer = DEFAULT_OPTIMIZER if optimizer is None else reused(optimizer)
-    source = as_problem(problem, key)
+    engine, source = engine or Reverse(), as_problem(problem, key)
     arrays, structure = validated(source, hparams, smooth=engine.differentiates)
     if evaluate is not None:
-
-        def start(arrays):
-            problem, hparams = opened(structure, arrays)
-            return problem.start(hparams)
-
-        check_evaluate(evaluate, eqx.filter_eval_shape(start, arrays), hparams, RECORD)
+        state = eqx.filter_eval_shape(functools.partial(_start, structure), arrays)
+        check_evaluate(evaluate, state, hparams, RECORD)
     constraints = check_constraints(constraints, hparams)
     hparams = feasible(constraints, hparams)
-    outer = Outer(chosen_optimizer, constraints, in_units=optimizer is None)
+    chosen = DEFAULT_OPTIMIZER if optimizer is None else reused(optimizer)
+    outer = Outer(chosen, constraints, in_units=optimizer is None)
     kind = PairedDescent if isinstance(source, Drawn) else Descent
     descent = kind(source, engine.within(constraints), outer)
-    first = descent.first_carry(hparams)
-    run = Run(steps, first, hparams, lambda: descent.fingerprint(hparams))
+    own = functools.partial(descent.fingerprint, hparams)
+    run = Run(steps, descent.first_carry(hparams), hparams, own)
     return drive(run, descent, callbacks=callbacks, rules=rules, evaluate=evaluate, score=score)
+
+
+def _start(structure: Structure, arrays: list[Array]) -> PyTree:
+    """Return the state before the first step."""
+    problem, hparams = opened(structure, arrays)
+    return problem.start(hparams)

@@ -32,16 +32,15 @@ from .._problem.arguments import filtered
 from .._problem.draws import Drawn
 from .._problem.problem import responded
 from .._problem.system import make_system
-from .descent import Descent
+from .descent import LONGER, SHORTER, Descent, total
 from .drive import Evaluation
 from .run import Run
-from .update import Outer, select
+from .update import Outer, select, times
 
 SPAN = 8  # steps to the first comparison
 QUANTILES = {4: (2.35, 4.54), 8: (1.89, 3.00), 16: (1.75, 2.60), 32: (1.70, 2.45)}
 """n -> t of n - 1 degrees of freedom, one side of 95 % and of 99 %."""
 FEWEST = 4  # n
-SHORTER, LONGER = 0.25, 2.0
 ENOUGH = 4  # spans in a row of which noise decides
 MOST = 256  # steps of one program
 NO_GAIN = "nothing more is gained"
@@ -99,8 +98,7 @@ class PairedDescent(Descent):
                 carry = self._compared(carry, step, hparams)
             record["paired"] = carry.error
             before = [record | {"paired": run.carry.error} for record in before]
-        arguments = hyper.state, hparams
-        return Evaluation(carry, hparams, *hyper, record, arguments, finite, before)
+        return Evaluation(carry, hparams, *hyper, record, finite, before)
 
     def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
         """Return the incumbent, or the last point, where that is lower (of several objectives: it)."""
@@ -148,13 +146,9 @@ class PairedDescent(Descent):
         low, high = (t * deviation for t in QUANTILES[draws])
         zero = jnp.zeros_like(carry.since)
         if mean < -low:
-            return carry._replace(
-                incumbent=hparams,
-                error=carry.error + mean,
-                share=jnp.minimum(LONGER * carry.share, 1),
-                since=zero,
-                undecided=zero,
-            )
+            carry = carry._replace(incumbent=hparams, error=carry.error + mean)
+            share = jnp.minimum(LONGER * carry.share, 1)
+            return carry._replace(share=share, since=zero, undecided=zero)
         if not mean <= high:  # NaN, too; once more, since tails may be long, and a span is at stake
             draws = max(QUANTILES)
             mean, deviation = self._difference(step, hparams, carry.incumbent, draws)
@@ -170,10 +164,8 @@ def _moved(
     """Return the carry for lambda_{k+1}; whether lambda_k is finite; its gradient norm."""
     finite = is_finite((value, grad))
     direction, opt_state = outer.direction(carry.hparams, carry.opt_state, value, grad)
-    shorter = jax.tree.map(lambda d: d * carry.share.astype(d.dtype), direction)
-    ahead = carry._replace(
-        hparams=outer.moved(carry.hparams, shorter), opt_state=opt_state, since=carry.since + 1
-    )
+    moved = outer.moved(carry.hparams, times(carry.share, direction))
+    ahead = carry._replace(hparams=moved, opt_state=opt_state, since=carry.since + 1)
     carry = select(finite, ahead, _back(outer, carry))._replace(last=carry.hparams)
     return carry, finite, optax.tree.norm(grad)
 
@@ -222,8 +214,3 @@ def errors_of(drawn: Drawn, tried: PyTree) -> Float[Array, " tried"]:
         return total(system.value(system.errors(system.run(hparams), hparams)))
 
     return lax.map(error, tried)
-
-
-def total(value: PyTree) -> Float[Array, ""]:
-    """Return the error, or the sum of several."""
-    return jnp.sum(jnp.stack([leaf.astype(float) for leaf in jax.tree.leaves(value)]))

@@ -2,23 +2,22 @@
 
     f_L(lambda) = E(s_L(lambda)),    L = T/32, T/16, T/8, T/4
 
-A rehearsal is a whole training of L steps, with its whole schedule and from a start of its own, on a
-share L / T of the rows: it sees each row as often as the performance will, and overfits as much. In
-this order:
+A rehearsal is a whole training of L steps, with its whole schedule and a start of its own, on a share
+L / T of the rows: it sees each row as often as the performance will, and overfits as much.
 
-- *search*: each scale alone over eight decades, which tells the one that the error depends on most (the
-  learning rate), and its best value; then each over two decades: the lowest error at T/32;
-- *descent*: hypergradients at T/16, each followed by a step to where the derivatives would be 0
-  (`secant.py`). A step after which the error is higher is rejected, and half of it is tried the other
-  way: where training is about to diverge, gradients point there;
-- *line*: the scale that leads times a factor, at T/16 and at T/4. Errors tell the best factor to a
-  quarter of a decade, and tell it again in another draw, where gradients do not. A larger budget has
-  descents of T/8 and T/4 steps between, and of T at the end;
+- *search*: each scale alone over eight decades, which shows the leading one: the scale that the error
+  depends on most. Then each over two decades: the lowest error at T/32;
+- *descent*: hypergradients at T/16, each followed by a step of the secant rule (`moves.py`). A step
+  that raises the error is rejected, and half of it is tried the other way: next to where training
+  diverges, gradients point there;
+- *line*: the leading scale times a factor, at T/16 and at T/4. In another draw errors give the same
+  best factor to a quarter of a decade, where gradients do not. A larger budget has descents of T/8 and
+  T/4 steps between, and of T at the end;
 - *performance*: T steps on all rows, with the start, if that was the best at T/4. Where it fails, it is
   repeated with a third of that scale.
 
-If the best factor falls from T/16 to T/4, the scale is lowered on, by half as much. (A rate that is too
-low costs little, one that is too high all.)
+If the best factor falls from T/16 to T/4, the scale is lowered further, by half as much: a rate that is
+too low costs little, one that is too high all.
 """
 
 import math
@@ -62,8 +61,8 @@ def rehearse(
     """Tune a training on short rehearsals of it, then perform it.
 
     Args:
-        make: `make(steps, key) -> Problem`: the training of that many steps, with its schedule, start
-            and minibatches. It is traced, as a draw is.
+        make: `make(steps, key) -> Problem`: the training of n steps, with its schedule, start and
+            minibatches. It is traced, as a draw is.
         hparams: where to start. It may be far off: a learning rate by decades, or 0.
         steps: T, the steps of the performance.
         constraints: as in `minimize`. What is under `Log` or `NonNegative` is a scale and is searched
@@ -119,13 +118,12 @@ def rehearse(
             "rehearse: no hyperparameter is a scale, so none is searched over decades. Say which is: "
             '`constraints={"lr": ft.Log()}`.',
         )
-    engine = Reverse() if engine is None else engine
+    engine = (engine or Reverse()).within(constraints)
     trials = plan(steps, float(cost), scales)
-    rehearsals = Rehearsals(make, constraints, engine.within(constraints), key, trials)
-    rehearsals.check(hparams)
-    start = rehearsals.start(hparams)
-    run = Run(len(trials), start, hparams, lambda: rehearsals.fingerprint(hparams))
-    return drive(run, rehearsals, callbacks=callbacks, rules=[], evaluate=None, score=None)
+    rehearsals = Rehearsals(make, hparams, constraints, engine, key, trials)
+    rehearsals.check()
+    run = Run(len(trials), rehearsals.first_carry(), hparams, rehearsals.fingerprint)
+    return drive(run, rehearsals, callbacks=callbacks)
 
 
 def plan(steps: int, cost: float, scales: int) -> list[Trial]:
@@ -156,8 +154,5 @@ def plan(steps: int, cost: float, scales: int) -> list[Trial]:
         if price <= left + 1e-6:
             left -= price
             found[divisor].append(Trial(DESCENT, length(divisor), draws, price))
-    performances = [Trial(PERFORMANCE, steps, 1, 1.0)] * (1 + AGAIN)
-    return [
-        *(*searches, *found[16], lines[0], *found[8], *found[4], lines[1], *found[1]),
-        *performances,
-    ]
+    rehearsals = (*searches, *found[16], lines[0], *found[8], *found[4], lines[1], *found[1])
+    return [*rehearsals, *[Trial(PERFORMANCE, steps, 1, 1.0)] * (1 + AGAIN)]

@@ -1,7 +1,9 @@
-"""A run in progress, as callbacks and stopping rules see it, and its result."""
+"""A run in progress, as callbacks and stopping rules see it, its result, and requests to end it."""
 
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,7 +11,32 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._files.records import Record
-from .interrupt import Interrupt
+
+
+class Interrupt:
+    """Turns the first Ctrl-C, or SIGTERM, into a request to end a run; the second acts as usual.
+
+    A program that handles SIGTERM by itself continues to.
+    """
+
+    def __init__(self):
+        self.asked = False
+        self._before = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():
+            default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            ours = [signal.SIGINT, signal.SIGTERM] if default else [signal.SIGINT]
+            self._before = {number: signal.signal(number, self._ask) for number in ours}
+        return self
+
+    def _ask(self, *_):
+        self.asked = True
+        self.__exit__()
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 class Best(NamedTuple):
@@ -43,9 +70,10 @@ class Result(NamedTuple):
 class Place(NamedTuple):
     """Where a run stands, after an evaluation."""
 
-    step: int
-    carry: PyTree
+    step: int  # of the last evaluation; 0 before the first
+    carry: PyTree  # all that decides how the run continues
     best: Best
+    hparams: PyTree  # of the last evaluation
     records: int  # of the history
 
 
@@ -53,9 +81,9 @@ class Run:
     """A run in progress, as callbacks and stopping rules see it.
 
     `step` is that of the last evaluation, to which `hparams`, `value`, `grad`, `state` and `record`
-    belong; `history` holds all records, `new` those since the callbacks were last called. `steps` is
-    the last step asked for (None where a stream decides). `resumed` is whether the run continues an
-    earlier one, `stopped` why it ends.
+    belong; `history` holds all records, `new` those since the callbacks were last called. `best` is the
+    lowest score so far, `steps` the last step asked for (None where a stream decides). `resumed` is
+    whether the run continues an earlier one, `stopped` why it ends.
     """
 
     def __init__(
@@ -73,7 +101,7 @@ class Run:
         self.value: PyTree = None
         self.grad: PyTree = None
         self.state: PyTree = None
-        self.rules: list[Callable[[Run], object]] = []
+        self.rules: Sequence[Callable[[Run], object]] = ()
         self.stopped: str | None = None
         self.ended: str | None = None  # the reason of a rule: it ends the run for good
         self.interrupt: Interrupt | None = None
@@ -82,59 +110,45 @@ class Run:
         self.begun = False  # whether an earlier run was killed before it saved anything
         nowhere = jax.tree.map(jnp.copy, hparams)  # theirs may be donated
         best = Best(nowhere, jnp.array(jnp.inf, float), jnp.zeros((), jnp.int32))
-        # All in one assignment: wherever an interrupt comes, they belong together.
-        self._place = Place(0, carry, best, 0)
-        self._hparams = hparams
+        # Replaced by one assignment: wherever an interrupt comes, its parts belong together.
+        self._place = Place(0, carry, best, hparams, 0)
         self._started = time.monotonic()
 
-    def move(self, step: int, carry: PyTree, best: Best, hparams: PyTree, record: Record) -> None:
-        """Go to a step, with its record and the carry that belongs to it."""
-        self.record, self._hparams = record, hparams
+    def move(self, record: Record, **place: PyTree) -> None:
+        """Go to another place, after an evaluation with this record."""
+        self.record = record
         self.history.append(record)
-        self._place = Place(step, carry, best, len(self.history))
+        self.put(records=len(self.history), **place)
 
-    def count(self, step: int, record: Record) -> None:
-        """Go to a step of which there is nothing but a record."""
-        self.move(step, self.carry, self.best, self._hparams, record)
-
-    def begin_at(self, step: int) -> None:
-        """Begin at a later step than the first."""
-        self._place = self._place._replace(step=step)
-
-    def put_back(self, carry: PyTree) -> None:
-        """Replace the carry of this step, whose memory has been taken, by one that is whole."""
-        self._place = self._place._replace(carry=carry)
+    def put(self, **place: PyTree) -> None:
+        """Change where the run stands."""
+        self._place = self._place._replace(**place)
 
     def resume(self, step: int, carry: PyTree, best: Best, history: list[Record]) -> None:
         """Go to where an earlier run was."""
         self.history, self.record, self.resumed = history, history[-1] if history else {}, True
-        self._hparams = carry.hparams
-        self._place = Place(step, carry, best, len(history))
+        self._place = Place(step, carry, best, carry.hparams, len(history))
 
     @property
     def step(self) -> int:
-        """The step of the last evaluation; 0 before the first."""
         return self._place.step
 
     @property
     def carry(self) -> PyTree:
-        """All that decides how the run continues from this step."""
         return self._place.carry
 
     @property
     def best(self) -> Best:
-        """The best so far."""
         return self._place.best
+
+    @property
+    def hparams(self) -> PyTree:
+        return self._place.hparams
 
     @property
     def records(self) -> list[Record]:
         """The records up to this step: the history, unless an interrupt came in between."""
         return self.history[: self._place.records]
-
-    @property
-    def hparams(self) -> PyTree:
-        """The hyperparameters of the last evaluation."""
-        return self._hparams
 
     @property
     def seconds(self) -> float:

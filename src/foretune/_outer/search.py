@@ -26,10 +26,9 @@ def count_scales(constraints: PyTree) -> int:
 def candidates(constraints: PyTree, start: PyTree, each: int, decades: float) -> PyTree:
     """Return the start, and `each` more for every scale, which alone is moved; stacked.
 
-    A scale is multiplied by factors evenly spread, in logarithms, over so many decades about 1.
+    A scale is multiplied by factors evenly spread, in logarithms, over `decades` decades about 1.
     """
-    structure = jax.tree.structure(constraints, is_leaf=is_constraint)
-    sets = structure.flatten_up_to(constraints)
+    sets, structure = jax.tree.flatten(constraints, is_leaf=is_constraint)
     found = [start]
     for i in (i for i, constraint in enumerate(sets) if is_scale(constraint)):
         for place in range(each):

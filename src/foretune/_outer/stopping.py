@@ -16,7 +16,6 @@ class NoImprovement:
         self.patience = patience
 
     def __call__(self, run: Run) -> str | None:
-        """Return the reason, or None."""
         age = run.step - int(run.best.step)
         return f"no improvement over {age} steps" if age >= self.patience else None
 
@@ -35,7 +34,6 @@ class SmallGradient:
         self.norm = _checked(norm, f"SmallGradient(norm={norm!r})")
 
     def __call__(self, run: Run) -> str | None:
-        """Return the reason, or None."""
         norm = run.record["gradient_norm"]
         return f"hypergradient norm {norm:.2g} < {self.norm:g}" if norm < self.norm else None
 
@@ -53,7 +51,6 @@ class TimeLimit:
         self.seconds = _checked(seconds, f"TimeLimit(seconds={seconds!r})")
 
     def __call__(self, run: Run) -> str | None:
-        """Return the reason, or None."""
         return f"{self.seconds:g} seconds are over" if run.seconds >= self.seconds else None
 
 

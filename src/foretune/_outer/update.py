@@ -25,6 +25,11 @@ def select(condition: Bool[Array, ""], yes: PyTree, no: PyTree) -> PyTree:
     return jax.tree.map(leaf, yes, no)
 
 
+def times(share: Array, tree: PyTree) -> PyTree:
+    """Return a tree times a number, in the types of its leaves."""
+    return jax.tree.map(lambda leaf: leaf * share.astype(leaf.dtype), tree)
+
+
 class Outer(eqx.Module):
     """The outer step: gradient in the unconstrained variable, Optax update, projection."""
 
@@ -60,15 +65,10 @@ class Outer(eqx.Module):
             c, opt_state = opt_state
             u = jax.tree.map(jnp.divide, u, c)
             direction = jax.tree.map(jnp.multiply, direction, c)
+        scale = functools.partial(scales_with, self.constraints)
+        extra = {"value": sum(jax.tree.leaves(value)), "grad": direction, "scale": scale}
         with jax.numpy_dtype_promotion("standard"):  # Adam multiplies floats by a count
-            updates, opt_state = optimizer.update(
-                direction,
-                opt_state,
-                u,
-                value=sum(jax.tree.leaves(value)),
-                grad=direction,
-                scale=functools.partial(scales_with, self.constraints),
-            )
+            updates, opt_state = optimizer.update(direction, opt_state, u, **extra)
         if c is None:
             return updates, opt_state
         return jax.tree.map(jnp.multiply, updates, c), (c, opt_state)

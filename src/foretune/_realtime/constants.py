@@ -49,12 +49,10 @@ USUAL = {name: usual for usual, names in _NAMES for name in names.split()}
 def check_loss_and_error(
     loss: object, error: object, of_loss: bool, has_state: bool, has_key: bool
 ) -> None:
-    """Raise unless loss and error can be called, with what depends on the options of `tuned`."""
-    carried = ", model_state" if has_state else ""
-    form = "loss(params{}, batch{}{})".format(
-        ", hparams" if of_loss else "", carried, ", key=..." if has_key else ""
-    )
-    check_signature(loss, form, ("key",) if has_key else ())
+    """Raise unless loss and error can be called as the options of `tuned` say."""
+    carried, key = ", model_state" * has_state, ", key=..." * has_key
+    form = f"loss(params{', hparams' * of_loss}, batch{carried}{key})"
+    check_signature(loss, form, ("key",) * has_key)
     if error is not None:
         check_signature(error, f"error(params, validation{carried})")
     elif form != "loss(params, batch)":
@@ -75,9 +73,9 @@ def initial_constants(
     if isinstance(optimizer, optax.GradientTransformation):
         raise TypeError("tuned makes the optimizer itself: give `optax.sgd`, not `optax.sgd(0.1)`.")
     if not callable(optimizer):
-        raise TypeError(
-            f"tuned needs an `optimizer(learning_rate=...)`, got {describe(optimizer)}."
-        )
+        raise TypeError(f"tuned needs `optimizer(learning_rate=...)`, got {describe(optimizer)}.")
+    if both := sorted(set(hparams) & set(of_loss)):
+        raise ValueError(f"tuned: one name for two constants, {both[0]}. Rename one.")
     called = getattr(optimizer, "__name__", "optimizer")
     instead = f"Keep it in the optimizer: `functools.partial({called}, ...)`."
     start = {name: _constant(name, value, instead) for name, value in hparams.items()}
@@ -90,13 +88,8 @@ def initial_constants(
         ) from None
     except ValueError:  # a builtin, which has no signature
         pass
-    if both := sorted(set(hparams) & set(of_loss)):
-        raise ValueError(
-            f"tuned: one name for two constants, {both[0]}. Rename that of `loss_hparams`."
-        )
-    for name, value in of_loss.items():
-        start[name] = _constant(name, value, "Keep it in the loss: `functools.partial(loss, ...)`.")
-    return start
+    instead = "Keep it in the loss: `functools.partial(loss, ...)`."
+    return start | {name: _constant(name, value, instead) for name, value in of_loss.items()}
 
 
 def constraints_of(start: Mapping[str, Array], given: Mapping[str, PyTree]) -> dict[str, PyTree]:

@@ -7,7 +7,6 @@ and elsewhere what `Outcome` says. Pure functions, to be traced.
 
 import enum
 import operator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,10 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from .._constraints.base import check_constraints
 from .._engines.nonfinite import is_finite
 from .._engines.products import error_gradients, inner_products, stack_columns
 from .._outer.update import Outer, select
-from .nonfinite import without_infinities
+from .faults import without_infinities
 from .state import RealTimeState, column_norms, directions_of
 from .steps import Steps, WindowState
 
@@ -37,53 +35,52 @@ class Outcome(enum.IntEnum):
     FAULT = 4  # something else is not finite, the data say: an error
 
 
-class Evidence(NamedTuple):
-    """What a window is judged by."""
-
-    errors: tuple[Float[Array, ""], ...]  # at its end
-    grad: PyTree  # the hypergradient
-    norms: Float[Array, " m"]  # of the columns of Z
-    sound: Bool[Array, ""]  # whether data and start are finite
-    before: Float[Array, ""]  # the sum of the errors before it, where windows are rolled back
-    first: Float[Array, ""]  # that before the first window
-
-
 def finish(
     steps: Steps, end: WindowState, last: int | Int[Array, ""]
 ) -> tuple[RealTimeState, dict[str, PyTree], Bool[Array, ""]]:
     """Return the state after a window with this last minibatch, its log, and if it is a fault."""
     state, system = steps.state, steps.system
+    hparams, began = state.hparams, system.initial(state.hparams)
+    flat, unravel = ravel_pytree(hparams)
     end = end._replace(Z=stack_columns(end.Z))
-    seen = gather(steps, end, last)
-    outcome = judge(steps.settings.rollback, end, seen)
+    errors, alpha, explicit = error_gradients(system, end.s, hparams)
+    rows = inner_products((alpha, explicit), (end.Z, directions_of(hparams)[0]))
+    # grad f = grad E(s) Z + dE/dlambda, and what its window is judged by besides
+    grad = system.gradient(jax.vmap(unravel)(rows.astype(flat.dtype)))
+    norms, value = column_norms(end.Z), system.value(errors)
+    sound = is_finite((steps.batch(last), without_infinities(state.train), hparams))
+    if end.loss is not None:  # where no loss has ever been finite, it is not the hyperparameters
+        sound &= jnp.isfinite(end.highest)
+    derived, first, was = is_finite((grad, norms)), state.first, state.first
+    if steps.settings.rollback is not None:
+        was = jax.tree.reduce(operator.add, system.errors(began, hparams))
+        first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
+    outcome = judge(steps.settings.rollback, end, errors, (was, first), sound, derived)
     stepped, fault = outcome == Outcome.STEPPED, outcome == Outcome.FAULT
     rolled_back = (outcome == Outcome.WORSE) | (outcome == Outcome.DIVERGED)
     dropped = (outcome == Outcome.DROPPED) | (stepped & jnp.any(end.nonfinite >= 0))
-    value = system.value(seen.errors)
-    outer = Outer(
-        steps.settings.optimizer, check_constraints(steps.settings.constraints, state.hparams)
-    )
-    before = state.hparams, state.opt_state
-    hparams, opt_state = select(stepped, outer.update(*before, value, seen.grad), before)
-    retreat = _back_off(outer, state.hparams, _direction(outcome, state.hparams, end, seen))
+    outer, before = steps.settings.outer(hparams), (hparams, state.opt_state)
+    after, opt_state = select(stepped, outer.update(*before, value, grad), before)
+    # Away from a divergence, down the loss's last slope; where there is none, towards 0.
+    away = jax.tree.map(lambda slope, h: jnp.where(slope == 0, h, slope), end.slope, hparams)
+    away = select(outcome == Outcome.DIVERGED, away, grad)
     none = jax.tree.map(jnp.zeros_like, end.Z)
     new = RealTimeState(
-        train=system.restore(select(rolled_back, system.initial(state.hparams), end.s)),
-        hparams=select(rolled_back, retreat, hparams),
+        train=system.restore(select(rolled_back, began, end.s)),
+        hparams=select(rolled_back, _back_off(outer, hparams, away), after),
         Z=select(stepped, end.Z, none),
         opt_state=opt_state,
         window=state.window + 1,
-        first=seen.first,
+        first=first,
         highest=end.highest,
         skipped_last=end.skipped_last,
         dropped=state.dropped + dropped.astype(jnp.int32),
     )
-    flat, unravel = ravel_pytree(state.hparams)
     log = {
         "value": value,
-        "hypergradient": seen.grad,
-        "hparams": state.hparams,
-        "z_norm": jax.tree.map(optax.tree.norm, unravel(seen.norms.astype(flat.dtype))),
+        "hypergradient": grad,
+        "hparams": hparams,
+        "z_norm": jax.tree.map(optax.tree.norm, unravel(norms.astype(flat.dtype))),
         "loss": _mean_loss(end),
         "rolled_back": rolled_back,
         "skipped": end.skipped,
@@ -93,59 +90,39 @@ def finish(
     return select(fault, state._replace(Z=none), new), log, fault
 
 
+def judge(
+    rollback: float | None,
+    end: WindowState,
+    errors: tuple[Float[Array, ""], ...],
+    before: tuple[Float[Array, ""], Float[Array, ""]],
+    sound: Bool[Array, ""],
+    derived: Bool[Array, ""],
+) -> Int[Array, ""]:
+    """Return the window's `Outcome`.
+
+    `before` are the errors before this window and before the first; `sound` is whether data and start
+    are finite, `derived` whether the hypergradient is.
+    """
+    trained = is_finite((errors, end.s, end.total)) & ~end.spiked
+    well = jnp.where(derived, Outcome.STEPPED, Outcome.DROPPED)
+    otherwise = jnp.where(trained, well, Outcome.FAULT)
+    if rollback is None:
+        return otherwise
+    now, (was, first) = jax.tree.reduce(operator.add, errors), before
+    rise = (rollback - 1) * jnp.maximum(jnp.abs(was), SMALL * first.astype(now.dtype))
+    worse = trained & (now > was + rise)
+    broken = jnp.isfinite(was) & ~is_finite((errors, end.s))
+    diverged = ((broken | end.spiked) & sound) | (worse & ~derived)
+    after = jnp.where(diverged, Outcome.DIVERGED, otherwise)
+    return jnp.where(worse & derived, Outcome.WORSE, after)
+
+
 def _mean_loss(end: WindowState) -> Float[Array, ""] | None:
     """Return the mean loss of the minibatches that count; where none does, the last one's."""
     if end.total is None or end.loss is None:
         return None
     counted = (end.done - end.skipped).astype(end.total.dtype)
     return jnp.where(counted > 0, end.total / jnp.maximum(counted, 1), end.loss)
-
-
-def gather(steps: Steps, end: WindowState, last: int | Int[Array, ""]) -> Evidence:
-    """Return what a window is judged by, grad f = grad E(s) Z + dE/dlambda above all."""
-    system, state = steps.system, steps.state
-    hparams, before = state.hparams, system.initial(state.hparams)
-    directions, unravel = directions_of(hparams)
-    errors, alpha, explicit = error_gradients(system, end.s, hparams)
-    rows = inner_products((alpha, explicit), (end.Z, directions))
-    rows = rows.astype(ravel_pytree(hparams)[0].dtype)
-    batch = steps.problem.batches.batch(steps.entry(last))
-    sound = is_finite((batch, without_infinities(state.train), hparams))
-    if end.loss is not None:  # where no loss has ever been finite, it is not the hyperparameters
-        sound &= jnp.isfinite(end.highest)
-    was = first = state.first
-    if steps.settings.rollback is not None:
-        was = jax.tree.reduce(operator.add, system.errors(before, hparams))
-        first = jnp.where(state.window == 0, jnp.abs(was), first).astype(first.dtype)
-    grad, norms = system.gradient(jax.vmap(unravel)(rows)), column_norms(end.Z)
-    return Evidence(errors, grad, norms, sound, was, first)
-
-
-def judge(rollback: float | None, end: WindowState, seen: Evidence) -> Int[Array, ""]:
-    """Return the window's `Outcome`."""
-    trained = is_finite((seen.errors, end.s, end.total)) & ~end.spiked
-    derived = is_finite((seen.grad, seen.norms))
-    well = jnp.where(derived, Outcome.STEPPED, Outcome.DROPPED)
-    otherwise = jnp.where(trained, well, Outcome.FAULT)
-    if rollback is None:
-        return otherwise
-    now = jax.tree.reduce(operator.add, seen.errors)
-    first = seen.first.astype(now.dtype)
-    rise = (rollback - 1) * jnp.maximum(jnp.abs(seen.before), SMALL * first)
-    worse = trained & (now > seen.before + rise)
-    broken = jnp.isfinite(seen.before) & ~is_finite((seen.errors, end.s))
-    diverged = ((broken | end.spiked) & seen.sound) | (worse & ~derived)
-    after = jnp.where(diverged, Outcome.DIVERGED, otherwise)
-    return jnp.where(worse & derived, Outcome.WORSE, after)
-
-
-def _direction(
-    outcome: Int[Array, ""], hparams: PyTree, end: WindowState, seen: Evidence
-) -> PyTree:
-    """Return what the hyperparameters move against where the window is rolled back."""
-    # Away from a divergence, down the loss's last slope; where there is none, towards 0.
-    away = jax.tree.map(lambda slope, h: jnp.where(slope == 0, h, slope), end.slope, hparams)
-    return select(outcome == Outcome.DIVERGED, away, seen.grad)
 
 
 def _back_off(outer: Outer, hparams: PyTree, direction: PyTree) -> PyTree:

@@ -1,16 +1,13 @@
 """An outer optimizer whose steps are relative to the hyperparameters: nothing to tune.
 
-Hyperparameters differ in scale by orders of magnitude. So Adam runs on the scaled variable: with r_i
-the scale of entry i,
-
     r_i = |lambda_i| + o_i   (at most the way to its upper bound),
     o_i = UNIT * |f| / |df/dlambda_i|   at the first gradient that is not 0,
     lambda_i <- lambda_i - step_size * r_i * Adam(r_i df/dlambda_i).
 
 Far from 0 a step changes an entry by a factor; near 0 by a share of o_i, the change that would take
 away the share UNIT of the error if it were linear. The first gradient is trusted up to 100 times the
-starting value, or up to 1 from 0. Under a `Box`, steps shrink towards the upper bound (a momentum of
-0.9 moves by 0.01, not by 0.09).
+starting value, or up to 1 from 0. Under a `Box`, steps shrink towards the upper bound: a momentum of
+0.9 moves by 0.01, not by 0.09.
 """
 
 import math

@@ -12,8 +12,7 @@ from .._files.digests import digest, on_host
 from .._outer.drive import Evaluation, Stepper
 from .._outer.run import Run
 from .._problem.warn import warn
-from .dropped import warn_of_dropped
-from .nonfinite import fault
+from .faults import fault, warn_of_dropped
 from .program import UpdateProgram
 from .state import RealTimeState, TunerSettings
 from .stream import END, following
@@ -72,7 +71,7 @@ class Tuning(Stepper):
             self.failure = error
         if failed:
             if not run.whole:  # the state before the window comes back without its Z
-                run.put_back(state)
+                run.put(carry=state)
             raise fault(self.program.settings, state, window, validation)
         self.log = log
         return Evaluation(

@@ -72,6 +72,10 @@ class TunerSettings(eqx.Module):
         dynamics = Continued(self.dynamics, carried)
         return Problem(dynamics, self.objective, train, window, validation)
 
+    def outer(self, hparams: PyTree) -> Outer:
+        """Return the outer step on these hyperparameters."""
+        return Outer(self.optimizer, check_constraints(self.constraints, hparams))
+
 
 def carried(state: RealTimeState) -> tuple[str, ...]:
     """Return the paths of the hyperparameters that the training state may depend on."""
@@ -105,14 +109,13 @@ def column_norms(Z: PyTree) -> Float[Array, " m"]:
 
 def check_state(settings: TunerSettings, state: RealTimeState) -> None:
     """Raise where a state is not one of this tuner: its optimizers' states, and the columns of Z."""
-    outer = Outer(settings.optimizer, check_constraints(settings.constraints, state.hparams))
-    expected = {"opt_state": jax.eval_shape(outer.init, state.hparams)}
+    expected = {"opt_state": jax.eval_shape(settings.outer(state.hparams).init, state.hparams)}
     dynamics, train = settings.dynamics, state.train
     if isinstance(dynamics, Training) and isinstance(train, TrainState):
         begun = (train.params, train.model_state) if dynamics.has_state else train.params
         expected["train"] = eqx.filter_eval_shape(dynamics.init, begun, state.hparams)
     if state.Z is not None:
-        m = sum(leaf.size for leaf in jax.tree.leaves(state.hparams))
+        m = ravel_pytree(state.hparams)[0].size
         moving = eqx.filter(train, eqx.is_inexact_array)
         expected["Z"] = jax.tree.map(lambda s: jax.ShapeDtypeStruct((m, *s.shape), s.dtype), moving)
     for name, tree in expected.items():
@@ -147,7 +150,7 @@ def check_not_donated(tree: PyTree) -> None:
 
 def placed(state: RealTimeState, mesh: Mesh) -> RealTimeState:
     """Return the state on a mesh, with the columns of Z split over `tangents`, if it has that axis."""
-    m, size = sum(leaf.size for leaf in jax.tree.leaves(state.hparams)), mesh.shape.get(TANGENTS, 1)
+    m, size = ravel_pytree(state.hparams)[0].size, mesh.shape.get(TANGENTS, 1)
     if m % size:
         raise ValueError(
             f"RealTime(mesh=...): the {m} columns of Z, one for each hyperparameter, cannot be split "

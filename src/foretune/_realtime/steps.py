@@ -74,15 +74,12 @@ class Steps:
 
     def run(self, now: WindowState, count: Int[Array, ""]) -> WindowState:
         """Return the window after `count` minibatches, or after that at which its loss spiked."""
-        return lax.while_loop(
-            lambda now: (now.done < count) & ~now.spiked,
-            lambda now: self.step(now, now.done),
-            now,
-        )
+        more = lambda now: (now.done < count) & ~now.spiked  # noqa: E731
+        return lax.while_loop(more, lambda now: self.step(now, now.done), now)
 
     def step(self, now: WindowState, i: int | Int[Array, ""]) -> WindowState:
         """Return the window after minibatch i of the problem."""
-        hparams, x = self.state.hparams, self.entry(i)
+        hparams, x = self.state.hparams, self._entry(i)
         directions, unravel = directions_of(hparams)
         if isinstance(now.Z, Unstacked):
             directions = unstack(directions)
@@ -141,8 +138,11 @@ class Steps:
         """Return whether the next minibatch is the second of all."""
         return (self.state.window == 0) & (now.done == 1) & jnp.isfinite(now.highest)
 
-    def entry(self, i: int | Int[Array, ""]) -> PyTree:
-        """Return entry i of what the system goes over."""
+    def batch(self, i: int | Int[Array, ""]) -> PyTree:
+        """Return minibatch i of the problem."""
+        return self.problem.batches.batch(self._entry(i))
+
+    def _entry(self, i: int | Int[Array, ""]) -> PyTree:
         return jax.tree.map(lambda leaf: leaf[i], self.system.xs)
 
 

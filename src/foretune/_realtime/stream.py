@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._problem.batches import Minibatches
-from .._problem.checks import check_count, check_data, check_numbers, describe
+from .._problem.checks import check_count, check_data, check_numbers, describe, describe_tree
 from .state import differing, shapes_of
 
 END = object()  # of a stream
@@ -29,15 +29,14 @@ def windows(stream: Iterable[PyTree] | Minibatches, n: int) -> Iterator[PyTree]:
     [(2, 8, 3), (2, 8, 3), (1, 8, 3)]
     """
     check_count(n, f"windows(n={n})")
-    check_stream(stream, "the stream of minibatches", minibatches=True)
+    if isinstance(stream, Minibatches):
+        firsts = range(0, stream.steps, n)
+        return (stream.at(stream.indices[first : first + n]) for first in firsts)
+    check_stream(stream, "the stream of minibatches")
     return _windows(stream, n)
 
 
-def _windows(stream: Iterable[PyTree] | Minibatches, n: int) -> Iterator[PyTree]:
-    if isinstance(stream, Minibatches):
-        for first in range(0, stream.steps, n):
-            yield stream.at(stream.indices[first : first + n])
-        return
+def _windows(stream: Iterable[PyTree], n: int) -> Iterator[PyTree]:
     count, expected, batches = 0, None, []
     for batch in stream:
         if expected is None:
@@ -69,7 +68,7 @@ def _stack(*leaves: Array | np.ndarray) -> Array | np.ndarray:
     return jnp.stack(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
 
 
-def check_stream(stream: object, name: str, *, minibatches: bool = False) -> None:
+def check_stream(stream: object, name: str) -> None:
     """Raise where a stream is one batch, or nothing that can be iterated over."""
     one = hasattr(stream, "shape")
     if isinstance(stream, tuple | dict | list):
@@ -80,12 +79,9 @@ def check_stream(stream: object, name: str, *, minibatches: bool = False) -> Non
     if one:
         raise TypeError(
             f"{name} must be an iterable of batches, but it looks like one batch, of\n"
-            + "\n".join(f"  {path}: {leaf}" for path, leaf in shapes_of(stream, "batch").items())
-            + "\nGive a list of batches, or `itertools.repeat(batch)`."
+            f"{describe_tree(stream, 'batch')}\nGive a list of them, or `itertools.repeat(batch)`."
         )
-    if isinstance(stream, str | bytes) or not (
-        isinstance(stream, Iterable) or (minibatches and isinstance(stream, Minibatches))
-    ):
+    if isinstance(stream, str | bytes) or not isinstance(stream, Iterable):
         raise TypeError(f"{name} must be an iterable of batches, got {describe(stream)}.")
 
 

@@ -5,7 +5,7 @@ It is `RealTime` with its window spread over calls, one for each minibatch.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -23,7 +23,7 @@ from .._problem.problem import validated
 from .._problem.system import make_system
 from .._problem.training import Training, TrainState
 from .constants import check_loss_and_error, constraints_of, initial_constants
-from .dropped import Dropped, names_of, tell
+from .faults import Dropped, names_of, tell
 from .outcome import finish
 from .state import RealTimeState, check_not_donated, check_state
 from .steps import Steps, WindowState, begin
@@ -31,7 +31,7 @@ from .tuner import RealTime
 
 
 class TunedState(NamedTuple):
-    """Where a tuned training is: `params`, `hparams` and the `log` of their last update.
+    """Where a tuned training is: `params`, `model_state`, `hparams`, the `log` of the last update.
 
     Its leaves are arrays, so that it can pass through `jax.jit`, whatever the parameters hold.
     """
@@ -43,17 +43,14 @@ class TunedState(NamedTuple):
 
     @property
     def params(self) -> PyTree:
-        """The current parameters."""
         return self._train().params
 
     @property
     def model_state(self) -> PyTree:
-        """The current model state, with `has_state`."""
         return self._train().model_state
 
     @property
     def hparams(self) -> PyTree:
-        """The current hyperparameters, by name."""
         return self.anchor.hparams
 
     def begun(self) -> RealTimeState:
@@ -132,31 +129,24 @@ def tuned(
         return optimizer(**{name: h[name] for name in hparams})
 
     dynamics = Training(inner_loss, inner_optimizer, has_state=has_state, key=key)
-    sets = constraints_of(start, constraints or {})
-    tuner = RealTime(dynamics, objective, constraints=sets)
-    return Tuned(tuner, start, every, has_state, donate)
+    tuner = RealTime(dynamics, objective, constraints=constraints_of(start, constraints or {}))
+    return Tuned(tuner, start, every, donate)
 
 
 class Tuned:
     """An optimizer that tunes its own constants: `init` and `update`, which are pure functions."""
 
-    def __init__(
-        self, tuner: RealTime, start: dict[str, Array], every: int, has_state: bool, donate: bool
-    ):
-        self._tuner, self._start, self._every = tuner, start, every
-        self._has_state, self._donate = has_state, donate
-        self._calls = (
-            deque()
-        )  # that may still run on the device: what there is to say, and the data
-        self._checked = (
-            Recent()
-        )  # the names of leaves, by structures and shapes that passed the checks
+    def __init__(self, tuner: RealTime, start: dict[str, Array], every: int, donate: bool):
+        self._tuner, self._start, self._every, self._donate = tuner, start, every, donate
+        self._calls = deque()  # on the device still: what there is to say, and the data
+        self._checked = Recent()  # names of leaves, by structures and shapes that passed the checks
         # Not the window, whose old arrays are needed until a minibatch has proved no outlier.
         self._program = jax.jit(self._step, donate_argnums=(0,) if donate else ())
 
     def init(self, params: PyTree) -> TunedState:
         """Return the state before the first minibatch; `params` is a pair with `has_state`."""
-        if self._has_state and not (isinstance(params, tuple) and len(params) == 2):
+        paired = isinstance(params, tuple) and len(params) == 2
+        if cast(Training, self._tuner.settings.dynamics).has_state and not paired:
             raise TypeError(
                 f"tuned(has_state=True) needs `init((params, model_state))`, got {describe(params)}."
             )
@@ -185,31 +175,29 @@ class Tuned:
             )
         if self._donate:
             check_not_donated(state.anchor.window)
-        batch, validation, names = self._as_data(state, batch, validation)
-        after, value, dropped = self._program(state[:2], state[2:], batch, validation)
+        data, names = self._as_data(state, {"batch": batch, "validation": validation})
+        after, value, dropped = self._program(state[:2], state[2:], data)
         if isinstance(dropped.news, Tracer):
             tell(names, dropped)
             return after, value
         calls = self._calls
-        calls.append((names, dropped, {"batch": batch, "validation": validation}))
+        calls.append((names, dropped, data))
         while calls and (len(calls) > self._every or calls[0][1].news.is_ready()):
             _look(*calls.popleft())
         return after, value
 
     def _as_data(
-        self, state: TunedState, batch: PyTree, validation: PyTree
-    ) -> tuple[PyTree, PyTree, list[str]]:
+        self, state: TunedState, given: dict[str, PyTree]
+    ) -> tuple[dict[str, PyTree], list[str]]:
         """Return the data as arrays, and the leaves' names, after the checks that new shapes need."""
-        data = {"batch": batch, "validation": validation}
-        arrays = {name: jax.tree.map(_as_array, tree) for name, tree in data.items()}
-        leaves, structure = flatten(arrays)
+        data = jax.tree.map(_as_array, given)
+        leaves, structure = flatten(data)
         key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in leaves)
-        batch, validation = arrays["batch"], arrays["validation"]
         if key in self._checked:
-            return batch, validation, self._checked[key]
-        for name, tree in data.items():
+            return data, self._checked[key]
+        for name, tree in given.items():
             check_data(tree, name)
-            check_numbers(arrays[name], name)
+            check_numbers(data[name], name)
         if set(state.hparams) != set(self._start):
             raise ValueError(
                 f"this state is of another optimizer: it has {sorted(state.hparams)}, this one tunes "
@@ -217,9 +205,9 @@ class Tuned:
             )
         anchor, settings = state.begun(), self._tuner.settings
         check_state(settings, anchor)
-        validated(settings.problem(anchor.train, _window_of(batch), validation), state.hparams)
+        validated(settings.problem(anchor.train, *_window_of(data)), state.hparams)
         names = self._checked[key] = names_of(anchor.train)
-        return batch, validation, names
+        return data, names
 
     def _begun(self, state: RealTimeState) -> tuple[RealTimeState, WindowState]:
         """Return the arrays of a state without its Z, and the window that begins there."""
@@ -227,14 +215,13 @@ class Tuned:
         return anchor, begin(self._tuner.settings, state)
 
     def _step(
-        self, first: tuple, others: tuple, batch: PyTree, validation: PyTree
+        self, first: tuple, others: tuple, data: dict[str, PyTree]
     ) -> tuple[TunedState, Float[Array, ""], Dropped]:
         """Return the state after a minibatch, its loss, and what there is to say of its window."""
         state, settings = TunedState(*first, *others), self._tuner.settings
         anchor = state.begun()
-        problem = settings.problem(anchor.train, _window_of(batch), validation)
-        system = make_system(problem, anchor.hparams)
-        steps = Steps(settings, problem, system, anchor)
+        problem = settings.problem(anchor.train, *_window_of(data))
+        steps = Steps(settings, problem, make_system(problem, anchor.hparams), anchor)
         now = steps.step(state.window, 0)
         assert now.loss is not None  # a training has one
 
@@ -265,9 +252,9 @@ def _look(names: list[str], dropped: Dropped, data: dict[str, PyTree]) -> None:
         tell(names, dropped, f" (here {fault[0]})" if fault else "")
 
 
-def _window_of(batch: PyTree) -> PyTree:
-    """Return the window of one minibatch."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch)
+def _window_of(data: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
+    """Return the window of one minibatch, and the validation data."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], data["batch"]), data["validation"]
 
 
 def _as_array(leaf: object) -> Array | np.ndarray:

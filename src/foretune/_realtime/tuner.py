@@ -4,14 +4,14 @@ After every window (hyper-batch) of Delta minibatches, the partial hypergradient
 
     grad f_t = grad E(s_t) Z_t + dE/dlambda,    Z_t = A_t Z_{t-1} + B_t,
 
-moves the hyperparameters, and the training continues with the new ones from where it is. The partial
-hypergradient is that of a constant lambda: exact in the first window, an estimate after an update. So
-between windows Z is discounted, Z <- gamma Z, and forgets what earlier hyperparameters did over about
-1 / (1 - gamma) windows. The paper's method is gamma = 1.
+moves the hyperparameters, and the training continues from where it is. This is the hypergradient of a
+constant lambda: exact in the first window, an estimate after an update. So between windows Z is
+discounted, Z <- gamma Z, and forgets earlier hyperparameters over about 1 / (1 - gamma) windows. The
+paper's method is gamma = 1.
 
 A window in which training diverges is rolled back: the training state returns to where the window
-began, Z to 0, and the hyperparameters back off in the direction that the derivative of the loss says.
-A single minibatch with a loss far above all before it is skipped.
+began, Z to 0, and the hyperparameters back off against the derivative of the loss. A single minibatch
+with a loss far above all before it is skipped.
 
 Time: about that of 1 + 2m training runs for m hyperparameters, however many updates. Memory: Z, m
 states, and one more state to return to, whatever the number of steps.
@@ -29,13 +29,12 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._constraints.base import check_constraints, feasible
+from .._constraints.base import feasible
 from .._engines.products import pushforward
 from .._outer.callbacks import Callback
 from .._outer.checks import check_callbacks, check_evaluate, check_functions, check_optimizer
 from .._outer.drive import Metrics, Score, drive
 from .._outer.run import Result, Run
-from .._outer.update import Outer
 from .._problem.arguments import copied
 from .._problem.batches import FullBatch, Minibatches
 from .._problem.checks import (
@@ -49,8 +48,7 @@ from .._problem.equality import reused
 from .._problem.problem import Problem
 from .._problem.system import make_system
 from .._problem.validation import noting
-from .dropped import warn_of_dropped
-from .nonfinite import check_start, fault
+from .faults import check_start, fault, warn_of_dropped
 from .program import UpdateProgram, is_traced
 from .relative_adam import relative_adam
 from .run import RECORD, Tuning, fingerprint
@@ -73,11 +71,11 @@ class RealTime:
             `Box(0.0, 0.999)`.
         discount: gamma in (0, 1], the share of Z that a window takes over from the one before. With 1
             the hypergradient is exact as long as the hyperparameters stay as they are.
-        rollback: roll back a window that takes the validation error to more than this many times what
-            it was before, or in which the training loss spikes: a quarter above the highest that a
-            window has begun with, and above what it was on the same minibatch before the window. A
-            single minibatch whose loss is over ten times that highest, also before the window, is
-            skipped. None: neither; a loss that is not finite is then an error.
+        rollback: roll back a window after which the validation error is more than this many times what
+            it was, or in which the training loss spikes: a quarter above the highest that a window has
+            begun with, and above that of the same minibatch before the window. A single minibatch whose
+            loss is over ten times that highest is skipped. None: neither; a loss that is not finite is
+            then an error.
         chunk: columns of Z in work at a time, where there are many hyperparameters.
         donate: reuse the memory of the state given to `update`, which is then deleted; `run` always
             does so with its own states.
@@ -119,18 +117,14 @@ class RealTime:
             check_count(chunk, f"RealTime(chunk={chunk!r})")
         if mesh is not None:
             check_mesh(mesh, "RealTime(mesh=...)")
-        settings = TunerSettings(
-            problem.dynamics,
-            problem.objective,
-            reused(DEFAULT_OPTIMIZER if optimizer is None else optimizer),
-            dict(constraints) if isinstance(constraints, Mapping) else constraints,
-            float(discount),
-            None if rollback is None else float(rollback),
-            chunk,
-            mesh,
+        chosen = reused(DEFAULT_OPTIMIZER if optimizer is None else optimizer)
+        constraints = dict(constraints) if isinstance(constraints, Mapping) else constraints
+        rollback = None if rollback is None else float(rollback)
+        functions = problem.dynamics, problem.objective, chosen
+        self.settings = TunerSettings(
+            *functions, constraints, float(discount), rollback, chunk, mesh
         )
-        self.settings, self.donate = settings, donate
-        self._program = UpdateProgram(settings)
+        self.donate, self._program = donate, UpdateProgram(self.settings)
 
     @classmethod
     def paper(
@@ -154,10 +148,9 @@ class RealTime:
         `params` are the initial parameters, which are copied, or a function of the hyperparameters.
         """
         settings, hparams = self.settings, check_hparams(hparams)
-        constraints = check_constraints(settings.constraints, hparams)
         if not is_traced(hparams):
             check_start((), hparams)
-            hparams = feasible(constraints, hparams)
+            hparams = feasible(settings.outer(hparams).constraints, hparams)
         problem = Problem(settings.dynamics, settings.objective, params, FullBatch(None, 1))
         with noting("init(params, hparams) of the dynamics", hparams=hparams):
             system = make_system(problem, hparams)
@@ -165,17 +158,8 @@ class RealTime:
         train, none, nothing = system.restore(s_0), jnp.zeros((), jnp.int32), jnp.full((), -jnp.inf)
         if not is_traced((train, hparams)):
             check_start(train, hparams)
-        state = RealTimeState(
-            train=train,
-            hparams=hparams,
-            Z=Z,
-            opt_state=Outer(settings.optimizer, constraints).init(hparams),
-            window=none,
-            first=nothing,
-            highest=nothing,
-            skipped_last=jnp.array(False),
-            dropped=none,
-        )
+        opt_state, no = settings.outer(hparams).init(hparams), jnp.array(False)
+        state = RealTimeState(train, hparams, Z, opt_state, none, nothing, nothing, no, none)
         state = copied(as_arrays(state))  # a weak type would compile a second time
         return state if settings.mesh is None else placed(state, settings.mesh)
 
@@ -192,16 +176,14 @@ class RealTime:
 
         Returns:
             The new state, and the log, a dict: `value` and `hypergradient` at the end of the window, at
-            the `hparams` it ran with (also of a window that is rolled back, where they need not be
-            finite), the norm of Z by hyperparameter `z_norm`, the mean training `loss` (None for a
-            dynamics that reports none), whether the window was `rolled_back`, how many of its
-            minibatches were `skipped`, and whether a derivative was `dropped`, with a warning: one that
-            is not finite while the training is counts as 0 (`nonfinite` has, for each leaf, the first
-            minibatch after which, or -1).
+            the `hparams` it ran with; the norm of Z by hyperparameter, `z_norm`; the mean training
+            `loss` (None for a dynamics without one); whether the window was `rolled_back`; how many
+            minibatches were `skipped`; whether a derivative was `dropped`, with a warning. One that is
+            not finite counts as 0: `nonfinite` has the first minibatch after which, by leaf, or -1.
 
         Raises:
-            NonFiniteError: where something is not finite. Its attribute `state` is the state before the
-                window, to continue from (its Z begins at 0 again).
+            NonFiniteError: where something else is not finite. Its attribute `state` is the state
+                before the window, to continue from (its Z begins at 0 again).
         """
         new, log, failed = self._program(state, window, validation, self.donate)
         if not isinstance(failed, Tracer) and failed:
@@ -231,7 +213,7 @@ class RealTime:
         evaluate: Metrics | None = None,
         score: Score | None = None,
     ) -> Result:
-        """Tune over a stream of minibatches, until it ends.
+        """Tune over a stream of minibatches, until it ends, or for a number of windows.
 
         Args:
             train_stream: any iterable of minibatches of one shape, of any length, or `Minibatches`.
@@ -243,17 +225,14 @@ class RealTime:
             steps: the number of windows; until the stream ends by default.
             window: the number of minibatches in a window.
             callbacks: as in `minimize`; a run that resumes reads the streams again up to there.
-            stop: stopping rules, as in `minimize`.
+            stop: stopping rules, as in `minimize`, and so is `score`.
             evaluate: `evaluate(state.train, hparams) -> dict` of further scalars, after each window.
-            score: what `best` is lowest in, as a function of a record; by default its `value`.
+            score: what `best` is lowest in.
 
-        Returns:
-            A `Result`; its `state` is the tuner's, with the trained weights in `state.train`. `history`
-            has a record for each window: `step` (from 1), `gradient_norm`, what `evaluate` adds, and
-            of the log of `update` all but `hypergradient` and `nonfinite`.
-
-        Ctrl-C, or SIGTERM, ends the run after the current window. `NonFiniteError` has the `run` until
-        then and the `state` before the window.
+        The result's `state` is the tuner's, with the trained weights in `state.train`. `history` has a
+        record for each window: `step` (from 1), `gradient_norm`, what `evaluate` adds, and of the log
+        of `update` all but `hypergradient` and `nonfinite`. Ctrl-C, or SIGTERM, ends the run after the
+        current window.
 
         >>> import foretune as ft, itertools, jax.numpy as jnp, numpy as np, optax
         >>> tuner = ft.RealTime(

@@ -1,8 +1,4 @@
-"""What a command says: errors in plain words, a finished run's tables, where its page is.
-
-Lines go to standard error at once, for a log. There is a progress bar on a terminal, and `Lines`
-elsewhere.
-"""
+"""What a command says: errors in plain words, a finished run's tables, where its page is."""
 
 import contextlib
 import signal
@@ -40,19 +36,28 @@ def command_line(about: str) -> typer.Typer:
 @contextlib.contextmanager
 def plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
     """Say what is wrong in a sentence and exit with 1; after Ctrl-C with 130, after SIGTERM 143."""
-    show = warnings.showwarning
+    show, status = warnings.showwarning, 130
     warnings.showwarning = lambda message, *_, **__: say(f"foretune: note: {message}")
-    termination = _Termination()
+
+    def terminate(number: int, frame: FrameType | None) -> None:  # does what Ctrl-C does then
+        nonlocal status
+        status = 143
+        interrupt = signal.getsignal(signal.SIGINT)  # a descent's own, which ends it after a step
+        if not callable(interrupt):  # a job in the background may have Ctrl-C ignored
+            raise KeyboardInterrupt
+        interrupt(signal.SIGINT, frame)
+
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, terminate) if main else None
     try:
-        with termination:
-            yield
+        yield
     except KeyboardInterrupt:
         if resume is not None and resume.exists():
             say(
                 f"foretune: interrupted. What there is lies in {resume}; the same command continues "
                 "from there."
             )
-        raise typer.Exit(143 if termination.asked else 130) from None
+        raise typer.Exit(status) from None
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
         if debug:
             raise
@@ -66,28 +71,8 @@ def plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
         raise typer.Exit(1) from None
     finally:
         warnings.showwarning = show
-
-
-class _Termination:
-    """Lets SIGTERM do what Ctrl-C does at that moment, and remembers that it was the one."""
-
-    asked = False
-
-    def __enter__(self) -> None:
-        self._before = None
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._ask)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        interrupt = signal.getsignal(signal.SIGINT)  # a descent's own, which ends it after a step
-        if not callable(interrupt):  # a job in the background may have Ctrl-C ignored
-            raise KeyboardInterrupt
-        interrupt(signal.SIGINT, frame)
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def say(line: str) -> None:
@@ -102,11 +87,9 @@ class Lines(Callback):
         self.what = what
 
     def start(self, run: Run) -> None:
-        """Start the clock."""
         self._began, self._tenth = time.monotonic(), -1
 
     def step(self, run: Run) -> None:
-        """Say how far the run is, when another tenth is done."""
         tenth = 10 * run.step // (run.steps or 1)
         if tenth > self._tenth and not sys.stdout.isatty():
             self._tenth = tenth
@@ -114,8 +97,7 @@ class Lines(Callback):
             say(f"  {run.step:,} of {run.steps or 0:,} {self.what}, {seconds:.0f} s")
 
 
-def _text(value: object) -> Text:
-    """The user's words: as `Text` they are shown, not read as markup."""
+def _text(value: object) -> Text:  # which is not read as markup
     text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
     return Text(shown(text))
 

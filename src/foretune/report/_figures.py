@@ -59,28 +59,30 @@ def curves(
         xlabel: what is along the horizontal axis of panels that have no "xlabel" of their own.
         scale: sets other scales of the axes; points are then marked.
     """
-    drawn = [[_line(line) for line in panel["lines"]] for panel in panels]
     labels = [[_label(line["label"]) for line in panel["lines"]] for panel in panels]
     shared = all(names == labels[0] for names in labels)
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
 
     def draw(figure: Figure) -> None:
-        for i, (panel, lines) in enumerate(zip(panels, drawn, strict=True)):
+        for i, panel in enumerate(panels):
             axes = figure.add_subplot(rows, columns, i + 1)
             along = panel.get("xlabel", xlabel)
             axes.set(title=panel["title"], ylabel=panel["ylabel"], xlabel=along)
-            handles = []
-            for k, (x, y, band) in enumerate(lines):
+            handles, whole = [], True
+            for k, line in enumerate(panel["lines"]):
+                x, y = (np.asarray(line[name], float) for name in "xy")
+                y, whole = np.where(np.isfinite(y), y, np.nan), whole and np.all(x == np.round(x))
                 colour = _COLOURS[k % len(_COLOURS)]
                 dash = ("-", "--", ":", "-.")[k // len(_COLOURS) % 4]
                 dot = "o" if scale or np.isfinite(y).sum() == 1 else None
                 handles += axes.plot(x, y, dash, color=colour, lw=1.6, marker=dot, ms=4)
-                if band is not None:
-                    axes.fill_between(x, band[0], band[1], color=colour, alpha=0.18, lw=0)
+                if (band := line.get("band")) is not None:
+                    low, high = (np.asarray(edge, float) for edge in band)
+                    axes.fill_between(x, low, high, color=colour, alpha=0.18, lw=0)
             if scale is not None:
                 scale(axes)
-            elif all(np.array_equal(x, np.round(x)) for x, _, _ in lines):
+            elif whole:
                 axes.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore
             # Beside the lines a legend would hide some of them sooner or later: it goes below.
             if not shared:
@@ -103,8 +105,7 @@ def histogram(path: Path, groups: Mapping[str, ArrayLike], *, xlabel: str, bins:
 
     values = [np.asarray(group, float).ravel() for group in groups.values()]
     finite = [x[np.isfinite(x)] for x in values]
-    edges = np.histogram_bin_edges(np.concatenate(finite), bins)
-    counts = np.histogram(np.concatenate(finite), edges)[0]
+    counts, edges = np.histogram(np.concatenate(finite), bins)
     log = bool(counts.max() > 100 * counts[counts > 0].min())
 
     def draw(figure: Figure) -> None:
@@ -152,17 +153,7 @@ def picture(path: Path, pixels: ArrayLike) -> Path:
     file = io.BytesIO()
     metadata: Any = {"Software": None}  # a version there would change the bytes
     imsave(file, x.repeat(factor, 0).repeat(factor, 1), format="png", metadata=metadata)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, file.getvalue())
-    return path
-
-
-def _line(line: Curve) -> tuple[np.ndarray, np.ndarray, list[np.ndarray] | None]:
-    """The x, y and band of a line, with NaN for a y that is not finite."""
-    x, y = (np.asarray(line[name], float) for name in "xy")
-    band = line.get("band")
-    band = None if band is None else [np.asarray(edge, float) for edge in band]
-    return x, np.where(np.isfinite(y), y, np.nan), band
+    return _written(path, file.getvalue())
 
 
 def _label(text: object) -> str:
@@ -190,7 +181,11 @@ def save_svg(path: Path, size: tuple[float, float], draw: Callable[[Figure], obj
         draw(drawn)
         drawn.savefig(file, format="svg", metadata=no_metadata)
     svg = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", file.getvalue())
-    svg = _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", svg)  # a browser would refuse the whole image
+    # A browser would refuse the whole image for one character.
+    return _written(path, _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", svg))
+
+
+def _written(path: Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, svg)
+    write_whole(path, content)
     return path

@@ -25,12 +25,14 @@ from .._files.files import RunError, locked, write_whole
 from ._console import say
 from ._page import Json, parsed, signed
 
+VERSIONS = ("foretune", "jax", "jaxlib", "optax", "equinox", "numpy", "scikit-learn")
+
 
 class RunFolder:
     """Opens a run's folder, new or to be resumed, and keeps other processes out until it is closed.
 
     A folder with a run of the same settings is resumed; other settings, or `files` that have changed,
-    are refused, so that two runs never mix. That the run is finished is said.
+    are refused, so that two runs never mix. A note says where the run is finished.
     """
 
     def __init__(
@@ -39,58 +41,54 @@ class RunFolder:
         self.path = Path(path)
         digests = {name: digest(Path(name).read_bytes())[:16] for name in files}
         settings = {**settings, "digests": digests} if digests else settings
-        config = {
-            "kind": kind,
-            "title": title,
-            "command": command(),
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "device": device(),
-            "versions": versions(),
-            "settings": json.loads(json.dumps(settings)),
-        }
         if self.path.is_dir() and not (self.path / "config.json").exists():
             # A run that was killed before it had written its settings may leave some files.
-            names = [p.name for p in self.path.iterdir()]
+            names = sorted(p.name for p in self.path.iterdir())
             foreign = [n for n in names if n != ".lock" and not n.startswith(".config.json.")]
             if foreign:
                 raise RunError(
-                    f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): "
-                    "give a new folder."
+                    f"{self.path} holds other files ({', '.join(foreign[:3])}): give a new folder."
                 )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{self.path} cannot be made: {error.strerror}.") from error
-        self._lock = contextlib.ExitStack()
-        self._lock.enter_context(locked(self.path, reentrant=True))
-        try:
-            self._open(config)
-        except BaseException:
-            self.close()
-            raise
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(locked(self.path, reentrant=True))
+            self._open(kind, title, json.loads(json.dumps(settings)))
+            self._lock = stack.pop_all()
 
-    def _open(self, config: Json) -> None:
+    def _open(self, kind: str, title: str, settings: Json) -> None:
         """Write the settings, or compare them with those that are there."""
         old = self.read("config.json")
         if old is None:
-            self.write("config.json", config)
-            old = config
-        if not isinstance(old, dict) or not isinstance(old.get("settings", {}), dict):
+            installed = {name: importlib.metadata.version(name) for name in VERSIONS}
+            old = {
+                "kind": kind,
+                "title": title,
+                "command": command(),
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "device": device(),
+                "versions": {"python": platform.python_version(), **installed},
+                "settings": settings,
+            }
+            self.write("config.json", old)
+        theirs = old.get("settings", {}) if isinstance(old, dict) else None
+        if not isinstance(theirs, dict):
             raise self._damaged("config.json", "it holds no settings")
-        if (old.get("kind"), old.get("settings")) != (config["kind"], config["settings"]):
-            theirs, ours = old.get("settings") or {}, config["settings"]
-            was, now = (s.get("digests") or {} for s in (theirs, ours))
+        if (old.get("kind"), theirs) != (kind, settings):
+            was, now = (s.get("digests") or {} for s in (theirs, settings))
             changed = [n for n in now if isinstance(was, dict) and was.get(n, now[n]) != now[n]]
             if changed:
                 raise RunError(
                     f"{self.path} holds a run of other data: {' and '.join(changed)} changed since. "
                     "Give another --out."
                 )
-            odd = [k for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)]
-            shown = "; ".join(f"{k}: {theirs.get(k)!r} there, {ours.get(k)!r} now" for k in odd[:4])
+            names = [n for n in {**theirs, **settings} if theirs.get(n) != settings.get(n)][:4]
+            pairs = [f"{n}: {theirs.get(n)!r} there, {settings.get(n)!r} now" for n in names]
             raise RunError(
-                f"{self.path} holds a run with other settings ({shown or old.get('kind')}). Give it "
-                "again with those settings to resume it, or another --out."
+                f"{self.path} holds a run with other settings ({'; '.join(pairs) or old.get('kind')}). "
+                "Give it again with those settings to resume it, or another --out."
             )
         self.figures.mkdir(exist_ok=True)
         if (self.path / "result.json").is_file():
@@ -139,7 +137,7 @@ class RunFolder:
             raise self._damaged(name, " ".join(str(error).split())) from error
 
     def _damaged(self, name: str, why: str) -> RunError:
-        """What to say of a file that cannot be used: nothing that would cost what the run has done."""
+        """Return the error for a file that cannot be used; its advice loses no work."""
         advice = "Remove it, and the same command makes it again from what else is there."
         if name == "config.json":
             advice = (
@@ -166,10 +164,3 @@ def device() -> str:
 
     kind = jax.devices()[0].device_kind
     return f"{kind}, {os.cpu_count()} cores, {platform.machine()}" if kind == "cpu" else kind
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that matter."""
-    names = ("foretune", "jax", "jaxlib", "optax", "equinox", "numpy", "scikit-learn")
-    found = {name: importlib.metadata.version(name) for name in names}
-    return {"python": platform.python_version(), **found}
