@@ -85,7 +85,10 @@ class FixedObjective(eqx.Module):
     hparams: FixedHparams
 
     def __call__(self, state: PyTree, weights: PyTree, validation: PyTree) -> Float[Array, ""]:
-        return self.objective(state, self.hparams(weights), validation)
+        value = self.objective(state, self.hparams(weights), validation)
+        if getattr(value, "shape", None) != ():
+            raise ValueError(f"the error of a query is one scalar, not {describe(value)}.")
+        return value
 
 
 class FixedDynamics(Wrapper):

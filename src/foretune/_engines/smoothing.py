@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
@@ -96,6 +97,8 @@ class Sampling(NamedTuple):
 
 def _seed(key: Any) -> tuple[int, int]:
     """Return a random key, or a number for one, as constants of a program."""
+    if isinstance(key, Tracer):
+        raise TypeError("the key of the points is a constant: give it from outside of `jax.jit`.")
     with jax.ensure_compile_time_eval():  # inside `jit` too
         if isinstance(key, int | np.integer) and not isinstance(key, bool):
             key = jax.random.key(int(key))
