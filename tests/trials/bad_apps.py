@@ -73,7 +73,7 @@ ROWS = [
     ("LabelCleaner: an estimator of None", lambda: cleaned(estimator=None), ValueError, "estimator=None"),
     ("LabelCleaner: a model of one function", lambda: cleaned(estimator=(np.sum,)), ValueError, "estimator=("),
     ("LabelCleaner: a model of numbers", lambda: cleaned(estimator=(1, 2)), ValueError, "estimator=(1, 2)"),
-    ("LabelCleaner: a class without checked rows", lambda: cleaned(X, Y, X[Y < 2], Y[Y < 2]), UserWarning, "no trusted example of 2"),
+    ("LabelCleaner: a class without checked rows", lambda: cleaned(X, Y, X[Y < 2], Y[Y < 2]), UserWarning, "no verified row of 2"),
     ("LabelCleaner: sparse rows with NaN", lambda: cleaned(sparse.csr_matrix(holed(X))), ValueError, "NaN"),
     ("clean_labels: a class twice", lambda: judged(classes=[0, 1, 1]), ValueError, "classes names a class twice"),
     ("clean_labels: no classes", lambda: judged(classes=[]), ValueError, "classes have shape (0,)"),
