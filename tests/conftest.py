@@ -36,6 +36,9 @@ if jax.__version_info__ < (0, 11):
         ]
     )
 
+# Threads of scikit-learn's trees in several workers wait for one another, six times the work itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 PROGRAMS, PROGRAMS_BYTES = ROOT / ".pytest_cache/programs", 2 * 2**30
 _tests_run = itertools.count(1)
 

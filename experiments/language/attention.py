@@ -38,6 +38,8 @@ def attention(
     >>> chunked.shape, bool(jnp.allclose(whole, chunked, atol=1e-5))
     ((2, 50, 4, 8), True)
     """
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (q, k, v)):
+        raise TypeError("q, k and v must be floating-point.")
     length = q.shape[-3]
     assert q.shape[-2:] == k.shape[-2:], "repeat shared keys and values with `jnp.repeat`"
     assert length == k.shape[-3] or not causal

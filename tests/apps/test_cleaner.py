@@ -1,10 +1,13 @@
 """LabelCleaner: it finds wrong labels, on any kind of input, and says what is wrong with others."""
 
+import types
+
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import sparse
 from sklearn.datasets import load_breast_cancer, load_digits, make_blobs
+from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import GaussianNB
@@ -249,3 +252,12 @@ def test_no_class_is_lost_by_its_suspects():
 @parametrize_with_checks([LabelCleaner(LogisticRegression(), random_state=0, progress=False)])
 def test_scikit_learn_conventions(estimator, check):
     check(estimator)
+
+
+def test_classes_of_few_rows():
+    """Boosted trees leave rare classes out, but not where all are rare."""
+    x, y = np.arange(12.0)[:, None], np.arange(12) % 3
+    rows = types.SimpleNamespace(plain=x)
+    training = _ensemble.Training(rows, y, y, 3, 0, True)
+    member = _ensemble.Member(HistGradientBoostingClassifier(max_iter=1), "plain")
+    assert list(training.trained(member, np.arange(12)).classes_) == [0, 1, 2]

@@ -58,6 +58,13 @@ def test_low_precision_inputs_have_scores_in_float32():
     np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.02)
 
 
+@pytest.mark.parametrize(("which", "kind"), [(2, int), (2, bool), (0, complex)])
+def test_what_is_not_real_is_refused(which, kind):
+    qkv = [leaf.astype(kind) if i == which else leaf for i, leaf in enumerate(arrays())]
+    with pytest.raises(TypeError, match="must be floating-point"):
+        attention(*qkv)
+
+
 @pytest.mark.second_tier
 def test_memory_grows_with_the_length_not_its_square():
     def temporary(length, f):

@@ -9,7 +9,7 @@ import numpy as np
 import foretune as ft
 
 from ..problems import squared_error
-from .given import INF, KEY, NAN, USUAL, data, file, hparams, problem
+from .given import INF, KEY, NAN, USUAL, data, file, folder, hparams, problem
 
 X, Y = data()
 
@@ -18,6 +18,12 @@ def attributed(queries=USUAL, hparams_=USUAL, given=None, **options):
     queries = (X[:2], Y[:2]) if queries is USUAL else queries
     chosen = hparams() if hparams_ is USUAL else hparams_
     return ft.attribute(given or problem(), chosen, queries, **options)
+
+
+def loaded(scores, share=1.0):
+    path = folder() / "a.npz"
+    ft.Attribution(scores, np.zeros(2), share).save(path)
+    return ft.Attribution.load(path)
 
 
 ROWS = [
@@ -31,6 +37,10 @@ ROWS = [
     ("queries of other columns", lambda: attributed((X[:, :2], Y)), ValueError, "like the validation data"),
     ("queries of other lengths", lambda: attributed((X, Y[:2])), ValueError, "differ"),
     ("queries of functions of one", lambda: attributed([lambda state: 0.0]), TypeError, "objective(state, hparams, validation)"),
+    ("a query whose error is a vector", lambda: attributed([lambda s, h, v: s.params["w"]]), ValueError, "one scalar, not float32[3]", "objective(state"),
+    ("a second query whose error is a vector", lambda: attributed([squared_error, lambda s, h, v: s.params["w"]]), ValueError, "one scalar, not float32[3]"),
+    ("a problem whose error is a vector", lambda: attributed(given=problem(objective=lambda s, h, b: s.params["w"])), ValueError, "one scalar, not float32[3]"),
+    ("hparams without what the optimizer needs", lambda: attributed(USUAL, {}), ValueError, "there is no 'lr'", "init(params, hparams)"),
     ("a rate of NaN", lambda: attributed(USUAL, hparams(lr=NAN)), ft.NonFiniteError, "hparams['lr'] itself is not finite"),
     ("an infinite rate", lambda: attributed(USUAL, hparams(lr=INF)), ft.NonFiniteError, "hparams['lr'] itself is not finite"),
     ("hparams None", lambda: attributed(USUAL, None), TypeError, "hparams is None", "`{}`"),
@@ -57,6 +67,15 @@ ROWS = [
     ("NaN in a query", lambda: attributed((X[:2] * NAN, Y[:2])), ft.NonFiniteError, "query 0"),
     ("change of a row that is none", lambda: attributed().change([20]), ValueError, "20"),
     ("change of a row from the end", lambda: attributed().change([-1]), ValueError, "-1"),
+    ("change of all, said as True", lambda: attributed().change(True), ValueError, "change(True)", "a mask of all 20"),
+    ("change by a mask too short", lambda: attributed().change([True]), ValueError, "change([True])", "a mask of all 20"),
+    ("change by a mask of two axes", lambda: attributed().change(np.ones((1, 20), bool)), ValueError, "a mask of all 20"),
     ("change of a row twice", lambda: attributed().change([1, 1]), ValueError, "left out once"),
+    ("a saved one of text", lambda: loaded(np.full((2, 3), "a")), ValueError, "a.npz is no attribution", "<U1[2,3]"),
+    ("a saved one of integers", lambda: loaded(np.zeros((2, 3), int)), ValueError, "a.npz is no attribution", "int64[2,3]"),
+    ("a saved one of a single axis", lambda: loaded(np.zeros(2)), ValueError, "a.npz is no attribution", "float64[2]"),
+    ("a saved one of other errors", lambda: loaded(np.zeros((3, 3))), ValueError, "a.npz is no attribution", "float64[3,3]"),
+    ("a saved one of a share of 7", lambda: loaded(np.zeros((2, 3)), 7.0), ValueError, "a.npz is no attribution", "share 7.0"),
+    ("a saved one of a share of NaN", lambda: loaded(np.zeros((2, 3)), NAN), ValueError, "a.npz is no attribution", "share nan"),
     ("a saved one that is none", lambda: ft.Attribution.load(file("a.npz", "x")), ValueError, "a.npz"),
 ]

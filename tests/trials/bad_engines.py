@@ -117,7 +117,7 @@ ROWS = [
     ("Smoothed: a radius of NaN", lambda: ft.Smoothed(radius=NAN), ValueError, "radius=nan"),
     ("Smoothed: one sample", lambda: ft.Smoothed(samples=1), ValueError, "two samples"),
     ("Evolution: a radius of 0", lambda: ft.Evolution(0.0), ValueError, "radius=0.0"),
-    ("Evolution: a key of text", lambda: ft.Evolution(key="a"), TypeError, "Evolution(key=...)"),
+    ("Evolution: a key of text", lambda: ft.Evolution(key="a"), TypeError, "Evolution(key=...)", "the str 'a'"),
     ("trust: a draw without a key", lambda: ft.trust(drawn, hparams()), TypeError, "give the key too"),
     ("trust: a draw of nothing", lambda: trusted(lambda key: None), TypeError, "draw(key) returned None"),
     ("trust: a draw of two", lambda: trusted(lambda key: (problem(), hparams())), TypeError, "draw(key) returned a tuple"),

@@ -161,6 +161,7 @@ ROWS = [
     ("half a step", lambda: ft.FullBatch(X, 2.5), ValueError, "steps=2.5"),
     ("steps as text", lambda: ft.FullBatch(X, "3"), ValueError, "steps=3", "whole number"),
     ("a negative number of steps", lambda: ft.FullBatch(X, -1), ValueError, "steps=-1"),
+    ("2^31 steps", lambda: ft.FullBatch(X, 2**31), ValueError, "steps=2147483648", "2**31 - 1"),
     ("True steps", lambda: ft.FullBatch(X, True), ValueError, "steps=True"),
     ("no steps given", lambda: ft.FullBatch(X, None), ValueError, "steps=None"),
     ("a full batch of nothing", lambda: ft.FullBatch(np.zeros((0, 3)), 3), ValueError, "holds no number"),

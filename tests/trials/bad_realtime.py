@@ -160,6 +160,7 @@ ROWS = [
     ("a run that is rolled back all the time", lambda: ran([VALIDATION] * 24, hparams={"lr": 1e6}, params=jnp.zeros(()), callbacks=[]), RuntimeWarning, "windows were rolled back"),
     # tuned
     ("tuned every 0", lambda: tuned(every=0), ValueError, "every=0"),
+    ("tuned every 2^31", lambda: tuned(every=2**31), ValueError, "every=2147483648", "2**31 - 1"),
     ("tuned of an optimizer that is made", lambda: tuned(optax.sgd(0.1)), TypeError, "give `optax.sgd`"),
     ("tuned of text", lambda: tuned("sgd"), TypeError, "optimizer", "'sgd'"),
     ("tuned of nothing", lambda: ft.tuned(optax.sgd, lambda w, x: 0.0), ValueError, "nothing to tune"),

@@ -9,6 +9,7 @@ from .test_corruptions import NAMED, PLAIN
 from .test_kills import files_of, outcome
 
 JOBS = ("minimize", "real_time", "clean")
+WRITERS = (*JOBS, "attribute", "disk")
 OURS = {kind.__name__ for kind in (*NAMED, *PLAIN)}
 
 
@@ -45,7 +46,6 @@ def assert_all_is_well(wrong, count, what):
     ("job", "kind", "action"),
     [
         ("clean", "write", "SIGTERM"),
-        ("clean", "evaluation", "SIGTERM"),
         ("minimize", "write", "SIGINT"),
     ],
 )
@@ -84,7 +84,7 @@ def try_moments(server, job, folder, expected, moments, **options):
     return wrong
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", WRITERS)
 @pytest.mark.parametrize("action", ["full", "stays full"])
 def test_a_full_disk(server, enough, chosen, tmp_path, job, action):
     enough((job, action) == ("minimize", "stays full"))
@@ -94,7 +94,7 @@ def test_a_full_disk(server, enough, chosen, tmp_path, job, action):
     assert_all_is_well(wrong, len(moments), f"times {job} meets a disk that is full")
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", WRITERS)
 def test_files_that_may_not_grow(server, enough, chosen, tmp_path, job):
     """Where not Python writes, but the libraries below."""
     enough(job == "minimize")

@@ -9,7 +9,7 @@ from jaxtyping import ArrayLike, Float, Int
 
 from .._files.arrays import Damaged, load_arrays, save_arrays
 from .._files.files import as_path
-from .._problem.checks import check_count
+from .._problem.checks import check_count, describe
 
 
 class Attribution(NamedTuple):
@@ -41,13 +41,15 @@ class Attribution(NamedTuple):
     def change(self, left_out: ArrayLike | Sequence[int]) -> Float[np.ndarray, " K"]:
         """Return the predicted change of each error without some examples: their numbers, or a mask."""
         chosen, n = np.asarray(left_out), self.scores.shape[1]
+        fits = chosen.shape == (n,)  # a mask
         if chosen.dtype != bool:
-            numbers = chosen.ndim == 1 and np.issubdtype(chosen.dtype, np.integer) and chosen.size
-            if not numbers or chosen.min() < 0 or chosen.max() >= n:
-                wanted = f"give numbers of examples, from 0 to {n - 1}, or a mask"
-                raise ValueError(f"change({left_out!r:.60}): {wanted}.")
-            if len(np.unique(chosen)) < len(chosen):
-                raise ValueError(f"change({left_out!r:.60}): an example is left out once, or not.")
+            fits = chosen.ndim == 1 and np.issubdtype(chosen.dtype, np.integer) and chosen.size
+            fits = fits and chosen.min() >= 0 and chosen.max() < n
+        if not fits:
+            wanted = f"give numbers of examples, from 0 to {n - 1}, or a mask of all {n}"
+            raise ValueError(f"change({left_out!r:.60}): {wanted}.")
+        if chosen.dtype != bool and len(np.unique(chosen)) < len(chosen):
+            raise ValueError(f"change({left_out!r:.60}): an example is left out once, or not.")
         return -self.scores[:, chosen].sum(1)
 
     def save(self, path: str | Path) -> None:
@@ -62,8 +64,11 @@ class Attribution(NamedTuple):
         try:
             header, arrays = load_arrays(path)
             scores, errors, share = arrays["scores"], arrays["errors"], header["share"]
-            if scores.ndim != 2 or errors.shape != scores.shape[:1] or not isinstance(share, float):
-                raise ValueError(f"scores {scores.shape}, errors {errors.shape}")
+            fits = scores.ndim == 2 and errors.shape == scores.shape[:1]
+            fits = fits and all(np.issubdtype(x.dtype, np.floating) for x in (scores, errors))
+            if not fits or not isinstance(share, float) or not 0 < share <= 1:
+                given = f"scores {describe(scores)}, errors {describe(errors)}"
+                raise ValueError(f"{given}, share {share!r:.20}")
             return cls(scores, errors, share)
         except (Damaged, KeyError, ValueError) as error:
             why = f"{type(error).__name__}: {error!s:.100}"

@@ -108,7 +108,9 @@ def check_losses(
         raise ValueError(
             f"Minibatches' gather makes {B} examples of {problem.batches.indices.shape[1]} indices."
         )
-    state = problem.start(hparams)
+    call = "init(params, hparams) of the dynamics"
+    with noting(call, params=problem.init, hparams=hparams):
+        state = problem.start(hparams)
     what = "losses" if losses is not None else "the loss of a batch of one (give `losses=`)"
     with noting(what, batch=batch), jax.default_matmul_precision("highest"):
         L, M = _at(training, losses, state, hparams, batch)

@@ -62,8 +62,18 @@ class Queries(eqx.Module):
 
     def mean(self, state: PyTree, hparams: PyTree, validation: PyTree) -> Float[Array, ""]:
         """Return the mean error: an objective, whatever the validation data."""
-        hparams = self.at(hparams)
-        return jnp.mean(self.each(lambda objective, data: objective(state, hparams, data)))
+        return jnp.mean(
+            self.each(lambda objective, data: self.error(objective, state, hparams, data))
+        )
+
+    def error(
+        self, objective: Objective, state: PyTree, hparams: PyTree, validation: PyTree
+    ) -> Float[Array, ""]:
+        """Return the error of a query."""
+        value = objective(state, self.at(hparams), validation)
+        if getattr(value, "shape", None) != ():
+            raise ValueError(f"the error of a query is one scalar, not {describe(value)}.")
+        return value
 
 
 def as_queries(problem: Problem, queries: PyTree) -> Queries:

@@ -84,7 +84,7 @@ def ends(
 
     def end(objective, validation):
         def error(s, w):
-            return objective(system.restore(s), queries.at(w), validation)
+            return queries.error(objective, system.restore(s), w, validation)
 
         E, pull = eqx.filter_vjp(error, s_T, weights)
         return E, Adjoint(*pull(jnp.ones_like(E)))

@@ -129,6 +129,9 @@ class Encoder:
             ),
         ]
         self.wide = ColumnTransformer(wide, sparse_threshold=1.0).fit(X)
+        for name in self.text:
+            if self.wide.named_transformers_[f"text of {name}"][-1].words_ is None:
+                raise ValueError(f"column {name!r} as text: no two rows have a word in common.")
         self.narrow = ColumnTransformer(narrow, sparse_threshold=0.0).fit(X)
         self.categories = range(len(names["categories"]))
         spans = self.narrow.output_indices_

@@ -155,9 +155,8 @@ class Training(NamedTuple):
         labels = self.labels[rows]
         if isinstance(member.estimator, HistGradientBoostingClassifier) and member.view is not None:
             common = np.bincount(labels)[labels] >= COMMON
-            rows, labels = (
-                (rows[common], labels[common]) if np.ptp(labels[common]) else (rows, labels)
-            )
+            if len(np.unique(labels[common])) > 1:
+                rows, labels = rows[common], labels[common]
         model = cast(Classifier, clone(member.estimator))
         with warnings.catch_warnings():
             if member.view is not None:

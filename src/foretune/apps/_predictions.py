@@ -67,6 +67,8 @@ def clean_labels(
     if y.ndim != 1 or not len(y):
         raise ValueError(f"labels have shape {y.shape}: give one label for each row.")
     names = np.unique(y) if classes is None else plain_labels(classes, "classes")
+    if names.ndim != 1 or not len(names):
+        raise ValueError(f"classes have shape {names.shape}: give a list, a class for each column.")
     if len(np.unique(names)) < len(names):
         raise ValueError(f"classes names a class twice: {listed(names)}. Give each column its own.")
     if len(names) < 2:
