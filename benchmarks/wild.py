@@ -257,14 +257,18 @@ def cleanlab(cell: Cell, p: np.ndarray) -> dict[str, float]:
 
 
 def ours(cell: Cell) -> Any:
-    """Return a fitted `LabelCleaner`."""
+    """Return a fitted `LabelCleaner`, but for its final model, which is not scored."""
     from foretune.apps import LabelCleaner
+
+    class Judge(LabelCleaner):
+        def _without_suspects(self, inputs: object) -> Any:
+            return None
 
     verified = np.arange(len(cell.true))[cell.judged.stop :]
     checked = {"checked": verified, "checked_labels": cell.true[verified]} if cell.checked else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few verified rows may lack a class
-        cleaner = LabelCleaner(random_state=cell.seed, progress=False)
+        cleaner = Judge(random_state=cell.seed, progress=False)
         return cleaner.fit(cell.x, cell.given, **checked)
 
 
@@ -332,7 +336,8 @@ def judge(cell: Cell, cache: Path) -> list[dict]:
         ]
         path.write_text(json.dumps(mine))
         found += mine
-    print(*cell[:4], *(f"{row['average precision']:.3f}/{row['f1']:.3f}" for row in found))
+    shown = (f"{row['average precision']:.3f}/{row['f1']:.3f}" for row in found)
+    print(*cell[:4], *shown, flush=True)
     return [{**dict(zip(Cell._fields, cell[:4], strict=False)), **row} for row in found]
 
 
