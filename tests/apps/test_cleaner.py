@@ -13,7 +13,6 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from experiments.cleaning.noise import corrupt
 from foretune.apps import LabelCleaner, _ensemble
 from foretune.apps._columns import Encoder
-from foretune.apps._features import ColumnScale
 
 
 def f1(found, wrong):
@@ -129,13 +128,11 @@ def test_without_trusted_examples_it_goes_by_the_observed_ones(small):
     assert f1(small().fit(data.data, observed).suspects_, wrong) > 0.7
 
 
-def test_scales():
+def test_columns_of_comparable_range_share_one_scale():
     pixels = np.random.default_rng(0).integers(0, 256, (50, 10)).astype(float)
-    assert np.isscalar(ColumnScale().fit(pixels).divisor)
-    mixed = pixels * np.logspace(0, 5, 10)
-    scaled = ColumnScale().fit(mixed)
-    assert np.shape(scaled.divisor) == (10,)
-    assert (scaled.transform(mixed) ** 2).sum(1).mean() == pytest.approx(1)
+    assert np.ptp(Encoder().fit(pixels).wide.scale_) == 0
+    mixed = Encoder().fit(pixels * np.logspace(0, 5, 10)).transform(pixels * np.logspace(0, 5, 10))
+    np.testing.assert_allclose(mixed.wide.std(axis=0), 1)
 
 
 def test_the_kernels_predictions_without_a_row_are_those_of_a_fit_without_it():

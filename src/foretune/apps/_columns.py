@@ -3,9 +3,9 @@
 Two views of the same rows. `wide` is for linear models and kernels: numbers standardised (with the
 median where they are missing, and a column that marks it), an indicator for each category, the TF-IDF
 of free text. `narrow` is for trees: numbers as they are (missing ones below all others), categories as
-codes, the leading components of text. Of an array all columns are numbers. One with many columns and
-few entries that are not zero is taken for word counts: it is not centred, and `narrow` are its
-components.
+codes, the leading components of text. Of an array all columns are numbers; where they have comparable
+ranges, as pixels have, they share one scale. An array with many columns and few entries that are not
+zero is taken for word counts: it is not centred, and `narrow` are its components.
 
 A column of text of which each row has its own word is an identifier, and is left out with a warning. No
 label is used.
@@ -24,6 +24,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, OrdinalEncoder, StandardScaler
+
+from ._checks import listed
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -88,9 +90,11 @@ class Encoder:
         self.counts = X.shape[1] > WIDE and filled < MOST_FILLED * np.prod(X.shape)
         X = self._matrix(X)
         self.wide = StandardScaler(with_mean=not self.counts).fit(X)
-        if self.counts:  # one scale for all words
+        if self.counts:  # rows of mean squared length 1
             squares = X.multiply(X).sum() / X.shape[0]
             self.wide.scale_ = np.full(X.shape[1], np.sqrt(squares) or 1.0)
+        elif _comparable(X):
+            self.wide.scale_ = np.full(X.shape[1], np.sqrt(np.mean(X.var(axis=0))))
         self.narrow, self.sources = None, {str(i): [i] for i in range(X.shape[1])}
         if X.shape[1] > WIDE:
             self.sources = {}
@@ -104,6 +108,10 @@ class Encoder:
         return np.asarray(X.toarray() if sparse.issparse(X) else X, np.float64)
 
     def _fit_frame(self, X: DataFrame) -> None:
+        columns = list(getattr(X, "columns", ()))
+        unknown = [name for name in self.text if name not in columns]
+        if unknown:
+            raise ValueError(f"there is no column {unknown[0]!r}, only {listed(columns)}.")
         names = self.names = columns_by_kind(X, self.text)
         X = self._plain(X)
         numbers = [*names["numbers"], *names["dates"]]
@@ -221,6 +229,13 @@ class Components(TransformerMixin, BaseEstimator):
         if self.svd_ is not None:
             return self.svd_.transform(rows)
         return rows.toarray() if sparse.issparse(rows) else rows
+
+
+def _comparable(X: np.ndarray) -> bool:
+    """Return whether columns have one range, like pixels: the one that is always 0 counts least."""
+    spans = np.ptp(X, axis=0)
+    spans = spans[spans > 0]
+    return len(spans) > 0 and bool(np.quantile(spans, 0.25) >= spans.max() / 2)
 
 
 def row_order(X: Rows, labels: np.ndarray) -> np.ndarray:

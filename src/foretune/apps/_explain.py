@@ -12,17 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
+from scipy import sparse
+from sklearn.decomposition import PCA, TruncatedSVD
 
 from .. import Minibatches, Problem, Progress, Training, TrainState, attribute
 from .._attribution.attribution import Attribution
 from ..report import Lines, RunFolder, say, write_page
 from ._checks import positions
-from ._features import components
+from ._columns import Rows
 from ._shown import cell, columns_note, row_shown, write_csv
 from ._tables import DataError, Table, encoded, read_table, with_labels_alike
 
 BATCH, EPOCHS, LEAST = 100, 20, 100
 HIDDEN = 128
+WIDEST = 1000
+"""A model keeps this many principal components at most."""
 RATES = {"softmax": 0.3, "mlp": 0.03}
 MOMENTUM = 0.9
 SHOWN = 20
@@ -91,6 +95,25 @@ def run(out: str | Path, settings: ExplainSettings) -> Path:
     write_most(folder.path / "most.csv", shown)
     folder.write("result.json", described(folder, shown))
     return write_page(folder.path)
+
+
+def components(rows: Rows, others: Rows, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows, and others in the same way, in principal components, of mean squared length 1.
+
+    The rotation changes nothing for a linear model, but makes its curvature nearly diagonal.
+    """
+    squares = rows.multiply(rows) if sparse.issparse(rows) else rows * rows
+    length = np.sqrt(squares.sum() / rows.shape[0]) or 1.0
+    rank = min(WIDEST, *rows.shape)
+    if sparse.issparse(rows):
+        rotation = TruncatedSVD(max(min(rank, rows.shape[1] - 1), 1), random_state=seed)
+    else:  # exact, and fast for few columns
+        solver = "covariance_eigh" if rows.shape[1] <= 2000 else "auto"
+        rotation = PCA(rank, svd_solver=solver, random_state=seed)
+    with np.errstate(invalid="ignore", divide="ignore"):  # constant columns explain no variance
+        rotation.fit(rows / length)
+    first, second = (rotation.transform(x / length) for x in (rows, others))
+    return first.astype(np.float32), second.astype(np.float32)
 
 
 def trained(

@@ -13,7 +13,7 @@ from . import LabelCleaner
 from ._checks import positions
 from ._columns import is_frame
 from ._shown import cell, columns_note, row_shown, write_csv
-from ._tables import DataError, Table, check_columns, encoded, read_table, with_labels_alike
+from ._tables import DataError, Table, check_columns, read_table, with_labels_alike
 
 SHOWN = 24
 FEW_KINDS = 20
@@ -55,23 +55,20 @@ def run(out: str | Path, settings: Settings) -> Path:
     if settings.clean is not None:
         tables = [*with_labels_alike(table, read_table(settings.clean, *options))]
         files.append(settings.clean)
-    check_columns(tables, settings.text)
-    rows = encoded(tables, settings.text) if settings.text else [table.x for table in tables]
-    clean = (rows[1], tables[1].y) if len(tables) > 1 else (None, None)
-    cleaner = LabelCleaner(random_state=settings.seed)
+    check_columns(tables)
+    rows, labels = tables[0].x, tables[0].y
+    clean = (tables[1].x, tables[1].y) if len(tables) > 1 else (None, None)
+    cleaner = LabelCleaner(text=settings.text, random_state=settings.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fit says it again
-        cleaner.inputs(
-            *(rows[0], tables[0].y, clean),
-            (checked.get("checked"), checked.get("checked_labels")),
-        )
+        cleaner.inputs(rows, labels, clean, (checked.get("checked"), checked.get("checked_labels")))
     trusted = len(checked.get("checked", ())) + (len(tables[1].y) if len(tables) > 1 else 0)
     asked = settings._asdict() | {"rows": len(table.y), "trusted rows": trusted}
     title = f"Suspicious labels in {Path(settings.train).name}"
     folder = RunFolder(out, kind="clean", title=title, settings=asked, files=files)
     if folder.result is None:
-        cleaner.fit(rows[0], tables[0].y, *clean, **checked)
-        write_lists(folder, cleaner, whole._replace(y=tables[0].y))
+        cleaner.fit(rows, labels, *clean, **checked)
+        write_lists(folder, cleaner, whole._replace(y=labels))
         write_cleaned(folder, cleaner, whole, settings.relabel)
         result = summary(cleaner, tables[0], trusted)
         result |= {"figures": draw(folder, cleaner), "gallery": gallery(folder, cleaner, tables[0])}

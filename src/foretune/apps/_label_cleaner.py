@@ -1,6 +1,7 @@
 """`LabelCleaner`: which training labels are wrong, and what model do I get without them?"""
 
 import warnings
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +13,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _num_samples, check_is_fitted, column_or_1d, validate_data
 
 from ._checks import listed, plain_labels, positions, verified_rows
-from ._columns import Encoder, Rows, is_mixed, row_order, stack_rows
+from ._columns import Encoder, Rows, is_frame, is_mixed, row_order, stack_rows
 from ._ensemble import (
     FORESTS,
     Ensemble,
@@ -23,8 +24,8 @@ from ._ensemble import (
     members_of,
     own_classifier,
 )
-from ._found import FoundLabels
 from ._label_model import judge
+from ._predictions import FoundLabels
 
 LEAST_TRAINED = 2
 """Rows of each class that the final model is trained on, whatever is held of their labels."""
@@ -55,6 +56,8 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         are learnt. Your own classifier takes X as it is.
     folds : int, default=5
         An example is judged by models that were trained on the other folds.
+    text : list of str, default=()
+        Columns of a data frame that are free text, whatever they look like.
     progress : bool, default=True
         Show a progress bar when the output is a terminal.
     random_state : int, RandomState or None, default=None
@@ -118,11 +121,13 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         estimator: object = "ensemble",
         *,
         folds: object = 5,
+        text: Iterable[str] = (),
         progress: object = True,
         random_state: object = None,
     ):
         self.estimator = estimator
         self.folds = folds
+        self.text = text
         self.progress = progress
         self.random_state = random_state
 
@@ -219,7 +224,7 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         verified, true = verified_rows(*checked, n), np.full(n, -1)
         if len(verified):
             true[verified] = positions(checked[1], self.classes_, "checked_labels", "y")
-        encoder = None if self._own is not None else Encoder().fit(rows)
+        encoder = None if self._own is not None else Encoder(tuple(self.text)).fit(rows)
         if (clean[0] is None) != (clean[1] is None):
             raise ValueError("give X_clean and y_clean together, or neither.")
         if clean[0] is not None:
@@ -256,8 +261,9 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
     def _rows(self, X: Rows, where: str = "", reset: bool = False) -> Rows:
         """Return rows as what judges them takes them; with `reset` their columns are learnt."""
         if reset:
-            self._as_it_is = self._own is not None or is_mixed(X)
-            if is_mixed(X):
+            mixed = is_mixed(X) or bool(self.text)
+            self._as_it_is = self._own is not None or mixed
+            if mixed and is_frame(X):
                 self.feature_names_in_ = np.asarray(X.columns, object)
             shape = getattr(X, "shape", ())
             self.n_features_in_ = shape[1] if len(shape) > 1 else 0  # texts are one column of none
