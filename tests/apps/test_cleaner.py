@@ -223,13 +223,6 @@ def test_rows_of_X_that_were_verified(blobs):
         quick().fit(x, observed, checked=rows)
 
 
-def test_a_class_without_trusted_examples_is_noted(blobs):
-    x, observed, _, trusted_x, trusted = blobs
-    some = trusted < 2
-    with pytest.warns(UserWarning, match="no verified row of 2"):
-        quick().fit(x, observed, trusted_x[some], trusted[some])
-
-
 def test_prediction_before_fitting():
     with pytest.raises(NotFittedError):
         LabelCleaner().predict(np.ones((2, 2)))

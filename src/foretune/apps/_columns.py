@@ -50,10 +50,6 @@ class Views(NamedTuple):
     wide: Rows
     narrow: np.ndarray
 
-    def take(self, rows: np.ndarray) -> "Views":
-        """Return some of the rows."""
-        return Views(self.wide[rows], self.narrow[rows])
-
 
 def is_frame(X: Rows) -> TypeGuard[DataFrame]:
     """Return whether X is a data frame."""

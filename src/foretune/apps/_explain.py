@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 from scipy import sparse
 from sklearn.decomposition import PCA, TruncatedSVD
 
@@ -146,25 +146,26 @@ def trained(
     return problem, hparams, state
 
 
-def start(model: str, key: jax.Array, width: int, classes: int) -> PyTree:
+Layers = list[tuple[Float[Array, "inputs outputs"], Float[Array, " outputs"]]]
+
+
+def start(model: str, key: jax.Array, width: int, classes: int) -> Layers:
     """Return where softmax regression starts, or a network with one hidden layer."""
     if model == "softmax":
-        return {"w": jnp.zeros((width, classes)), "b": jnp.zeros(classes)}
+        return [(jnp.zeros((width, classes)), jnp.zeros(classes))]
     first, second = jax.random.split(key)
-    return {
-        # inputs have mean squared length 1
-        "hidden": np.sqrt(2.0) * jax.random.normal(first, (width, HIDDEN)),
-        "hidden_b": jnp.zeros(HIDDEN),
-        "w": jax.random.normal(second, (HIDDEN, classes)) * np.sqrt(1 / HIDDEN),
-        "b": jnp.zeros(classes),
-    }
+    # inputs have mean squared length 1
+    hidden = np.sqrt(2.0) * jax.random.normal(first, (width, HIDDEN))
+    out = jax.random.normal(second, (HIDDEN, classes)) * np.sqrt(1 / HIDDEN)
+    return [(hidden, jnp.zeros(HIDDEN)), (out, jnp.zeros(classes))]
 
 
-def scores_of(params: PyTree, x: Float[Array, "n width"]) -> Float[Array, "n classes"]:
+def scores_of(layers: Layers, x: Float[Array, "n width"]) -> Float[Array, "n classes"]:
     """Return the class scores of either."""
-    if "hidden" in params:
-        x = jax.nn.relu(x @ params["hidden"] + params["hidden_b"])
-    return x @ params["w"] + params["b"]
+    *hidden, (out, b) = layers
+    for w, c in hidden:
+        x = jax.nn.relu(x @ w + c)
+    return x @ out + b
 
 
 class Explained(NamedTuple):

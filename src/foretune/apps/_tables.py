@@ -129,8 +129,14 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: 
     with needs("data", f"reading {path.suffix} files"):
         import pandas as pd
 
+    is_csv = path.suffix == ".csv"
     try:
-        frame = _read_csv(path) if path.suffix == ".csv" else pd.read_parquet(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            frame = pd.read_csv(path, index_col=False) if is_csv else pd.read_parquet(path)
+    except pd.errors.ParserWarning:
+        more = ValueError("rows have more cells than the first line has names.")
+        raise _unreadable(path, more) from None
     except Exception as error:  # parsers raise many kinds
         raise _unreadable(path, error) from error
     frame.columns = [str(name) for name in frame.columns]
@@ -150,7 +156,7 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: 
     if name is None:
         return Table(frame.drop(columns=[*drop]), np.zeros(0), None, str(path))
     rows, labels = frame.drop(columns=[name, *drop]), frame[name]
-    if path.suffix == ".csv":  # as text, of which nothing but "" is missing
+    if is_csv:  # as text, of which nothing but "" is missing
         as_text: Any = {"dtype": str, "keep_default_na": False, "index_col": False}
         labels = pd.read_csv(path, usecols=[name], **as_text)[name]
         labels = labels.where(labels.str.strip() != "")
@@ -158,17 +164,6 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: 
     if labels.dtype.kind not in "ifub":  # text, categories, dates
         values = np.array([None if value is None else str(value) for value in values], object)
     return Table(rows, _labels(values, path), None, str(path), name)
-
-
-def _read_csv(path: Path) -> DataFrame:
-    import pandas as pd
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", pd.errors.ParserWarning)
-        try:
-            return pd.read_csv(path, index_col=False)
-        except pd.errors.ParserWarning:
-            raise ValueError("rows have more cells than the first line has names.") from None
 
 
 def _labels(values: np.ndarray, path: Path) -> np.ndarray:
