@@ -257,14 +257,18 @@ def cleanlab(cell: Cell, p: np.ndarray) -> dict[str, float]:
 
 
 def ours(cell: Cell) -> Any:
-    """Return a fitted `LabelCleaner`."""
+    """Return a fitted `LabelCleaner`, but for its final model, which is not scored."""
     from foretune.apps import LabelCleaner
+
+    class Judge(LabelCleaner):
+        def _without_suspects(self, inputs: object) -> Any:
+            return None
 
     verified = np.arange(len(cell.true))[cell.judged.stop :]
     checked = {"checked": verified, "checked_labels": cell.true[verified]} if cell.checked else {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # few verified rows may lack a class
-        cleaner = LabelCleaner(random_state=cell.seed, progress=False)
+        warnings.simplefilter("ignore")  # columns that are left out
+        cleaner = Judge(random_state=cell.seed, progress=False)
         return cleaner.fit(cell.x, cell.given, **checked)
 
 
@@ -293,6 +297,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("runs/wild"), help="folder of the cells")
     parser.add_argument("--data", nargs="+", default=["develop"], help="or held-out, human, names")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--levels", nargs="+", type=int, default=[0, 1, 2], help="of `CHECKS`")
     parser.add_argument("--workers", type=int, default=1, help="cells at a time")
     arguments = parser.parse_args()
     groups = {"develop": DEVELOP, "held-out": HELD_OUT, "human": HUMAN}
@@ -302,7 +307,7 @@ def main() -> None:
     data = dict(zip(names, loaded, strict=True))
     cells = (
         make_cell(data[name], noise, data[name].checks[level], seed)
-        for seed, level in itertools.product(range(arguments.seeds), range(3))
+        for seed, level in itertools.product(range(arguments.seeds), arguments.levels)
         for name in names
         for noise in data[name].noises
     )
@@ -332,7 +337,8 @@ def judge(cell: Cell, cache: Path) -> list[dict]:
         ]
         path.write_text(json.dumps(mine))
         found += mine
-    print(*cell[:4], *(f"{row['average precision']:.3f}/{row['f1']:.3f}" for row in found))
+    shown = (f"{row['average precision']:.3f}/{row['f1']:.3f}" for row in found)
+    print(*cell[:4], *shown, flush=True)
     return [{**dict(zip(Cell._fields, cell[:4], strict=False)), **row} for row in found]
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, PyTree
+from scipy import sparse
 
 from foretune import (
     Callback,
@@ -34,7 +35,7 @@ from foretune import (
     minimize,
 )
 from foretune.apps import LabelCleaner
-from foretune.apps._features import ColumnScale
+from foretune.apps._columns import Encoder
 from foretune.report import Lines, say
 
 from ..datasets import check_memory, load
@@ -213,8 +214,9 @@ def run(out: str | Path, settings: Settings) -> Path:
     )
     dataset = load(settings.data, settings.label)
     if settings.data not in ("digits", "mnist"):
-        length = np.sqrt(SQUARED_LENGTH)
-        scaled = ColumnScale().fit(dataset.x).transform(dataset.x) * length
+        scaled = Encoder().fit(dataset.x).transform(dataset.x).wide
+        scaled = sparse.csr_matrix(scaled).toarray()
+        scaled *= np.sqrt(SQUARED_LENGTH / np.mean(np.sum(scaled**2, axis=1)))
         dataset = dataset._replace(x=scaled.astype(np.float32))
     rows = min(len(dataset.y), LARGEST) * settings.seeds
     check_memory(f"splits of {settings.seeds:,} seeds", 2 * rows * dataset.x[:1].nbytes)

@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from foretune.apps._files import draw_reliability
 from foretune.report import curves
 
 from ..runs import RunFolder
 
 Records = list[dict[str, Any]]
+BINS = 8
+"""Groups of the reliability plot."""
 
 
 def describe(folder: RunFolder, records: Records) -> dict[str, Any]:
@@ -94,3 +95,25 @@ def draw(folder: RunFolder, records: Records, cells: dict[Any, Records]) -> list
     if claims:
         shown.append(draw_reliability(folder, np.concatenate(list(map(np.asarray, claims)))))
     return shown
+
+
+def draw_reliability(folder: RunFolder, claims: np.ndarray) -> dict[str, str]:
+    """Draw, by groups of trusted rows, how often a label was right that was held to be so."""
+    groups = np.array_split(claims[np.argsort(claims[:, 0], kind="stable")], BINS)
+    x, y, n = np.array([[*group.mean(0), len(group)] for group in groups if len(group)]).T
+    error = np.sqrt(np.maximum(y * (1 - y), 1 / (4 * n)) / n)
+    lines = [
+        {"label": "trusted rows", "x": x, "y": y, "band": (y - error, y + error)},
+        {"label": "if probabilities are right", "x": [0.0, 1.0], "y": [0.0, 1.0]},
+    ]
+    curves(
+        folder.figures / "reliability.svg",
+        [{"title": "", "ylabel": "share that is right", "lines": lines}],
+        xlabel="probability that the label is right",
+    )
+    return {
+        "file": "figures/reliability.svg",
+        "title": "Reliability",
+        "caption": f"{len(claims):,} trusted rows in {len(groups)} groups, each judged by what was "
+        "learnt without it; the band is one standard error.",
+    }

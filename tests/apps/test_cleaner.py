@@ -16,7 +16,6 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from experiments.cleaning.noise import corrupt
 from foretune.apps import LabelCleaner, _ensemble
 from foretune.apps._columns import Encoder
-from foretune.apps._features import ColumnScale
 
 
 def f1(found, wrong):
@@ -132,13 +131,11 @@ def test_without_trusted_examples_it_goes_by_the_observed_ones(small):
     assert f1(small().fit(data.data, observed).suspects_, wrong) > 0.7
 
 
-def test_scales():
+def test_columns_of_comparable_range_share_one_scale():
     pixels = np.random.default_rng(0).integers(0, 256, (50, 10)).astype(float)
-    assert np.isscalar(ColumnScale().fit(pixels).divisor)
-    mixed = pixels * np.logspace(0, 5, 10)
-    scaled = ColumnScale().fit(mixed)
-    assert np.shape(scaled.divisor) == (10,)
-    assert (scaled.transform(mixed) ** 2).sum(1).mean() == pytest.approx(1)
+    assert np.ptp(Encoder().fit(pixels).wide.scale_) == 0
+    mixed = Encoder().fit(pixels * np.logspace(0, 5, 10)).transform(pixels * np.logspace(0, 5, 10))
+    np.testing.assert_allclose(mixed.wide.std(axis=0), 1)
 
 
 def test_the_kernels_predictions_without_a_row_are_those_of_a_fit_without_it():
@@ -227,13 +224,6 @@ def test_rows_of_X_that_were_verified(blobs):
     np.testing.assert_array_equal(cleaner.suggested_[rows], true[rows])
     with pytest.raises(ValueError, match="checked and checked_labels together"):
         quick().fit(x, observed, checked=rows)
-
-
-def test_a_class_without_trusted_examples_is_noted(blobs):
-    x, observed, _, trusted_x, trusted = blobs
-    some = trusted < 2
-    with pytest.warns(UserWarning, match="no verified row of 2"):
-        quick().fit(x, observed, trusted_x[some], trusted[some])
 
 
 def test_prediction_before_fitting():

@@ -59,6 +59,16 @@ def test_a_table_of_words_is_cleaned(monkeypatch):
     assert np.isfinite(cleaner.predict_proba(new)).all()
 
 
+def test_columns_named_as_text_and_missing_whole_numbers():
+    said = ["good cat", "bad dog"] * 10
+    frame = pd.DataFrame({"said": said, "n": pd.array([1, None] * 10, "Int64")})
+    assert Encoder().fit(frame).categories == range(1)
+    views = Encoder(("said",)).fit(frame).transform(frame)
+    assert views.wide.shape == (20, 4 + 2)  # each word; the number, and where it lacks
+    with pytest.raises(ValueError, match="there is no column 'words', only 'said', 'n'"):
+        LabelCleaner(text=["words"]).fit(frame, [0, 1] * 10)
+
+
 def test_text_without_a_repeated_word_is_no_error():
     rows = [f"alpha{i} beta{i} gamma{i} delta{i}" for i in range(60)]
     frame = pd.DataFrame({"text": rows, "a": np.arange(60.0)})

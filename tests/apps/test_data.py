@@ -214,7 +214,7 @@ def make(folder, what):
         ("empty", "is empty"),
         ("header", "has no rows"),
         ("no label", "columns a, b, none named label.*--label COLUMN"),
-        ("missing label", "1 of 2 rows have no label, the first is row 1"),
+        ("missing label", "1 rows without a label, the first is row 1"),
         ("ragged", "cannot be read as .csv"),
         ("other", "give a .npz, .csv or .parquet file"),
         ("absent", "no such file"),
@@ -232,7 +232,7 @@ def test_columns_that_cannot_be_used(tmp_path):
     second = read_table(write(tmp_path, "b.csv", FRAME.drop(columns="size")), drop=("note",))
     with pytest.raises(DataError, match="in one only: size"):
         encoded([first, second])
-    with pytest.raises(DataError, match="there is no 'notes'"):
+    with pytest.raises(DataError, match="there is no column 'notes'"):
         encoded([first], ("notes",))
     with pytest.raises(DataError, match="no 'x' to drop"):
         read_table(tmp_path / "a.csv", drop=("x",))
@@ -250,7 +250,7 @@ def test_labels_of_a_csv_file_are_text_as_written(tmp_path):
 @pytest.mark.parametrize("empty", ["", '""', "  "])
 def test_an_empty_label_is_missing(tmp_path, empty):
     (tmp_path / "a.csv").write_text(f"x,label\n1,NA\n2,{empty}\n3,1\n")
-    with pytest.raises(DataError, match=r"a\.csv: 1 of 3 rows have no label, the first is row 1 "):
+    with pytest.raises(DataError, match=r"a\.csv has 1 rows without a label, the first is row 1:"):
         read_table(tmp_path / "a.csv")
 
 
@@ -281,7 +281,7 @@ def test_labels_of_a_parquet_file_keep_their_type(tmp_path, labels, expected):
 @pytest.mark.parametrize("labels", [[1.0, np.nan], ["a", ""], [b"a", b""]])
 def test_a_missing_label_of_an_array(tmp_path, labels):
     np.savez(tmp_path / "a.npz", x=np.zeros((2, 3)), y=np.array(labels))
-    with pytest.raises(DataError, match="1 of 2 rows have no label, the first is row 1 "):
+    with pytest.raises(DataError, match="1 rows without a label, the first is row 1:"):
         read_table(tmp_path / "a.npz")
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from experiments.cleaning.noise import corrupt
 from foretune import cli
-from foretune.apps import LabelCleaner, _files
+from foretune.apps import LabelCleaner, _ensemble, _files
 from foretune.apps._tables import Table, read_table
 from foretune.report._folder import RunError, RunFolder
 
@@ -140,7 +140,6 @@ def test_clean_needs_no_trusted_rows(iris, tmp_path):
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.filterwarnings("ignore:no verified row")
 @pytest.mark.parametrize("by", ["row", "number"])
 def test_verified_rows_are_found_by_row_or_id(iris, tmp_path, by):
     folder, wrong = iris
@@ -203,6 +202,21 @@ def test_images_have_a_gallery(tmp_path):
     with np.load(tmp_path / "out" / "cleaned.npz") as left:
         assert left["x"].shape == (len(left["y"]), 8, 8)
         assert len(left["y"]) < 200
+
+
+@pytest.mark.second_tier
+def test_text_of_few_words_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(_ensemble, "TREES", 20)
+    words = {"dog": "bark bone tail", "cat": "purr milk tail"}
+    labels = np.array(["dog", "cat"] * 30)
+    frame = pd.DataFrame({"said": [words[label] for label in labels], "label": labels})
+    frame["size"] = np.arange(60)
+    frame.loc[:3, "label"] = ["cat", "dog", "cat", "dog"]
+    frame.to_csv(tmp_path / "train.csv", index=False)
+    result = foretune("clean", tmp_path / "train.csv", "--text", "said", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    items = json.loads((tmp_path / "out" / "result.json").read_text())["gallery"]["items"]
+    assert items[0]["row"] == {"said": words[items[0]["suggested"]], "size": items[0]["index"]}
 
 
 @pytest.mark.parametrize(

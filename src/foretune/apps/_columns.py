@@ -3,9 +3,9 @@
 Two views of the same rows. `wide` is for linear models and kernels: numbers standardised (with the
 median where they are missing, and a column that marks it), an indicator for each category, the TF-IDF
 of free text. `narrow` is for trees: numbers as they are (missing ones below all others), categories as
-codes, the leading components of text. Of an array all columns are numbers. One with many columns and
-few entries that are not zero is taken for word counts: it is not centred, and `narrow` are its
-components.
+codes, the leading components of text. Of an array all columns are numbers; where they have comparable
+ranges, as pixels have, they share one scale. An array with many columns and few entries that are not
+zero is taken for word counts: it is not centred, and `narrow` are its components.
 
 A column of text of which each row has its own word is an identifier, and is left out with a warning. No
 label is used.
@@ -23,12 +23,9 @@ from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import (
-    FunctionTransformer,
-    OneHotEncoder,
-    OrdinalEncoder,
-    StandardScaler,
-)
+from sklearn.preprocessing import OneHotEncoder, OrdinalEncoder, StandardScaler
+
+from ._checks import listed
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -41,6 +38,8 @@ MOST_CATEGORIES = 50
 """Columns of more distinct texts are free text, or identifiers."""
 COMPONENTS, WIDE = 30, 100
 """Of text, and of arrays with more columns than `WIDE`, boosted trees get this many components."""
+BELOW = -1e30
+"""What missing numbers are for trees."""
 MOST_FILLED = 0.1
 """Word counts have a smaller share of entries that are not zero."""
 
@@ -50,10 +49,6 @@ class Views(NamedTuple):
 
     wide: Rows
     narrow: np.ndarray
-
-    def take(self, rows: np.ndarray) -> "Views":
-        """Return some of the rows."""
-        return Views(self.wide[rows], self.narrow[rows])
 
 
 def is_frame(X: Rows) -> TypeGuard[DataFrame]:
@@ -91,9 +86,11 @@ class Encoder:
         self.counts = X.shape[1] > WIDE and filled < MOST_FILLED * np.prod(X.shape)
         X = self._matrix(X)
         self.wide = StandardScaler(with_mean=not self.counts).fit(X)
-        if self.counts:  # one scale for all words
+        if self.counts:  # rows of mean squared length 1
             squares = X.multiply(X).sum() / X.shape[0]
             self.wide.scale_ = np.full(X.shape[1], np.sqrt(squares) or 1.0)
+        elif _comparable(X):
+            self.wide.scale_ = np.full(X.shape[1], np.sqrt(np.mean(X.var(axis=0))))
         self.narrow, self.sources = None, {str(i): [i] for i in range(X.shape[1])}
         if X.shape[1] > WIDE:
             self.sources = {}
@@ -107,46 +104,57 @@ class Encoder:
         return np.asarray(X.toarray() if sparse.issparse(X) else X, np.float64)
 
     def _fit_frame(self, X: DataFrame) -> None:
-        names = columns_by_kind(X, self.text)
-        fill = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
-        to_text = FunctionTransformer(_as_text)
+        columns = list(getattr(X, "columns", ()))
+        unknown = [name for name in self.text if name not in columns]
+        if unknown:
+            raise ValueError(f"there is no column {unknown[0]!r}, only {listed(columns)}.")
+        names = self.names = columns_by_kind(X, self.text)
+        X = self._plain(X)
+        numbers = [*names["numbers"], *names["dates"]]
+        median = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
+        below = SimpleImputer(strategy="constant", fill_value=BELOW, keep_empty_features=True)
         one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=bool(names["text"]))
         codes = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1)
-        to_seconds = FunctionTransformer(_seconds)
         wide: list[tuple[str, Any, Any]] = [
-            ("numbers", make_pipeline(fill, StandardScaler()), names["numbers"]),
-            ("dates", make_pipeline(to_seconds, fill, StandardScaler()), names["dates"]),
-            ("categories", make_pipeline(to_text, one_hot), names["categories"]),
-            *((f"text of {n}", make_pipeline(to_text, Words()), n) for n in names["text"]),
+            ("numbers", make_pipeline(median, StandardScaler()), numbers),
+            ("categories", one_hot, names["categories"]),
         ]
         narrow: list[tuple[str, Any, Any]] = [
-            ("codes", make_pipeline(to_text, codes), names["categories"]),
-            ("numbers", Below(), names["numbers"]),
-            ("dates", make_pipeline(to_seconds, Below()), names["dates"]),
-            *(
-                (f"text of {n}", make_pipeline(to_text, Words(), Components()), n)
-                for n in names["text"]
-            ),
+            ("categories", codes, names["categories"]),
+            ("numbers", below, numbers),
         ]
+        for name in names["text"]:
+            wide.append((f"text of {name}", Words(), name))
+            narrow.append((f"text of {name}", make_pipeline(Words(), Components()), name))
         self.wide = ColumnTransformer(wide, sparse_threshold=1.0).fit(X)
         for name in self.text:
             if self.wide.named_transformers_[f"text of {name}"][-1].words_ is None:
                 raise ValueError(f"column {name!r} as text: no two rows have a word in common.")
         self.narrow = ColumnTransformer(narrow, sparse_threshold=0.0).fit(X)
         self.categories = range(len(names["categories"]))
-        spans = self.narrow.output_indices_
-        self.sources = {
-            name: [spans[part].start + i]
-            for part, kind in (("codes", "categories"), ("numbers", "numbers"), ("dates", "dates"))
-            for i, name in enumerate(names[kind])
-        }
+        single = [*names["categories"], *numbers]
+        self.sources = {name: [i] for i, name in enumerate(single)}
         for name in names["text"]:
-            span = spans[f"text of {name}"]
+            span = self.narrow.output_indices_[f"text of {name}"]
             self.sources[name] = list(range(span.start, span.stop))
+
+    def _plain(self, X: DataFrame) -> DataFrame:
+        """Return numbers and dates as floating-point numbers, and all else as text."""
+        X = X.copy()
+        for name in self.names["numbers"]:
+            X[name] = X[name].astype(np.float64)
+        for name in self.names["dates"]:
+            kind = "datetime64[s]" if X[name].dtype.kind == "M" else "timedelta64[s]"
+            dates = X[name].to_numpy(kind)
+            X[name] = np.where(np.isnat(dates), np.nan, dates.astype(np.int64))
+        for name in (*self.names["categories"], *self.names["text"]):
+            X[name] = X[name].astype(object).where(X[name].notna(), "").astype(str)
+        return X
 
     def transform(self, X: Rows) -> Views:
         """Return the views."""
         if self.mixed:
+            X = self._plain(X)
             wide, narrow = self.wide.transform(X), self.narrow.transform(X)
         else:
             X = self._matrix(X)
@@ -187,23 +195,6 @@ def _kind(column: Series) -> str:
     return "identifiers" if short and distinct > 0.95 * len(texts) else "text"
 
 
-class Below(TransformerMixin, BaseEstimator):
-    """Puts missing numbers below all others of their column, where trees can tell them."""
-
-    def fit(self, X: Rows, y: object = None) -> "Below":
-        """Learn the least number of each column."""
-        X = np.asarray(X, np.float64)
-        least = np.min(X, axis=0, initial=np.inf, where=~np.isnan(X))
-        least = np.where(np.isfinite(least), least, 0.0)
-        self.below_ = least - 1 - np.abs(least)
-        return self
-
-    def transform(self, X: Rows) -> np.ndarray:
-        """Return the columns without a gap."""
-        X = np.asarray(X, np.float64)
-        return np.where(np.isnan(X), self.below_, X)
-
-
 class Words(TransformerMixin, BaseEstimator):
     """TF-IDF of the words that two rows have at least; where there are none, a column of 0."""
 
@@ -239,16 +230,11 @@ class Components(TransformerMixin, BaseEstimator):
         return rows.toarray() if sparse.issparse(rows) else rows
 
 
-def _as_text(column: DataFrame | Series) -> DataFrame | Series:
-    return column.astype(object).where(column.notna(), "").astype(str)
-
-
-def _seconds(frame: DataFrame) -> np.ndarray:
-    def seconds(column):
-        numbers = column.to_numpy("datetime64[s]" if column.dtype.kind == "M" else "timedelta64[s]")
-        return np.where(np.isnat(numbers), np.nan, numbers.astype(np.int64))
-
-    return np.stack([seconds(frame[name]) for name in frame.columns], axis=1)
+def _comparable(X: np.ndarray) -> bool:
+    """Return whether columns have one range, like pixels: the one that is always 0 counts least."""
+    spans = np.ptp(X, axis=0)
+    spans = spans[spans > 0]
+    return len(spans) > 0 and bool(np.quantile(spans, 0.25) >= spans.max() / 2)
 
 
 def row_order(X: Rows, labels: np.ndarray) -> np.ndarray:

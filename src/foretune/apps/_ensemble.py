@@ -6,10 +6,9 @@ leaving the row out changes, which has a closed form. So forests and kernel are 
 per fold. A classifier of the user's is trained by folds.
 """
 
-import sys
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from rich.progress import track
@@ -21,10 +20,9 @@ from sklearn.ensemble import (
 )
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.kernel_approximation import Nystroem
-from sklearn.linear_model import LogisticRegression
+from sklearn.linear_model import LogisticRegression, RidgeCV
 from sklearn.utils import _safe_indexing
 
-from ._checks import listed
 from ._columns import Encoder, Rows, Views
 
 MOST_TRAINED = 10_000
@@ -37,31 +35,21 @@ TREES, LANDMARKS = 200, 400
 """Of a forest, and of the kernel's approximation."""
 RIDGES = np.logspace(-3, 2, 11)
 FORESTS = (RandomForestClassifier, ExtraTreesClassifier)
-
-
-@runtime_checkable
-class Classifier(Protocol):
-    """A classifier of scikit-learn, with probabilities."""
-
-    classes_: np.ndarray
-
-    def fit(self, X: Rows, y: np.ndarray) -> "Classifier": ...
-    def predict_proba(self, X: Rows) -> np.ndarray: ...
+Classifier = Any
+"""A classifier of scikit-learn, with probabilities."""
 
 
 class Kernel(BaseEstimator):
-    """Least squares from a Gaussian kernel's features Z (Nystroem's approximation) to the classes.
+    """Least squares from a Gaussian kernel's features (Nystroem's approximation) to the classes.
 
-    With Z'Z = V diag(s) V' and A = Z V the fit under the ridge r is A diag(1 / (s + r)) A'Y. Without a
-    row it errs by e / (1 - h) on it, where e is its error with it and h = sum_j A_j^2 / (s_j + r). The
-    ridge is the one with the least such error.
+    The ridge is the one with the least error on rows that are left out, one at a time.
     """
 
     def __init__(self, seed: int = 0):
         self.seed = seed
 
     def fit(self, X: Rows, y: np.ndarray) -> "Kernel":
-        """Fit all ridges, and keep the best."""
+        """Fit all ridges, and keep the best; `unseen_` has each row's probabilities without it."""
         self.classes_, codes = np.unique(y, return_inverse=True)
         squares = X.multiply(X) if hasattr(X, "multiply") else X * X
         self.length_ = float(np.sqrt(squares.sum() / X.shape[0])) or 1.0
@@ -69,17 +57,11 @@ class Kernel(BaseEstimator):
         some = min(LANDMARKS, X.shape[0])
         self.features_ = Nystroem(gamma=1.0, n_components=some, random_state=self.seed)
         self.features_.fit(X / self.length_)
-        Z, Y = self._features(X), np.eye(len(self.classes_))[codes]
-        s, V = np.linalg.eigh(Z.T @ Z)
-        A, s = Z @ V, np.maximum(s, 0)
-        target, best = A.T @ Y, np.inf
-        for ridge in RIDGES:
-            beta = target / (s + ridge)[:, None]
-            h = np.minimum((A * A) @ (1 / (s + ridge)), 0.999)
-            error = (Y - A @ beta) / (1 - h)[:, None]
-            if np.sum(error**2) < best:
-                best, self.beta_, self.unseen_ = np.sum(error**2), V @ beta, Y - error
-        self.unseen_ = _as_probabilities(self.unseen_)
+        score = {"scoring": "neg_mean_squared_error", "store_cv_results": True}
+        found = RidgeCV(RIDGES, fit_intercept=False, **score)
+        found.fit(self._features(X), np.eye(len(self.classes_))[codes])
+        unseen = found.cv_results_[..., RIDGES.tolist().index(found.alpha_)]
+        self.beta_, self.unseen_ = found.coef_.T, _as_probabilities(unseen)
         return self
 
     def _features(self, X: Rows) -> np.ndarray:
@@ -121,14 +103,15 @@ class Training(NamedTuple):
         """Return each row's probabilities by a classifier that was not trained on it."""
         X, n = member.rows(self.rows), len(self.labels)
         if isinstance(member.estimator, FORESTS) and member.view is not None:
-            forest = cast(RandomForestClassifier, self.trained(member, np.arange(n)))
-            return self._all(forest.oob_decision_function_, np.asarray(forest.classes_))
+            forest = self.trained(member, np.arange(n))
+            unseen = np.nan_to_num(forest.oob_decision_function_, nan=1 / self.classes)
+            return in_all_classes(unseen, forest.classes_, self.classes)
         if isinstance(member.estimator, Kernel):
             some = self.sample(np.arange(n))
-            kernel = cast(Kernel, self.trained(member, some))
+            kernel = self.trained(member, some)
             found = kernel.predict_proba(X)
             found[some] = kernel.unseen_
-            return self._all(found, kernel.classes_)
+            return in_all_classes(found, kernel.classes_, self.classes)
         found = np.zeros((n, self.classes))
         for k in track(
             np.unique(self.fold), f"{name}, by folds", disable=self.quiet, transient=True
@@ -136,12 +119,7 @@ class Training(NamedTuple):
             held, rest = np.flatnonzero(self.fold == k), np.flatnonzero(self.fold != k)
             model = self.trained(member, rest if member.view is None else self.sample(rest))
             p = model.predict_proba(_safe_indexing(X, held))
-            found[np.ix_(held, model.classes_)] = p
-        return found
-
-    def _all(self, p: np.ndarray, classes: np.ndarray) -> np.ndarray:
-        found = np.zeros((len(p), self.classes))
-        found[:, classes] = np.nan_to_num(p, nan=1 / self.classes)
+            found[held] = in_all_classes(p, model.classes_, self.classes)
         return found
 
     def sample(self, rows: np.ndarray) -> np.ndarray:
@@ -157,26 +135,13 @@ class Training(NamedTuple):
             common = np.bincount(labels)[labels] >= COMMON
             if len(np.unique(labels[common])) > 1:
                 rows, labels = rows[common], labels[common]
-        model = cast(Classifier, clone(member.estimator))
+        model: Classifier = clone(member.estimator)
         with warnings.catch_warnings():
             if member.view is not None:
                 warnings.simplefilter("ignore", ConvergenceWarning)
                 warnings.filterwarnings("ignore", message="Some inputs do not have OOB scores")
                 warnings.filterwarnings("ignore", message="The number of unique classes")
             return model.fit(_safe_indexing(member.rows(self.rows), rows), labels)
-
-    def check(self, names: np.ndarray) -> None:
-        """Raise where the rows outside of some fold have only one class."""
-        for k in np.unique(self.fold):
-            left = np.unique(self.labels[self.fold != k])
-            if len(left) < 2:
-                rows = np.bincount(self.labels, minlength=len(names)).tolist()
-                raise ValueError(
-                    "labels are judged by classifiers that were trained on other folds, and without "
-                    f"fold {k} there is only {listed(names[left])} left. Rows of each class: "
-                    f"{dict(zip(names.tolist(), rows, strict=True))}. Give two rows or more of each of "
-                    "two classes."
-                )
 
 
 class Ensemble(NamedTuple):
@@ -190,13 +155,18 @@ class Ensemble(NamedTuple):
     def predict_proba(self, X: Rows) -> np.ndarray:
         """Return the mean probabilities of classes 0, 1, ..."""
         rows = X if self.encoder is None else self.encoder.transform(X)
-        mean: np.ndarray | float = 0.0
-        for member, model in zip(self.members, self.models, strict=True):
-            p = model.predict_proba(member.rows(rows))
-            spread = np.zeros((len(p), self.classes))
-            spread[:, model.classes_] = p / len(self.models)
-            mean = mean + spread
-        return np.asarray(mean)
+        found = [
+            in_all_classes(model.predict_proba(member.rows(rows)), model.classes_, self.classes)
+            for member, model in zip(self.members, self.models, strict=True)
+        ]
+        return np.mean(found, axis=0)
+
+
+def in_all_classes(p: np.ndarray, classes: np.ndarray, count: int) -> np.ndarray:
+    """Return probabilities of some classes as those of all."""
+    found = np.zeros((len(p), count))
+    found[:, classes] = p
+    return found
 
 
 def members_of(
@@ -251,8 +221,3 @@ def make_folds(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.n
     fold = np.empty(len(labels), int)
     fold[order] = np.arange(len(labels)) % folds
     return fold
-
-
-def is_quiet(progress: object) -> bool:
-    """Return whether no progress is shown: it was not asked for, or nobody sees it."""
-    return not (progress and sys.stderr.isatty())

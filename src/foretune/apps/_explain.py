@@ -11,18 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
+from scipy import sparse
+from sklearn.decomposition import PCA, TruncatedSVD
 
 from .. import Minibatches, Problem, Progress, Training, TrainState, attribute
 from .._attribution.attribution import Attribution
 from ..report import Lines, RunFolder, say, write_page
 from ._checks import positions
-from ._features import components
+from ._columns import Rows
 from ._shown import cell, columns_note, row_shown, write_csv
 from ._tables import DataError, Table, encoded, read_table, with_labels_alike
 
 BATCH, EPOCHS, LEAST = 100, 20, 100
 HIDDEN = 128
+WIDEST = 1000
+"""A model keeps this many principal components at most."""
 RATES = {"softmax": 0.3, "mlp": 0.03}
 MOMENTUM = 0.9
 SHOWN = 20
@@ -93,6 +97,25 @@ def run(out: str | Path, settings: ExplainSettings) -> Path:
     return write_page(folder.path)
 
 
+def components(rows: Rows, others: Rows, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows, and others in the same way, in principal components, of mean squared length 1.
+
+    The rotation changes nothing for a linear model, but makes its curvature nearly diagonal.
+    """
+    squares = rows.multiply(rows) if sparse.issparse(rows) else rows * rows
+    length = np.sqrt(squares.sum() / rows.shape[0]) or 1.0
+    rank = min(WIDEST, *rows.shape)
+    if sparse.issparse(rows):
+        rotation = TruncatedSVD(max(min(rank, rows.shape[1] - 1), 1), random_state=seed)
+    else:  # exact, and fast for few columns
+        solver = "covariance_eigh" if rows.shape[1] <= 2000 else "auto"
+        rotation = PCA(rank, svd_solver=solver, random_state=seed)
+    with np.errstate(invalid="ignore", divide="ignore"):  # constant columns explain no variance
+        rotation.fit(rows / length)
+    first, second = (rotation.transform(x / length) for x in (rows, others))
+    return first.astype(np.float32), second.astype(np.float32)
+
+
 def trained(
     z: np.ndarray, y: np.ndarray, classes: int, settings: ExplainSettings
 ) -> tuple[Problem, dict[str, Array], TrainState]:
@@ -123,25 +146,26 @@ def trained(
     return problem, hparams, state
 
 
-def start(model: str, key: jax.Array, width: int, classes: int) -> PyTree:
+Layers = list[tuple[Float[Array, "inputs outputs"], Float[Array, " outputs"]]]
+
+
+def start(model: str, key: jax.Array, width: int, classes: int) -> Layers:
     """Return where softmax regression starts, or a network with one hidden layer."""
     if model == "softmax":
-        return {"w": jnp.zeros((width, classes)), "b": jnp.zeros(classes)}
+        return [(jnp.zeros((width, classes)), jnp.zeros(classes))]
     first, second = jax.random.split(key)
-    return {
-        # inputs have mean squared length 1
-        "hidden": np.sqrt(2.0) * jax.random.normal(first, (width, HIDDEN)),
-        "hidden_b": jnp.zeros(HIDDEN),
-        "w": jax.random.normal(second, (HIDDEN, classes)) * np.sqrt(1 / HIDDEN),
-        "b": jnp.zeros(classes),
-    }
+    # inputs have mean squared length 1
+    hidden = np.sqrt(2.0) * jax.random.normal(first, (width, HIDDEN))
+    out = jax.random.normal(second, (HIDDEN, classes)) * np.sqrt(1 / HIDDEN)
+    return [(hidden, jnp.zeros(HIDDEN)), (out, jnp.zeros(classes))]
 
 
-def scores_of(params: PyTree, x: Float[Array, "n width"]) -> Float[Array, "n classes"]:
+def scores_of(layers: Layers, x: Float[Array, "n width"]) -> Float[Array, "n classes"]:
     """Return the class scores of either."""
-    if "hidden" in params:
-        x = jax.nn.relu(x @ params["hidden"] + params["hidden_b"])
-    return x @ params["w"] + params["b"]
+    *hidden, (out, b) = layers
+    for w, c in hidden:
+        x = jax.nn.relu(x @ w + c)
+    return x @ out + b
 
 
 class Explained(NamedTuple):

@@ -8,20 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._files.files import write_whole
-from ..report import RunFolder, curves, histogram, write_page
+from ..report import RunFolder, histogram, write_page
 from . import LabelCleaner
 from ._checks import positions
 from ._columns import is_frame
 from ._shown import cell, columns_note, row_shown, write_csv
-from ._tables import DataError, Table, check_columns, encoded, read_table, with_labels_alike
+from ._tables import DataError, Table, check_columns, read_table, with_labels_alike
 
 SHOWN = 24
 FEW_KINDS = 20
 """Labels of so few kinds are classes, whatever they look like."""
-BINS = 8
-"""Groups of the reliability plot."""
-
-
 ROW = "row"
 """The column of row numbers in the lists, by which verified rows are found without `--id`."""
 
@@ -55,23 +51,20 @@ def run(out: str | Path, settings: Settings) -> Path:
     if settings.clean is not None:
         tables = [*with_labels_alike(table, read_table(settings.clean, *options))]
         files.append(settings.clean)
-    check_columns(tables, settings.text)
-    rows = encoded(tables, settings.text) if settings.text else [table.x for table in tables]
-    clean = (rows[1], tables[1].y) if len(tables) > 1 else (None, None)
-    cleaner = LabelCleaner(random_state=settings.seed)
+    check_columns(tables)
+    rows, labels = tables[0].x, tables[0].y
+    clean = (tables[1].x, tables[1].y) if len(tables) > 1 else (None, None)
+    cleaner = LabelCleaner(text=settings.text, random_state=settings.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fit says it again
-        cleaner.inputs(
-            *(rows[0], tables[0].y, clean),
-            (checked.get("checked"), checked.get("checked_labels")),
-        )
+        cleaner.inputs(rows, labels, clean, (checked.get("checked"), checked.get("checked_labels")))
     trusted = len(checked.get("checked", ())) + (len(tables[1].y) if len(tables) > 1 else 0)
     asked = settings._asdict() | {"rows": len(table.y), "trusted rows": trusted}
     title = f"Suspicious labels in {Path(settings.train).name}"
     folder = RunFolder(out, kind="clean", title=title, settings=asked, files=files)
     if folder.result is None:
-        cleaner.fit(rows[0], tables[0].y, *clean, **checked)
-        write_lists(folder, cleaner, whole._replace(y=tables[0].y))
+        cleaner.fit(rows, labels, *clean, **checked)
+        write_lists(folder, cleaner, whole._replace(y=labels))
         write_cleaned(folder, cleaner, whole, settings.relabel)
         result = summary(cleaner, tables[0], trusted)
         result |= {"figures": draw(folder, cleaner), "gallery": gallery(folder, cleaner, tables[0])}
@@ -144,15 +137,15 @@ def write_lists(folder: RunFolder, found: LabelCleaner, table: Table) -> None:
     def judged(i: int) -> list[str]:
         return [cell(table.y[i]), cell(found.suggested_[i]), f"{found.probability_wrong_[i]:.6f}"]
 
-    def own(i: int) -> list[str]:
-        return [] if table.image_shape else [cell(v) for v in _values(table, i)]
-
     suspects = [int(i) for i in found.ranking_ if found.suspects_[i]]
     columns = [ROW, "observed", "suggested", "probability_wrong"]
     write_csv(
         folder.path / "suspects.csv",
         ["rank", *columns, *([] if table.image_shape else map(cell, table.columns))],
-        ([rank, i, *judged(i), *own(i)] for rank, i in enumerate(suspects, start=1)),
+        (
+            [rank, i, *judged(i), *map(cell, _values(table, i))]
+            for rank, i in enumerate(suspects, start=1)
+        ),
     )
     write_csv(
         folder.path / "weights.csv",
@@ -166,7 +159,7 @@ def write_lists(folder: RunFolder, found: LabelCleaner, table: Table) -> None:
 
 def _values(table: Table, i: int) -> list[object]:
     if not is_frame(table.x):
-        return table.x[i].tolist()
+        return [] if table.image_shape else table.x[i].tolist()
     return ["" if v != v or v is None else v for v in table.x.iloc[i].astype(object)]
 
 
@@ -189,8 +182,8 @@ def write_cleaned(folder: RunFolder, found: LabelCleaner, table: Table, relabel:
 
 def summary(found: LabelCleaner, table: Table, trusted: int) -> dict[str, object]:
     """Return the headline, notes and the table of classes."""
-    rows, names = [], found.classes_.tolist()
-    for name in names:
+    rows = []
+    for name in found.classes_.tolist():
         mine = table.y == name
         suspects, likely = found.suspects_ & mine, "-"
         if suspects.any():
@@ -210,11 +203,6 @@ def summary(found: LabelCleaner, table: Table, trusted: int) -> dict[str, object
             ".npz) has the rows without the suspects, or with --relabel their suggested labels.",
             "The suspects are as many as balance false alarms against misses: look at one before you "
             f"change it. {_expected(found)}",
-            *(
-                f"In the two lists an apostrophe stands before {name}, which a spreadsheet would take "
-                "for a formula."
-                for name in [name for name in map(str, names) if cell(name) == f"'{name}"][:3]
-            ),
         ],
         "tables": [{"title": "Suspects by observed label", "columns": columns, "rows": rows}],
     }
@@ -230,7 +218,7 @@ def _expected(found: LabelCleaner) -> str:
 
 
 def draw(folder: RunFolder, found: LabelCleaner) -> list[dict[str, str]]:
-    """Draw the weights, and how reliable they are."""
+    """Draw the weights."""
     groups = {
         "suspects": found.weights_[found.suspects_],
         "others": found.weights_[~found.suspects_],
@@ -240,32 +228,7 @@ def draw(folder: RunFolder, found: LabelCleaner) -> list[dict[str, str]]:
         {name: values for name, values in groups.items() if len(values)},
         xlabel="weight: the probability that the label is right",
     )
-    shown = [{"file": "figures/weights.svg", "title": "Weights", "caption": "All rows."}]
-    if found.reliability_ is not None:
-        shown.append(draw_reliability(folder, found.reliability_))
-    return shown
-
-
-def draw_reliability(folder: RunFolder, claims: np.ndarray) -> dict[str, str]:
-    """Draw, by groups of trusted rows, how often a label was right that was held to be so."""
-    groups = np.array_split(claims[np.argsort(claims[:, 0], kind="stable")], BINS)
-    x, y, n = np.array([[*group.mean(0), len(group)] for group in groups if len(group)]).T
-    error = np.sqrt(np.maximum(y * (1 - y), 1 / (4 * n)) / n)
-    lines = [
-        {"label": "trusted rows", "x": x, "y": y, "band": (y - error, y + error)},
-        {"label": "if probabilities are right", "x": [0.0, 1.0], "y": [0.0, 1.0]},
-    ]
-    curves(
-        folder.figures / "reliability.svg",
-        [{"title": "", "ylabel": "share that is right", "lines": lines}],
-        xlabel="probability that the label is right",
-    )
-    return {
-        "file": "figures/reliability.svg",
-        "title": "Reliability",
-        "caption": f"{len(claims):,} trusted rows in {len(groups)} groups, each judged by what was "
-        "learnt without it; the band is one standard error.",
-    }
+    return [{"file": "figures/weights.svg", "title": "Weights", "caption": "All rows."}]
 
 
 def gallery(folder: RunFolder, found: LabelCleaner, table: Table) -> dict[str, object]:

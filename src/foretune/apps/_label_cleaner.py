@@ -1,6 +1,7 @@
 """`LabelCleaner`: which training labels are wrong, and what model do I get without them?"""
 
-import warnings
+import sys
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any, NamedTuple, cast
 
@@ -12,19 +13,18 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _num_samples, check_is_fitted, column_or_1d, validate_data
 
 from ._checks import listed, plain_labels, positions, verified_rows
-from ._columns import Encoder, Rows, is_mixed, row_order, stack_rows
+from ._columns import Encoder, Rows, is_frame, is_mixed, row_order, stack_rows
 from ._ensemble import (
     FORESTS,
     Ensemble,
     Member,
     Training,
-    is_quiet,
     make_folds,
     members_of,
     own_classifier,
 )
-from ._found import FoundLabels
 from ._label_model import judge
+from ._predictions import FoundLabels
 
 LEAST_TRAINED = 2
 """Rows of each class that the final model is trained on, whatever is held of their labels."""
@@ -55,6 +55,8 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         are learnt. Your own classifier takes X as it is.
     folds : int, default=5
         An example is judged by models that were trained on the other folds.
+    text : list of str, default=()
+        Columns of a data frame that are free text, whatever they look like.
     progress : bool, default=True
         Show a progress bar when the output is a terminal.
     random_state : int, RandomState or None, default=None
@@ -118,11 +120,13 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         estimator: object = "ensemble",
         *,
         folds: object = 5,
+        text: Iterable[str] = (),
         progress: object = True,
         random_state: object = None,
     ):
         self.estimator = estimator
         self.folds = folds
+        self.text = text
         self.progress = progress
         self.random_state = random_state
 
@@ -143,27 +147,15 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         """
         inputs = self.inputs(X, y, (X_clean, y_clean), (checked, checked_labels))
         self._seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
-        n = int(np.sum(inputs.observed >= 0))
-        parts = (slice(n), slice(n, None))
-        order = np.concatenate(
-            [
-                row_order(_safe_indexing(inputs.rows, part), inputs.labels[part])
-                + (part.start or 0)
-                for part in parts
-            ]
-        )
+        order = row_order(inputs.rows, inputs.labels)
+        order = order[np.argsort(inputs.observed[order] < 0, kind="stable")]
         observed, true = inputs.observed[order], inputs.true[order]
         training, members = self._training(inputs, order)
-        training.check(self.classes_)
         q = np.stack([training.unseen(name, member) for name, member in members.items()])
         found = judge(q, observed, true, self._seed)
-        back = np.argsort(order[:n])
-        found = found._replace(
-            right=found.right[back],
-            suspects=found.suspects[back],
-            likely=found.likely[back],
-            probabilities=found.probabilities[back],
-        )
+        back = np.argsort(order[: len(found.right)])
+        by_row = ("right", "suspects", "likely", "probabilities")
+        found = found._replace(**{name: getattr(found, name)[back] for name in by_row})
         self._conclude(found, members)
         self._final = self._without_suspects(inputs)
         return self
@@ -197,7 +189,7 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
             rows = inputs.encoder.transform(rows)
         count = min(cast(int, self.folds), len(order))
         fold = make_folds(labels, count, np.random.default_rng(self._seed))
-        quiet = is_quiet(self.progress)
+        quiet = not (self.progress and sys.stderr.isatty())
         return Training(rows, labels, fold, len(self.classes_), self._seed, quiet), members
 
     def inputs(
@@ -219,7 +211,7 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         verified, true = verified_rows(*checked, n), np.full(n, -1)
         if len(verified):
             true[verified] = positions(checked[1], self.classes_, "checked_labels", "y")
-        encoder = None if self._own is not None else Encoder().fit(rows)
+        encoder = None if self._own is not None else Encoder(tuple(self.text)).fit(rows)
         if (clean[0] is None) != (clean[1] is None):
             raise ValueError("give X_clean and y_clean together, or neither.")
         if clean[0] is not None:
@@ -232,14 +224,15 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
                 )
             rows, true = stack_rows(rows, more), np.concatenate([true, labels])
             observed = np.concatenate([observed, np.full(len(labels), -1)])
-        absent = np.setdiff1d(np.arange(len(self.classes_)), true[true >= 0])
-        if (true >= 0).any() and len(absent):
-            warnings.warn(
-                f"no verified row of {listed(self.classes_[absent])}: labels of that kind are judged "
-                "by the observed ones alone.",
-                stacklevel=3,
+        inputs = Inputs(rows, observed, true, encoder)
+        counts = np.bincount(inputs.labels, minlength=len(self.classes_))
+        if np.sum(counts > 1) < 2:
+            rows_of = dict(zip(self.classes_.tolist(), counts.tolist(), strict=True))
+            raise ValueError(
+                "labels are judged by models that were trained on other rows: give two rows or more "
+                f"of each of two classes, not {rows_of}."
             )
-        return Inputs(rows, observed, true, encoder)
+        return inputs
 
     def _observed(self, y: object) -> np.ndarray:
         """Set the classes, and return the labels as their numbers."""
@@ -256,8 +249,9 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
     def _rows(self, X: Rows, where: str = "", reset: bool = False) -> Rows:
         """Return rows as what judges them takes them; with `reset` their columns are learnt."""
         if reset:
-            self._as_it_is = self._own is not None or is_mixed(X)
-            if is_mixed(X):
+            mixed = is_mixed(X) or bool(self.text)
+            self._as_it_is = self._own is not None or mixed
+            if mixed and is_frame(X):
                 self.feature_names_in_ = np.asarray(X.columns, object)
             shape = getattr(X, "shape", ())
             self.n_features_in_ = shape[1] if len(shape) > 1 else 0  # texts are one column of none
@@ -287,8 +281,7 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
     def columns_by_importance(self) -> list[str]:
         """Return the names of the columns, the one that matters most to the final forest first."""
         encoder, models = self._final.encoder, self._final.models
-        forests = [cast(object, m) for m in models]
-        forests = [m for m in forests if isinstance(m, FORESTS)]
+        forests = [model for model in models if isinstance(model, FORESTS)]
         if encoder is None or not forests:
             return []
         matters = np.mean([forest.feature_importances_ for forest in forests], axis=0)

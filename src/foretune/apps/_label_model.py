@@ -135,7 +135,8 @@ def judge(q: np.ndarray, observed: np.ndarray, true: np.ndarray, seed: int) -> L
     `true` is -1 for rows that are not verified; `observed` is -1 for verified rows without, which come
     last: nothing is returned of them.
     """
-    log_q, rng = np.log(_floored(q)), np.random.default_rng(seed)
+    q, rng = np.maximum(np.asarray(q, np.float64), FLOOR), np.random.default_rng(seed)
+    log_q = np.log(q / q.sum(axis=-1, keepdims=True))
     spread = _best_spread(log_q, observed, true, rng)
     parameters = fit(log_q, observed, true, spread, rng)
     known = Calibration()
@@ -310,8 +311,3 @@ def _figures(
         found.append(np.clip([value, value - width, value + width], 0, n))
     rate = (found[0] + known_wrong) / len(right)
     return Figure(*map(float, rate)), Figure(*map(float, found[1]))
-
-
-def _floored(q: np.ndarray) -> np.ndarray:
-    q = np.maximum(np.asarray(q, np.float64), FLOOR)
-    return q / q.sum(axis=-1, keepdims=True)

@@ -10,12 +10,14 @@ NA. Only an empty cell is a missing label. The other formats keep the type that 
 """
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from sklearn.utils import check_array
 
+from ._checks import plain_labels
 from ._columns import DataFrame, Encoder, Rows, is_frame, is_mixed
 from ._optional import needs
 
@@ -39,8 +41,11 @@ class Table(NamedTuple):
     """The name of the labels' column, or array."""
 
     def matrix(self) -> Rows:
-        """Return the rows as numbers; `encoded` returns those of several files in the same columns."""
-        return encoded([self])[0]
+        """Return the rows as numbers: those of an array as they are, others as `encoded` has them."""
+        return encoded([self])[0] if is_mixed(self.x) else self._checked()
+
+    def _checked(self) -> np.ndarray:
+        return check_array(self.x, dtype="float32", input_name=self.path)
 
     @property
     def columns(self) -> list[str]:
@@ -93,19 +98,22 @@ def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} cannot be read as {path.suffix}: {reason}")
 
 
+def _label_name(names: Iterable[str], label: str | None) -> str | None:
+    names = list(names)
+    return next((n for n in (LABELS if label is None else (label,)) if n in names), None)
+
+
 def _read_npz(path: Path, label: str | None, labelled: bool) -> Table:
     arrays = read_arrays(path)
     rows = next((arrays[name] for name in ROWS if name in arrays), None)
-    names = LABELS if label is None else (label,)
-    name = next((name for name in names if name in arrays), names[0])
-    labels = arrays.get(name)
-    if rows is None or (labels is None and labelled):
+    name = _label_name(arrays, label)
+    if rows is None or (name is None and labelled):
         raise DataError(
             f"{path} holds {', '.join(arrays) or 'nothing'}: it needs rows under one of "
-            f"{', '.join(ROWS)} and labels under {' or '.join(names)}."
+            f"{', '.join(ROWS)} and labels under {label or ' or '.join(LABELS)}."
         )
-    y = np.zeros(0) if labels is None else labels
-    if rows.ndim < 2 or (labels is not None and y.shape != rows.shape[:1]):
+    y = np.zeros(0) if name is None else arrays[name]
+    if rows.ndim < 2 or (name is not None and y.shape != rows.shape[:1]):
         raise DataError(
             f"{path}: rows have shape {rows.shape} and labels {y.shape}; expected (n, ...) and (n,)."
         )
@@ -113,24 +121,30 @@ def _read_npz(path: Path, label: str | None, labelled: bool) -> Table:
         raise DataError(f"{path}: rows have dtype {rows.dtype}, expected numbers.")
     shape = rows.shape[1:] if rows.ndim > 2 else None
     columns = int(np.prod(rows.shape[1:]))  # not -1, which there is none for without rows
-    return Table(rows.reshape(len(rows), columns), _labels(y, path), shape, str(path), name)
+    flat = rows.reshape(len(rows), columns)
+    return Table(flat, _labels(y, path), shape, str(path), name or "label")
 
 
 def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: bool) -> Table:
     with needs("data", f"reading {path.suffix} files"):
         import pandas as pd
 
+    is_csv = path.suffix == ".csv"
     try:
-        frame = _read_csv(path, label) if path.suffix == ".csv" else pd.read_parquet(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            frame = pd.read_csv(path, index_col=False) if is_csv else pd.read_parquet(path)
+    except pd.errors.ParserWarning:
+        more = ValueError("rows have more cells than the first line has names.")
+        raise _unreadable(path, more) from None
     except Exception as error:  # parsers raise many kinds
         raise _unreadable(path, error) from error
     frame.columns = [str(name) for name in frame.columns]
-    columns = ", ".join(frame.columns[:20])
-    names = [name for name in (LABELS if label is None else (label,)) if name in frame.columns]
-    if not names and labelled:
+    columns, name = ", ".join(frame.columns[:20]), _label_name(frame.columns, label)
+    if name is None and labelled:
         wanted = "none named " + ", ".join(LABELS) if label is None else f"no {label!r}"
         raise DataError(f"{path} has the columns {columns}, {wanted}: name it with --label COLUMN.")
-    missing = [name for name in drop if name not in frame.columns]
+    missing = [column for column in drop if column not in frame.columns]
     if missing:
         raise DataError(f"{path} has the columns {columns}; there is no {missing[0]!r} to drop.")
     if frame.columns[0].startswith("Unnamed: ") and frame.columns[0] not in drop:
@@ -139,47 +153,29 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: 
             f'out with --drop "{frame.columns[0]}".',
             stacklevel=3,
         )
-    rows = frame.drop(columns=[*names[:1], *drop])
-    if not names:
-        return Table(rows, np.zeros(0), None, str(path))
-    labels = frame[names[0]]
+    if name is None:
+        return Table(frame.drop(columns=[*drop]), np.zeros(0), None, str(path))
+    rows, labels = frame.drop(columns=[name, *drop]), frame[name]
+    if is_csv:  # as text, of which nothing but "" is missing
+        as_text: Any = {"dtype": str, "keep_default_na": False, "index_col": False}
+        labels = pd.read_csv(path, usecols=[name], **as_text)[name]
+        labels = labels.where(labels.str.strip() != "")
     values = labels.astype(object).where(labels.notna(), None).to_numpy()
     if labels.dtype.kind not in "ifub":  # text, categories, dates
         values = np.array([None if value is None else str(value) for value in values], object)
-    return Table(rows, _labels(values, path), None, str(path), names[0])
-
-
-def _read_csv(path: Path, label: str | None) -> DataFrame:
-    """Read a .csv file with its labels as text, an empty one as None."""
-    import pandas as pd
-
-    header = [str(name) for name in pd.read_csv(path, nrows=0).columns]
-    name = next((n for n in (LABELS if label is None else (label,)) if n in header), None)
-    # The mark before it keeps pandas from reading NA, None or nan as no label.
-    marked = {} if name is None else {name: lambda text: f"'{text}"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", pd.errors.ParserWarning)
-        try:
-            frame = pd.read_csv(path, converters=marked, index_col=False)
-        except pd.errors.ParserWarning:
-            raise ValueError("rows have more cells than the first line has names.") from None
-    if name is not None:
-        frame[name] = [text[1:] if text[1:].strip() else None for text in frame[name]]
-    return frame
+    return Table(rows, _labels(values, path), None, str(path), name)
 
 
 def _labels(values: np.ndarray, path: Path) -> np.ndarray:
     """Return labels as an array of numbers or of text, or raise where one is missing."""
     if values.dtype.kind == "S":
         values = np.char.decode(values, "utf-8", "backslashreplace")
-    missing = np.array([v is None or v != v or (isinstance(v, str) and not v) for v in values])
-    if missing.any():
-        rows = np.flatnonzero(missing)
-        raise DataError(
-            f"{path}: {len(rows)} of {len(values)} rows have no label, the first is row {rows[0]} "
-            "(rows count from 0): give it one, or leave the row out."
-        )
-    return np.asarray(values.tolist()) if values.dtype == object else values
+    if values.dtype.kind in "UO":
+        values = np.where(values == "", None, values.astype(object))
+    try:
+        return plain_labels(values, str(path))
+    except ValueError as error:
+        raise DataError(str(error)) from None
 
 
 def with_labels_alike(first: Table, second: Table) -> tuple[Table, Table]:
@@ -192,32 +188,26 @@ def with_labels_alike(first: Table, second: Table) -> tuple[Table, Table]:
 
 
 def encoded(tables: list[Table], text: tuple[str, ...] = ()) -> list[Rows]:
-    """Return the rows of files as numbers, in columns that the first decides: see `_columns.py`.
+    """Return the rows of files as a linear model takes them, scaled and encoded as the first decides.
 
     Columns named by `text` become TF-IDF, with all its words.
     """
-    check_columns(tables, text)
-    first = tables[0].x
-    if not text and not is_mixed(first):
-        return [check_array(table.x, dtype="float32", input_name=table.path) for table in tables]
+    check_columns(tables)
+    mixed = bool(text) or is_mixed(tables[0].x)
+    rows = [table.x if mixed else table._checked() for table in tables]
     try:
-        encoder = Encoder(text).fit(first)
+        encoder = Encoder(text).fit(rows[0])
     except ValueError as error:
         raise DataError(f"{tables[0].path}: {error}") from error
-    return [encoder.transform(table.x).wide for table in tables]
+    return [encoder.transform(x).wide for x in rows]
 
 
-def check_columns(tables: list[Table], text: tuple[str, ...] = ()) -> None:
-    """Raise where files have other columns than the first, or it lacks one that is named."""
-    first = tables[0]
+def check_columns(tables: list[Table]) -> None:
+    """Raise where files have other columns than the first."""
     for table in tables:
-        odd = sorted(set(table.columns) ^ set(first.columns))
+        odd = sorted(set(table.columns) ^ set(tables[0].columns))
         if odd:
             raise DataError(
-                f"{table.path} and {first.path} need the same columns; these are in one only: "
+                f"{table.path} and {tables[0].path} need the same columns; these are in one only: "
                 f"{', '.join(odd[:8])}. Leave columns out with --drop."
             )
-    unknown = [name for name in text if name not in first.columns]
-    if unknown:
-        columns = ", ".join(first.columns)
-        raise DataError(f"{first.path} has the columns {columns}; there is no {unknown[0]!r}.")
