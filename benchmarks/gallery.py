@@ -78,7 +78,7 @@ def short(values: Any, digits: int = 4) -> Any:
 
 def schedule() -> Found:
     """The learnt rate of each step beside the best constant and the best cosine, with losses."""
-    found, _, _ = example("transformer_schedule")
+    found, _, _ = example("transformer_schedule", "--iterations", "100")
     problem, steps = found["problem"], found["arguments"].steps
     t = np.arange(steps)
     cosines = {peak: 0.5 * peak * (1 + np.cos(np.pi * t / steps)) for peak in found["grid"]}
