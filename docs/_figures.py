@@ -65,6 +65,13 @@ def dots(figure: Any, rows: Mapping[str, Sequence[float]], xlabel: str, ours: st
     axes.grid(visible=False, axis="y")
 
 
+def plain_numbers(*axes: Any) -> None:
+    """Label logarithmic axes with numbers, not powers."""
+    for axis in axes:
+        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
+        axis.set_minor_formatter(lambda *_: "")
+
+
 def images(
     figure: Any, pixels: Any, shape: tuple[int, int], marks: Sequence[tuple[str, str]]
 ) -> None:
@@ -219,6 +226,7 @@ def penalties(figure: Any) -> None:
     axes.plot(range(useful), found["penalty"][:useful], ".", color=BLUE, label="it matters")
     axes.plot(range(useful, n), found["penalty"][useful:], ".", color=GREY, label="it does not")
     axes.axhline(found["one"], ls=":", color=ORANGE, label="one for all")
+    plain_numbers(axes.yaxis)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3)
 
 
@@ -257,6 +265,7 @@ def memory(figure: Any) -> None:
         )
     axes.margins(0.16)
     axes.set_ylim(0, None)
+    plain_numbers(axes.xaxis)
 
 
 @picture()
@@ -270,8 +279,7 @@ def cost(figure: Any) -> None:
     ):
         own = {r["hyperparameters"]: r["trainings"] for r in rows if r["series"] == name}
         axes.plot(sorted(own), [own[m] for m in sorted(own)], line, color=colour, ms=4, label=name)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    plain_numbers(axes.xaxis, axes.yaxis)
     axes.legend()
 
 
@@ -289,6 +297,7 @@ def peers(figure: Any) -> None:
     for (name, colour), mark in zip(colours.items(), "oDs^v", strict=True):
         seconds = [found[task]["libraries"][name]["seconds"] for task in tasks]
         axes.plot(seconds, range(4), mark, color=colour, label=name, ms=5)
+    plain_numbers(axes.xaxis)
     axes.set_yticks(range(4), tasks.values())
     axes.invert_yaxis()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=5)
@@ -319,7 +328,7 @@ def language(figure: Any) -> None:
 def fewshot(figure: Any) -> None:
     rows = recorded("fewshot-5x1-h200")
     shown = {name.split(", 5 ways")[0]: [100 * row["accuracy"]] for name, row in rows.items()}
-    dots(figure, shown, "accuracy in %, 5 ways, 1 shot", "MAML|representation")
+    dots(figure, shown, "accuracy in %", "MAML|representation")
 
 
 @picture()
@@ -374,7 +383,7 @@ def discrete(figure: Any) -> None:
         (("Optuna alone", GREY), ("with gradients", BLUE)), ("--", "-"), strict=True
     ):
         for k, run in enumerate(found[name]):
-            seconds, _, errors = np.transpose(run["curve"])
+            seconds, _, errors = np.transpose(sorted(run["curve"]))
             axes.step(
                 seconds,
                 np.minimum.accumulate(errors),
