@@ -76,6 +76,7 @@ def images(
     figure: Any, pixels: Any, shape: tuple[int, int], marks: Sequence[tuple[str, str]]
 ) -> None:
     """Draw images in a grid, each with a line of text of a colour below."""
+    figure.get_layout_engine().set(wspace=0.08)
     for k, (image, (text, colour)) in enumerate(zip(pixels, marks, strict=True)):
         axes = figure.add_subplot(*shape, k + 1)
         axes.imshow(np.asarray(image, float), cmap="Greys", interpolation="nearest")
@@ -199,8 +200,8 @@ def maml(figure: Any) -> None:
     axes = figure.add_subplot(xlabel="x", ylabel="y")
     found = of_gallery("maml")
     task = found["tasks"][0]
-    axes.plot(found["x"], task["random weights"], ":", color=GREY, label="from random weights")
-    axes.plot(found["x"], task["learnt weights"], color=BLUE, label="from learnt weights")
+    axes.plot(found["x"], task["random weights"], ":", color=GREY, label="random start")
+    axes.plot(found["x"], task["learnt weights"], color=BLUE, label="learnt start")
     axes.plot(*task["points"], "o", color=ORANGE, ms=5, label="ten points")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3)
 
@@ -452,6 +453,7 @@ if __name__ == "__main__":
             drawn(picture_name, Path(sys.argv[1]))
     else:
         with tempfile.TemporaryDirectory() as temporary:
-            made = drawn("schedule", Path(temporary))
-        (DOCS / "img/schedule-light.svg").write_text(made)
-        (DOCS / "img/schedule-dark.svg").write_text(made.replace(_INK, DARK))
+            made = {name: drawn(name, Path(temporary)) for name in ("schedule", "responses")}
+        (DOCS / "img/responses.svg").write_text(made["responses"])
+        (DOCS / "img/schedule-light.svg").write_text(made["schedule"])
+        (DOCS / "img/schedule-dark.svg").write_text(made["schedule"].replace(_INK, DARK))
