@@ -1,7 +1,6 @@
 """Whose hypergradients hold over a step of tuning, and does `foretune.trust` know?
 
     python -m benchmarks.trust [--size small|large] [--only NAME ...] [--out FILE.json]
-    python -m benchmarks.trust --draw docs/img/responses.svg
 
 The truth is measured: each hyperparameter moves along random signs, and all of them along an engine's
 own descent, by a scale s of their natural size (of log(x) under `Log`),
@@ -249,28 +248,6 @@ def show(name: str, result: dict[str, Any]) -> None:
             table.add(leaf, truth, said[leaf])
 
 
-def draw(path: str) -> None:
-    """Draw a smooth and a chaotic response with the tangent that the exact hypergradient is."""
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "foretune"  # the same file each time
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
-    change = np.linspace(-0.3, 0.3, 121)
-    for ax, name in zip(axes, ("tanh network", "recurrent"), strict=True):
-        problem, hparams, *_ = ALL[name]()
-        rates = hparams["lr"] * jnp.exp(change)
-        errors = [float(problem.response(hparams | {"lr": rate})[0]) for rate in rates]
-        value, grad, _ = ft.Reverse()(problem, hparams)
-        slope = float(grad["lr"] * hparams["lr"])
-        ax.plot(change, errors, color="#2b6cb0", linewidth=1, label="error")
-        ax.plot(change, float(value) + slope * change, "--", color="#c53030", label="hypergradient")
-        margin = 0.2 * (max(errors) - min(errors))
-        ax.set_ylim(min(errors) - margin, max(errors) + margin)
-        ax.set(title=f"{name}: slope {slope:.2g}", xlabel="change of log(learning rate)")
-        ax.legend(frameon=False)
-    figure.savefig(path, metadata={"Date": None})
-
-
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--size", choices=("small", "large"), default="small")
@@ -278,11 +255,7 @@ def main() -> None:
     parser.add_argument("--directions", type=int, default=3, help="large: of each leaf")
     parser.add_argument("--radius", type=float, help="large: `Evolution`, not `Reverse`")
     parser.add_argument("--batch", type=int, default=64, help="large: of the transformer")
-    parser.add_argument("--draw", metavar="FILE", help="a picture of two responses instead")
     arguments = parser.parse_args()
-    if arguments.draw:
-        draw(arguments.draw)
-        return
     large, results, pairs = arguments.size == "large", {}, []
     transformer.LARGE["batch"] = arguments.batch
     print("cost in trainings; right signs and sizes of the differences that count, by scale")

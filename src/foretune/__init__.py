@@ -56,4 +56,4 @@ from ._realtime.stream import windows as windows
 from ._realtime.tuned import tuned as tuned
 from ._realtime.tuner import RealTime as RealTime
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

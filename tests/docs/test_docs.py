@@ -13,7 +13,10 @@ import foretune as ft
 ROOT = Path(__file__).parents[2]
 
 
-WITHOUT_CODE = ["docs/about.md", "docs/api.md", "docs/examples.md", "docs/how/theory.md"]
+WITHOUT_CODE = [
+    f"docs/{name}.md"
+    for name in ("about", "api", "choose", "gallery", "migration", "how/realtime", "how/theory")
+]
 FIRST = ["README.md"]
 PAGES = [
     "README.md",

@@ -20,7 +20,7 @@ def make():
 
 
 def test_each_script_is_listed_with_its_notebook():
-    page = (ROOT / "docs/examples.md").read_text()
+    page = (ROOT / "docs/gallery.md").read_text()
     listed = re.findall(r"^\| \[`(\w+)`\]\(\.\./examples/\1\.py\) \|", page, re.MULTILINE)
     assert sorted(listed) == [script.stem for script in SCRIPTS]
 
