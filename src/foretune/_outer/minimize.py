@@ -73,8 +73,8 @@ def minimize(
     only what is not finite is rejected; at the start that raises `NonFiniteError`.
 
     Of a draw, the point reached and the last that was accepted are compared in the same draws, every
-    few steps; `paired` of a record is the error of the latter, by these differences. The descent ends
-    when nothing more is gained, and the result is the lowest by comparison.
+    few steps; `paired` of a record is the error of the latter, by these differences. The result is the
+    lowest by comparison.
 
     Ctrl-C, or SIGTERM, ends the run after the current evaluation; a second one interrupts at once.
 
