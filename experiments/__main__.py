@@ -1,4 +1,4 @@
-"""`python -m experiments`: the paper's experiments, from a checkout.
+"""`python -m experiments`: the experiments of the documentation, from a checkout.
 
 Exit status: 0 when done, 1 when something is wrong with what was given (a message on standard error;
 with `--debug` the traceback), 2 for a wrong use of the command, 130 after Ctrl-C and 143 after SIGTERM,
@@ -15,7 +15,7 @@ import typer
 from foretune.cli import MOST_STEPS, Debug, Label, Seed
 from foretune.report import command_line, plain_errors, show_result
 
-app = command_line("Repeat an experiment of the paper.")
+app = command_line("Repeat the experiments of the documentation.")
 
 MOST_SEEDS = 1000
 Out = Annotated[
@@ -49,32 +49,38 @@ def cleaning(
     label: Label = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST_SEEDS, help="Splits to average over; 5, for the digits 1."),
+        typer.Option(
+            min=1, max=MOST_SEEDS, help="Splits to average over; by default 5, for the digits 1."
+        ),
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_STEPS, help="Steps of each training (T); 1000, for the digits 500."
+            min=1,
+            max=MOST_STEPS,
+            help="Steps of each training; by default 1000, for the digits 500.",
         ),
     ] = None,
     iterations: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations; 500, for the digits 150."),
+        typer.Option(
+            min=1, max=MOST_STEPS, help="Hyper-iterations; by default 500, for the digits 150."
+        ),
     ] = None,
     noise: Annotated[
         float, typer.Option(min=0, max=0.9, callback=_number, help="Share of wrong labels.")
     ] = 0.5,
     quick: Annotated[
-        bool, typer.Option("--quick", help="1 seed, 100 steps and 80 hyper-iterations: seconds.")
+        bool, typer.Option("--quick", help="1 seed, 100 steps, 80 hyper-iterations: takes seconds.")
     ] = False,
     out: Out = None,
     debug: Debug = False,
 ) -> None:
     """Data hyper-cleaning: half the training labels are wrong; which ones?
 
-    Oracle, Baseline, and DH-R for four budgets R, as in Table 1 of the paper, compared with the default
-    method of `foretune clean`. Interrupted, the same command continues where it was. Ends with the
-    path of a report.
+    Compares Oracle, Baseline and DH-R for four budgets R, as in Table 1 of the paper, and the default
+    method of `foretune clean`. An interrupted run continues with the same command. The last line is
+    the path of the report.
     """
     out = out or Path("runs") / f"cleaning-{Path(data).stem}{'-quick' if quick else ''}"
     with plain_errors(debug, out):
@@ -110,7 +116,7 @@ def multitask(
     seeds: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_SEEDS, help="Splits to average over; 5, for CIFAR 10, by default."
+            min=1, max=MOST_SEEDS, help="Splits to average over; by default 5, for CIFAR 10."
         ),
     ] = None,
     per_class: Annotated[
@@ -118,36 +124,45 @@ def multitask(
         typer.Option(
             min=2,
             max=100_000,
-            help="Labelled rows of a class to train on, and as many to validate; 5, for CIFAR-100 3.",
+            help="Rows of each class to train on, and as many to validate; "
+            "by default 5, for CIFAR-100 3.",
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of a training, folds; 100.")
+        int | None,
+        typer.Option(min=1, max=MOST_STEPS, help="Steps of a training with folds; by default 100."),
     ] = None,
     iterations: Annotated[
-        int | None, typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations, folds; 40.")
+        int | None,
+        typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations with folds; by default 40."),
     ] = None,
     paper_steps: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_STEPS, help="Steps of a training, single split; 500, for CIFAR 1000."
+            min=1,
+            max=MOST_STEPS,
+            help="Steps of a training with a single split; by default 500, for CIFAR 1000.",
         ),
     ] = None,
     paper_iterations: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_STEPS, help="Hyper-iterations, single split; 60, for CIFAR 100."
+            min=1,
+            max=MOST_STEPS,
+            help="Hyper-iterations with a single split; by default 60, for CIFAR 100.",
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A minute instead of many.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer seeds and steps: takes about a minute.")
+    ] = False,
     out: Out = None,
     debug: Debug = False,
 ) -> None:
     """Learning task interactions: which classes help each other, from a few rows of each?
 
-    STL, NMTL, HMTL and HMTL-S as in Table 2 of the paper, and with folds, compared with output-kernel
-    learning, a p-norm method and logistic regression. Interrupted, the same command continues where it
-    was. Ends with the path of a report.
+    Compares STL, NMTL, HMTL and HMTL-S, as in Table 2 of the paper and with folds, with output-kernel
+    learning, a p-norm method and logistic regression. An interrupted run continues with the same
+    command. The last line is the path of the report.
     """
     out = out or Path("runs") / f"multitask-{Path(data).stem}{'-quick' if quick else ''}"
     with plain_errors(debug, out):
@@ -176,41 +191,60 @@ def multitask(
 def phones(
     data: Annotated[
         str,
-        typer.Option(help="synthetic, timit (in FORETUNE_DATA), or the folder of a copy of TIMIT."),
+        typer.Option(
+            help="synthetic, timit (read from FORETUNE_DATA), or the folder of your copy of TIMIT."
+        ),
     ] = "synthetic",
     frames: Annotated[
         int | None,
-        typer.Option(min=1000, max=100_000_000, help="Frames of synthetic speech; 1,500,000."),
+        typer.Option(
+            min=1000, max=100_000_000, help="Frames of synthetic speech; by default 1,500,000."
+        ),
     ] = None,
     budget: Annotated[
         float | None,
         typer.Option(
-            min=0.1, max=1e7, callback=_number, help="Seconds for each method and seed; 100."
+            min=0.1,
+            max=1e7,
+            callback=_number,
+            help="Seconds for each method and seed; by default 100.",
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of each method; 3.")
+        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of each method; by default 3.")
     ] = None,
     searches: Annotated[
-        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of the random search; 5.")
+        int | None,
+        typer.Option(min=1, max=MOST_SEEDS, help="Seeds of the random search; by default 5."),
     ] = None,
     width: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Units of a layer; 2000.")
+        int | None,
+        typer.Option(min=1, max=100_000, help="Units of each hidden layer; by default 2000."),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, max=100, help="Hidden layers; 4.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, max=100, help="Hidden layers; by default 4.")
+    ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, max=10_000_000, help="Frames of a minibatch; 500.")
+        int | None,
+        typer.Option(min=1, max=10_000_000, help="Frames of a minibatch; by default 500."),
     ] = None,
     window: Annotated[
-        int | None, typer.Option(min=1, max=1_000_000, help="Minibatches of a hyper-batch; 200.")
+        int | None,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="Minibatches between two updates of the hyperparameters; by default 200.",
+        ),
     ] = None,
     cepstral: Annotated[
-        bool, typer.Option("--cepstral", help="Cepstral coefficients, not log filter outputs.")
+        bool,
+        typer.Option("--cepstral", help="Use cepstral coefficients instead of log filter outputs."),
     ] = False,
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="40,000 frames, 2 layers of 128 units, 15 seconds for each, one seed."
+            "--quick",
+            help="40,000 frames, 2 layers of 128 units, 15 seconds for each method, 1 seed.",
         ),
     ] = False,
     out: Out = None,
@@ -218,10 +252,10 @@ def phones(
 ) -> None:
     """Phone classification: tune a speech network while it trains.
 
-    Its learning rate, momentum and the weight of an auxiliary task, by random search, Bayesian
-    optimization and real-time tuning as in Tables 3 and 5 of the paper, and by this package's
-    defaults, each with the same time. Interrupted, the same command continues
-    where it was. Ends with the path of a report.
+    Tunes the learning rate, the momentum and the weight of an auxiliary task. Compares random search,
+    Bayesian optimization and real-time tuning, as in Tables 3 and 5 of the paper, with this package's
+    defaults, in the same time. An interrupted run continues with the same command. The last line is
+    the path of the report.
     """
     out = out or Path("runs") / f"phones-{Path(data).name}{'-quick' if quick else ''}"
     with plain_errors(debug, out):
@@ -254,40 +288,47 @@ def phones(
 )
 def complexity(
     network: Annotated[
-        str | None, typer.Option(help="Inputs, hidden layers and classes; 784-200-200-10.")
+        str | None,
+        typer.Option(help="Inputs, hidden layers and classes; by default 784-200-200-10."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of a training (T); 1000.")
+        int | None,
+        typer.Option(min=1, max=MOST_STEPS, help="Steps of a training; by default 1000."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, max=10_000_000, help="Examples of a minibatch; 100.")
+        int | None,
+        typer.Option(min=1, max=10_000_000, help="Examples of a minibatch; by default 100."),
     ] = None,
     hyperparameters: Annotated[
         str | None,
-        typer.Option(help="Numbers of hyperparameters (m); 2,4,8,16,32,64,256,1024,4096."),
+        typer.Option(help="Numbers of hyperparameters; by default 2,4,8,16,32,64,256,1024,4096."),
     ] = None,
     forward: Annotated[
-        int | None, typer.Option(min=2, max=10_000, help="The largest m for forward mode; 64.")
+        int | None,
+        typer.Option(
+            min=2, max=10_000, help="Most hyperparameters for forward mode; by default 64."
+        ),
     ] = None,
     widths: Annotated[
         str | None,
-        typer.Option(help="Units of the hidden layers; 50,100,200,400,800,1600,3200."),
+        typer.Option(help="Units of the hidden layers; by default 50,100,200,400,800,1600,3200."),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="Times that each is measured; 5.")
+        int | None,
+        typer.Option(min=1, max=1000, help="Times that each program is measured; by default 5."),
     ] = None,
     seed: Seed = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="20 steps, fewer and smaller points, 3 rounds.")
+        bool, typer.Option("--quick", help="20 steps, fewer and smaller networks, 3 rounds.")
     ] = False,
     out: Out = None,
     debug: Debug = False,
 ) -> None:
     """Time and memory of forward and reverse mode, as in Appendix A of the paper.
 
-    Against the number of hyperparameters, of weights and of steps, compared with plain training. A
-    program that does not fit the device's memory is skipped. Interrupted, the same command continues
-    where it was. Ends with the path of a report.
+    Measures them against the numbers of hyperparameters, weights and steps, and compares them with
+    plain training. A program that does not fit into the device's memory is skipped. An interrupted
+    run continues with the same command. The last line is the path of the report.
     """
     name = f"complexity{f'-{network}' if network else ''}{'-quick' if quick else ''}"
     out = out or Path("runs") / name
@@ -319,25 +360,28 @@ def complexity(
 def human(
     data: Annotated[
         list[str] | None,
-        typer.Option(help=".npz files with log_probs, given and true; by default CIFAR-10N's."),
+        typer.Option(help=".npz files with log_probs, given and true; by default CIFAR-10N."),
     ] = None,
     checked: Annotated[
-        str | None, typer.Option(help="Numbers of verified labels; 0,100,500,2000.")
+        str | None, typer.Option(help="Numbers of verified labels; by default 0,100,500,2000.")
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Draws of verified labels; 5.")
+        int | None,
+        typer.Option(
+            min=1, max=MOST_SEEDS, help="Draws of verified labels to average over; by default 5."
+        ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="3,000 labels, 0 and 200 of them verified, one seed.")
+        bool, typer.Option("--quick", help="3,000 labels, 0 and 200 of them verified, 1 draw.")
     ] = False,
     out: Out = None,
     debug: Debug = False,
 ) -> None:
     """Human label noise: which labels of CIFAR-10N are wrong, given a network's predictions?
 
-    `clean_labels` with and without verified labels, compared with self-confidence, the margin, and
-    softmax regression from predictions to verified labels. Interrupted, the same command continues
-    where it was. Ends with the path of a report.
+    Compares `clean_labels`, with and without verified labels, with self-confidence, the margin, and
+    softmax regression from predictions to verified labels. An interrupted run continues with the same
+    command. The last line is the path of the report.
     """
     out = out or Path("runs") / f"human{'-quick' if quick else ''}"
     with plain_errors(debug, out):
@@ -364,7 +408,7 @@ def language(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A folder with sources.npz or with .txt files; by default text in FORETUNE_DATA.",
+            help="A folder with sources.npz or .txt files; by default text in FORETUNE_DATA.",
             show_default=False,
         ),
     ] = None,
@@ -376,29 +420,39 @@ def language(
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of each method; 3.")
+        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of each method; by default 3.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, max=100, help="Layers; 2.")] = None,
-    width: Annotated[int | None, typer.Option(min=1, max=100_000, help="Width; 64.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, max=100, help="Layers of the transformer; by default 2.")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="Width of a layer; by default 64.")
+    ] = None,
     heads: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="Heads of the attention; 2.")
+        int | None, typer.Option(min=1, max=1000, help="Heads of the attention; by default 2.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Bytes of a window; 64.")
+        int | None,
+        typer.Option(min=1, max=100_000, help="Bytes of a window of text; by default 64."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Windows of a minibatch; 16.")
+        int | None, typer.Option(min=1, max=100_000, help="Windows of a minibatch; by default 16.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=MOST_STEPS, help="Steps of a training (T); 1000.")
+        int | None,
+        typer.Option(min=1, max=MOST_STEPS, help="Steps of a training; by default 1000."),
     ] = None,
     outer: Annotated[
-        int | None, typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations; 20.")
+        int | None,
+        typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations of the descent; by default 20."),
     ] = None,
     transfer: Annotated[
         int | None,
         typer.Option(
-            min=1, max=16, help="How many times as long and wide mixtures are tried; 4, or 1: not."
+            min=1,
+            max=16,
+            help="How many times as wide, and trained as long, the network is that tests the "
+            "mixtures again; by default 4; 1 for no such test.",
         ),
     ] = None,
     quick: Annotated[
@@ -408,12 +462,12 @@ def language(
     out: Out = None,
     debug: Debug = False,
 ) -> None:
-    """A language model: which sources to train on, and how, for the least loss on another text?
+    """A language model: which sources to train on, and how, for the lowest loss on another text?
 
-    The weights of the sources, the schedule of the rate and the constants of AdamW are learnt by
-    hypergradients, through whole trainings and in one, compared with fixed mixtures, shortcuts, and
-    searches with the same time. Interrupted, the same command continues where it was. Ends with the
-    path of a report.
+    Learns the weights of the sources, the schedule of the rate and the constants of AdamW by
+    hypergradients, through whole trainings and in one. Compares them with fixed mixtures, shortcuts,
+    and searches that have the same time. An interrupted run continues with the same command. The last
+    line is the path of the report.
     """
     with plain_errors(debug, out):
         from .language import experiment
@@ -446,38 +500,41 @@ def fewshot(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A .npz file with x, classes x images x 28 x 28, to test on; by default glyphs.",
+            help="A .npz file to test on, with x of classes x images x 28 x 28; by default glyphs.",
             show_default=False,
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of each method; 1.")
+        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds of each method; by default 1.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=MOST_STEPS, help="Outer steps of each method; 4000.")
+        int | None,
+        typer.Option(min=1, max=MOST_STEPS, help="Outer steps of each method; by default 4000."),
     ] = None,
     tasks: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="Tasks of an outer step; 16.")
+        int | None, typer.Option(min=1, max=10_000, help="Tasks of an outer step; by default 16.")
     ] = None,
     test: Annotated[
-        int | None, typer.Option(min=2, max=1_000_000, help="Test tasks; 1000.")
+        int | None, typer.Option(min=2, max=1_000_000, help="Tasks to test on; by default 1000.")
     ] = None,
     sizes: Annotated[
         str | None,
         typer.Option(
-            metavar="WAYSxSHOTS,...", help="Sizes of tasks; 5x1,5x5,20x1,20x5.", show_default=False
+            metavar="WAYSxSHOTS,...",
+            help="Ways and shots of the tasks; by default 5x1,5x5,20x1,20x5.",
+            show_default=False,
         ),
     ] = None,
     inner: Annotated[
         str | None,
         typer.Option(
             metavar="STEPS,...",
-            help="Inner steps to compare at the first size; 1,5,50,200.",
+            help="Inner steps to compare at the first size; by default 1,5,50,200.",
             show_default=False,
         ),
     ] = None,
     processes: Annotated[
-        int, typer.Option(min=1, max=64, help="Methods that learn at the same time.")
+        int, typer.Option(min=1, max=64, help="Methods that run at the same time.")
     ] = 1,
     quick: Annotated[
         bool,
@@ -490,9 +547,9 @@ def fewshot(
 ) -> None:
     """Few-shot learning: letters of scripts that were not seen, from one or five images of each.
 
-    Initial weights and rates by MAML, and a representation whose head is trained to its end, compared
-    with prototypical networks, first-order MAML and a pretrained network. Interrupted, the same command
-    continues where it was. Ends with the path of a report.
+    Learns initial weights and rates by MAML, and a representation whose head is trained to its end.
+    Compares them with prototypical networks, first-order MAML and a pretrained network. An interrupted
+    run continues with the same command. The last line is the path of the report.
     """
     name = f"fewshot{f'-{Path(data).stem}' if data else ''}{'-quick' if quick else ''}"
     out = out or Path("runs") / name
@@ -519,30 +576,38 @@ def fewshot(
     "`python -m experiments distillation` — one and ten images of each digit, on a GPU"
 )
 def distillation(
-    data: Annotated[str, typer.Option(help="mnist.")] = "mnist",
-    each: Annotated[str | None, typer.Option(help="Images of a class; 1,10.")] = None,
+    data: Annotated[str, typer.Option(help="The data; there is only mnist.")] = "mnist",
+    each: Annotated[
+        str | None, typer.Option(help="Learnt images of each class; by default 1,10.")
+    ] = None,
     stages: Annotated[
         str | None,
-        typer.Option(help="Inner x outer steps of each stage; 10x3000,50x2500,200x300."),
+        typer.Option(help="Inner x outer steps of each stage; by default 10x3000,50x2500,200x300."),
     ] = None,
-    width: Annotated[int | None, typer.Option(min=1, max=4096, help="Of a layer; 64.")] = None,
+    width: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Width of a layer; by default 64.")
+    ] = None,
     draws: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="Networks of an outer step; 4.")
+        int | None,
+        typer.Option(
+            min=1, max=1000, help="Networks that an outer step averages over; by default 4."
+        ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, max=MOST_SEEDS, help="Sets of images; 1.")
+        int | None,
+        typer.Option(min=1, max=MOST_SEEDS, help="Sets of images to average over; by default 1."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="One image of a class, 10 x 120 steps, 8 wide.")
+        bool, typer.Option("--quick", help="One image of each class, 10 x 120 steps, width 8.")
     ] = False,
     out: Out = None,
     debug: Debug = False,
 ) -> None:
     """Distilled data: a few learnt images in the place of MNIST's training set.
 
-    Images, soft labels and step sizes are learnt through whole trainings from weights drawn anew, and
-    judged by networks trained from fresh weights. Interrupted, the same command continues where it was.
-    Ends with the path of a report.
+    Learns images, soft labels and step sizes through whole trainings, each from newly drawn weights.
+    Judges them by networks trained from fresh weights. An interrupted run continues with the same
+    command. The last line is the path of the report.
     """
     out = out or Path("runs") / f"distillation-{data}{'-quick' if quick else ''}"
     with plain_errors(debug, out):
