@@ -1,12 +1,18 @@
 """Outer steps per second of MAML on sinusoids, by `minimize` and by a `lax.scan` written by hand.
 
-    python -m benchmarks.meta [--steps 2000] [--rounds 3] [--long 0] [--out FILE.json]
+    python -m benchmarks.meta [--steps 2000] [--rounds 3] [--out FILE.json]
+    python -m benchmarks.meta --long 70000 [--out FILE.json]
 
 25 tasks of ten points, 5 inner steps, a network 1-40-40-1, Adam outside. Both draw tasks of the same
-distribution and make the same number of steps from the same weights. The errors are those on 1,000
-fresh tasks after 1 and 5 inner steps; `--long N` adds a run of N steps by `minimize`.
+distribution and make the same number of steps from the same weights. Seconds are of the processor, so
+that other programs on the machine do not count. The errors are those on 1,000
+fresh tasks after 1, 5 and 10 inner steps, with standard errors; `--long N` is one run of N steps by
+`minimize`, nothing beside it.
 """
 
+import statistics
+import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -15,9 +21,10 @@ import optax
 from jax import lax
 
 import foretune as ft
-from benchmarks.harness import Table, command_line, record, time_in_turns
+from benchmarks.harness import Table, command_line, record
 
 TASKS, INNER, RATE, OUTER_RATE = 25, 5, 0.01, 1e-3
+SHOWN = 1, INNER, 10  # inner steps after which the error is shown
 Weights = list[tuple[jax.Array, jax.Array]]
 Points = tuple[jax.Array, jax.Array]
 
@@ -106,13 +113,54 @@ def by_hand(weights: Weights, keys: jax.Array) -> Weights:
     return cast(Weights, learnt)
 
 
-def errors(weights: Weights) -> list[float]:
-    """Return the mean error on fresh tasks after 1 and 5 inner steps."""
+def errors(weights: Weights) -> dict[str, list[float]]:
+    """Return the mean error on fresh tasks after some inner steps, and its standard error."""
     keys = jax.random.split(jax.random.key(2), 1000)
-    return [
-        float(jnp.mean(jax.vmap(lambda key, n=n: task(key, n).response(weights)[0])(keys)))
-        for n in (1, INNER)
-    ]
+    found = {}
+    for steps in SHOWN:
+        each = jax.vmap(lambda key, n=steps: task(key, n).response(weights)[0])(keys)
+        found[f"{steps} steps"] = [float(each.mean()), float(each.std() / len(keys) ** 0.5)]
+    return found
+
+
+def beside_by_hand(steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Return steps per second and errors by `minimize`, beside those of the loop by hand."""
+    keys = jax.random.split(jax.random.key(1), steps)
+    engines = {
+        "minimize": ft.Reverse(),
+        "minimize, first order": ft.Reverse(first_order=True),
+    }
+    found: dict[str, Any] = {}
+
+    programs: dict[str, Callable[[], Weights]] = {
+        "by hand": lambda: by_hand(start(jax.random.key(0)), keys)
+    } | {
+        name: lambda engine=engine: by_minimize(engine, steps).hparams
+        for name, engine in engines.items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(1 + rounds):  # of which the first compiles
+        for name, program in programs.items():
+            began = time.process_time()
+            found[name] = jax.block_until_ready(program())
+            seconds[name].append(time.process_time() - began)
+
+    def row(name: str) -> dict[str, Any]:
+        taken = statistics.median(seconds[name][1:])
+        pairs = zip(seconds["by hand"][1:], seconds[name][1:], strict=True)
+        share = statistics.median(hand / own for hand, own in pairs)
+        return {"name": name, "steps": steps, "per_second": steps / taken, "of_by_hand": share}
+
+    return [row(name) | {"errors": errors(found[name])} for name in programs]
+
+
+def long_run(steps: int) -> list[dict[str, Any]]:
+    """Return the errors after one run by `minimize`."""
+    began = time.process_time()
+    result = by_minimize(ft.Reverse(), steps)
+    rate = steps / (time.process_time() - began)
+    found = errors(result.hparams)
+    return [{"name": "minimize", "steps": steps, "per_second": rate, "errors": found}]
 
 
 def main() -> None:
@@ -120,50 +168,18 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--long", type=int, default=0, help="steps of one more run by minimize")
+    parser.add_argument("--long", type=int, help="the steps of one run by minimize")
     arguments = parser.parse_args()
-    keys = jax.random.split(jax.random.key(1), arguments.steps)
-    engines = {
-        "minimize": ft.Reverse(),
-        "minimize, everything stored": ft.Reverse("everything"),
-        "minimize, first order": ft.Reverse(first_order=True),
-    }
-    found: dict[str, Any] = {}
-
-    def runs(name, engine):
-        def run():
-            found[name] = by_minimize(engine, arguments.steps)
-            return found[name].hparams
-
-        return run
-
-    programs = {"by hand": lambda: by_hand(start(jax.random.key(0)), keys)}
-    programs |= {name: runs(name, engine) for name, engine in engines.items()}
-    seconds, ratio = time_in_turns(programs, arguments.rounds)
-    table = Table("", "outer steps", "steps a second", "of by hand", "1 step", "5 steps")
-    results = []
-
-    def add(name, steps, second, share, weights):
-        one, five = errors(weights)
-        rate = steps / second
-        table.add(name, steps, rate, share, one, five)
-        results.append(
-            {"name": name, "steps": steps, "per_second": rate, "of_by_hand": share,
-             "error_1": one, "error_5": five}
-        )  # fmt: skip
-
-    add("by hand", arguments.steps, seconds["by hand"], 1.0, programs["by hand"]())
-    for name, result in found.items():
-        made = len(result.history)  # fewer than asked for where nothing more is gained
-        share = ratio("by hand", name) * made / arguments.steps
-        add(name, made, seconds[name], share, result.hparams)
     if arguments.long:
-        result = by_minimize(ft.Reverse(), arguments.long)
-        results.append(
-            {"name": "long", "steps": len(result.history), "errors": errors(result.hparams)}
-        )
-        table.add("long", len(result.history), "", "", *results[-1]["errors"])
-    record(arguments.out, results)
+        rows = long_run(arguments.long)
+    else:
+        rows = beside_by_hand(arguments.steps, arguments.rounds)
+    heads = [f"error, {n} steps" for n in SHOWN]
+    table = Table("", "outer steps", "steps a second", "of by hand", *heads)
+    for row in rows:
+        shown = [f"{mean:.3f} ± {error:.3f}" for mean, error in row["errors"].values()]
+        table.add(row["name"], row["steps"], row["per_second"], row.get("of_by_hand", ""), *shown)
+    record(arguments.out, rows)
 
 
 if __name__ == "__main__":

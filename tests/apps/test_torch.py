@@ -159,6 +159,72 @@ def test_hypergradients_are_those_of_pytorch(name, make):
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+def of_transformers(name):
+    """Return a small model from a config, without dropout, and inputs for it."""
+    transformers = pytest.importorskip("transformers")
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 11, (STEPS, BATCH, 5))
+    side = 16 if name == "ResNet" else 8
+    pictures = rng.normal(size=(STEPS, BATCH, 3, side, side)).astype(np.float32)
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    common = {"num_labels": CLASSES, "attn_implementation": "eager"}
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2} | dropout | common
+    small["intermediate_size"] = 12
+    if name == "BERT":
+        config = transformers.BertConfig(vocab_size=11, max_position_embeddings=8, **small)
+        return transformers.BertForSequenceClassification(config), words
+    if name == "GPT-2":
+        drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0}
+        sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+        config = transformers.GPT2Config(**sizes, **drop, use_cache=False, **common)
+        return transformers.GPT2ForSequenceClassification(config), words
+    if name == "ViT":
+        config = transformers.ViTConfig(image_size=8, patch_size=4, num_channels=3, **small)
+        return transformers.ViTForImageClassification(config), pictures
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 6], "depths": [1, 1], "layer_type": "basic"}
+    config = transformers.ResNetConfig(**sizes, num_labels=CLASSES)
+    return transformers.ResNetForImageClassification(config), pictures
+
+
+class Logits(nn.Module):
+    """A model of transformers that returns its logits alone."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).logits
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "ViT", "ResNet"])
+def test_models_of_transformers_have_the_hypergradients_of_pytorch(name):
+    torch.manual_seed(0)
+    module, x = of_transformers(name)
+    y = np.random.default_rng(1).integers(0, CLASSES, (STEPS, BATCH))
+    rows = np.arange((STEPS - 1) * BATCH).reshape(STEPS - 1, BATCH)
+    batches, validation = (x[:-1], y[:-1], rows), (x[-1], y[-1])
+    module, hparams = Logits(module), hyperparameters()
+    model = ftt.bridge(module)
+    value, grads = unrolled(copy.deepcopy(module), batches, validation, hparams)
+    ours = ft.Reverse()(bridged(model, batches, validation), as_jax(hparams))
+    assert ours.value == pytest.approx(value, rel=1e-5)
+    for n, expected in grads.items():
+        if n == "weight":  # of all rows, of which the last batch is not used here
+            np.testing.assert_allclose(ours.grad[n], expected, atol=1e-4)
+        else:
+            np.testing.assert_allclose(ours.grad[n], expected, rtol=1e-4)
+
+
+def test_outputs_of_transformers_keep_their_names():
+    module, x = of_transformers("BERT")
+    model = ftt.bridge(module)
+    logits = model.apply(model.params, x[0], buffers=model.buffers).logits
+    module.eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(logits, module(torch.tensor(x[0])).logits, rtol=1e-4, atol=1e-6)
+
+
 def test_running_statistics_are_part_of_the_response():
     """PyTorch's own batch norm cuts the gradient at its running statistics; ours does not."""
     torch.manual_seed(0)

@@ -179,6 +179,12 @@ def test_the_label_cleaner_example_beats_training_on_all_labels(capsys):
             lambda start, learnt: learnt < start,
         ),
         (
+            "augmentation",
+            ["--iterations", "3", "--steps", "40", "--labels", "100"],
+            r"none: test accuracy ([\d.]+)[^:]*: test accuracy ([\d.]+)",
+            lambda none, learnt: learnt > none - 5,
+        ),
+        (
             "penalties_implicit",
             ["--iterations", "20"],
             r"Implicit +validation ([\d.]+)[^$]*Reverse +validation ([\d.]+)",

@@ -81,8 +81,8 @@ def minimize(
 
     Of a draw, errors of different steps cannot be compared. Every 8 steps, or more where noise decides,
     the point reached and the last that was accepted are compared in the same draws: `paired` of a
-    record is the error of the latter, by these differences. A point that is higher is rejected; the
-    descent ends early when nothing more is gained; and the result is the lowest by comparison.
+    record is the error of the latter, by these differences. A point that is higher is rejected, and the
+    result is the lowest by comparison.
 
     Ctrl-C, or SIGTERM, ends the run after the current evaluation; a second one interrupts at once.
 

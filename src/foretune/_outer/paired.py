@@ -10,8 +10,7 @@ incumbent, the last one that was accepted, in n draws that both share,
   the optimizer's own;
 - m > e', of a larger t, and again in 32 draws: lambda is rejected; the descent goes on from the
   incumbent, the optimizer anew, with steps of a quarter;
-- else noise decides: on, and the next span is twice as long and compared in twice as many draws. After
-  the fourth time in a row the descent ends, with nothing more to be gained.
+- else noise decides: on, and the next span is twice as long and compared in twice as many draws.
 
 So an optimizer that descends is left alone. Between two comparisons, unless callbacks want to see each,
 the steps are one program.
@@ -42,9 +41,7 @@ QUANTILES = {4: (2.35, 4.54), 8: (1.89, 3.00), 16: (1.75, 2.60), 32: (1.70, 2.45
 """n -> t of n - 1 degrees of freedom, one side of 95 % and of 99 %."""
 FEWEST = 4  # n
 SHORTER, LONGER = 0.25, 2.0
-ENOUGH = 4  # spans in a row of which noise decides
 MOST = 256  # steps of one program
-NO_GAIN = "nothing more is gained"
 
 
 class Paired(NamedTuple):
@@ -79,8 +76,6 @@ class PairedDescent(Descent):
     def advance(self, run: Run, step: int) -> Evaluation | str:
         """Make the steps up to the next comparison, or one; and compare, where it is time."""
         carry: Paired = run.carry
-        if int(carry.undecided) >= ENOUGH:
-            return NO_GAIN
         before = []
         if run.coarse and not run.begins and isinstance(self.engine, TracedEngine):
             ahead = min(int(carry.span - carry.since), cast(int, run.steps) - step + 1, MOST) - 1
