@@ -147,7 +147,7 @@ def _report(study: Study, engine: AbstractEngine, others: list[Problem], advise:
         radius=radius_of(slopes, scale),
         value=float(sum(jax.tree.leaves(value))),
         sensitivity=sensitivity_of(problem, hparams, jax.random.fold_in(study.key, 4)),
-        fresh=[study.error_of(other) for other in others],
+        fresh=[float(study.here(other).sum()) for other in others],
         engine=engine,
         grad=grad,
         around=around,

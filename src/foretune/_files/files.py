@@ -38,10 +38,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(
-    path: str | Path,
-    content: str | bytes | Callable[[IO[bytes]], object],
-    *,
-    sync: bool = True,
+    path: str | Path, content: str | bytes | Callable[[IO[bytes]], object], *, sync: bool = True
 ) -> None:
     """Write a file so that a reader, or a crash, finds the old one or the new one, never a part.
 
