@@ -26,23 +26,17 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Train = Annotated[Path, typer.Argument(help="Training rows and labels: .npz, .csv or .parquet.")]
 Text = Annotated[list[str] | None, typer.Option(help="A column of text (repeatable).")]
 Drop = Annotated[list[str] | None, typer.Option(help="A column to leave out (repeatable).")]
-Image = Annotated[
-    str | None, typer.Option(help="Rows are images of this shape, as 28x28 or 32x32x3.")
-]
+Image = Annotated[str | None, typer.Option(help="Rows are images of this shape, 28x28 or 32x32x3.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
 Out = Annotated[
     Path | None,
-    typer.Option(
-        "--out", "-o", help="The run's folder.", show_default="in runs/, named after the files"
-    ),
+    typer.Option("--out", "-o", help="The run's folder.", show_default="in runs/, by file names"),
 ]
 STATUS = (
     "The same command resumes an interrupted run. "
     "Exit status: 0 done, 1 bad input, 2 wrong use, 130 or 143 interrupted."
 )
-Trusted = Annotated[
-    Path | None, typer.Option("--clean", help="Other rows, whose labels are trusted.")
-]
+Trusted = Annotated[Path | None, typer.Option("--clean", help="Other rows with trusted labels.")]
 Checked = Annotated[
     Path | None,
     typer.Option(
@@ -172,8 +166,7 @@ def attribute(
 ) -> None:
     """Find the rows of TRAIN that helped and harmed the prediction of each row of QUERIES.
 
-    Writes the scores of all rows, a list of the rows that matter most, and a report that shows each
-    query beside them.
+    Writes the scores of all rows, a list of those that matter most for each query, and a report.
     """
     out = out or Path("runs") / f"attribute-{train.stem}-{queries.stem}"
     with plain_errors(debug, out):

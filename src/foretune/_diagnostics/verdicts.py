@@ -41,8 +41,7 @@ class Trust(NamedTuple):
     """Predicted and measured change for each direction and scale."""
     scale: float
     verdicts: dict[str, str]
-    """By leaf, and for the direction of descent: "trust"; "size", where the sign is right and the size
-    is not; or "misleads"."""
+    """By leaf, and for the descent: "trust"; "size", where only the sign is right; or "misleads"."""
     radius: dict[str, float]
     """By leaf: the largest scale up to which sign and size hold, 0 where there is none."""
     value: float
@@ -96,9 +95,7 @@ def _judgements(slopes: list[Slope], at: float) -> dict[str, dict[float, str]]:
     rows: dict[str, dict[float, list[Slope]]] = {slope.leaf: {} for slope in slopes}
     for slope in sorted(slopes, key=lambda slope: slope.scale):
         rows[slope.leaf].setdefault(slope.scale, []).append(slope)
-    return {
-        leaf: {s: judged(rows, at) for s, rows in found.items()} for leaf, found in rows.items()
-    }
+    return {leaf: {s: judged(row, at) for s, row in each.items()} for leaf, each in rows.items()}
 
 
 def _telling(report: Trust, leaf: str) -> Slope:
