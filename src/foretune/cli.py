@@ -21,24 +21,27 @@ app = command_line(
 
 MOST_STEPS = 1_000_000
 """More steps than this are a slip of the hand: they would take weeks."""
-Label = Annotated[str | None, typer.Option(help="A file's column (or array) of labels.")]
+Label = Annotated[str | None, typer.Option(help="The column (or array) of labels.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Train = Annotated[Path, typer.Argument(help="Training rows and labels: .npz, .csv or .parquet.")]
 Text = Annotated[list[str] | None, typer.Option(help="A column of text (repeatable).")]
 Drop = Annotated[list[str] | None, typer.Option(help="A column to leave out (repeatable).")]
-Image = Annotated[
-    str | None, typer.Option(help="Rows are images of this shape, as 28x28 or 32x32x3.")
-]
+Image = Annotated[str | None, typer.Option(help="Rows are images of this shape, 28x28 or 32x32x3.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="The run's folder.")]
-Trusted = Annotated[
-    Path | None, typer.Option("--clean", help="Other rows, whose labels are trusted.")
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="The run's folder.", show_default="in runs/, by file names"),
 ]
+STATUS = (
+    "The same command resumes an interrupted run. "
+    "Exit status: 0 done, 1 bad input, 2 wrong use, 130 or 143 interrupted."
+)
+Trusted = Annotated[Path | None, typer.Option("--clean", help="Other rows with trusted labels.")]
 Checked = Annotated[
     Path | None,
     typer.Option(
-        help="Rows of TRAIN that were verified: a .csv file with their right labels, and with the "
-        "column --id, or `row` as in suspects.csv."
+        help="A .csv file of verified rows of TRAIN: their right labels, and the column --id (or "
+        "`row`, as in suspects.csv)."
     ),
 ]
 
@@ -72,19 +75,22 @@ def _main(
     "`foretune clean reviews.parquet --clean checked.parquet --text review --out suspects`\n\n"
     "`foretune clean train.csv --label species --checked verified.csv --id number --relabel`\n\n"
     "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"
-    "TRAIN and --clean need the same columns. Without --out the folder of train.csv is "
-    "runs/clean-train. suspects.csv lists the suspicious labels, the most suspicious first; "
-    "weights.csv has every row, cleaned.csv (or .npz) the rows that are left. Exit status: 0 done, "
-    "1 bad input, 2 wrong use, 130 or 143 interrupted (give the same command again)."
+    "TRAIN and --clean need the same columns. suspects.csv lists the suspected labels, the most "
+    "suspicious first; weights.csv has every row, cleaned.csv (or .npz) the rows that are left. "
+    + STATUS
 )
 def clean(
     train: Train,
     clean: Trusted = None,
     checked: Checked = None,
-    id: Annotated[str | None, typer.Option(help="The column that finds verified rows.")] = None,
+    id: Annotated[
+        str | None, typer.Option(help="The column by which verified rows are found.")
+    ] = None,
     relabel: Annotated[
         bool,
-        typer.Option("--relabel", help="Correct the suspects' labels, instead of leaving out."),
+        typer.Option(
+            "--relabel", help="Correct the suspects' labels instead of leaving the rows out."
+        ),
     ] = False,
     out: Out = None,
     label: Label = None,
@@ -124,12 +130,9 @@ def clean(
     "`foretune attribute train.csv wrong.csv --label species`\n\n"
     "`foretune attribute images.npz queries.npz --model mlp --most 8`\n\n"
     "`foretune attribute reviews.parquet asked.parquet --text review --out why`\n\n"
-    "Labels are classes. Both files need the same columns; QUERIES may have no labels: what the model "
-    "predicts is then explained. Without --out the folder is named after both files, "
-    "runs/attribute-train-wrong in the first example. most.csv lists the rows "
-    "that helped and harmed each query most, scores.npz holds the matrix of all scores (queries x "
-    "rows). Exit status: 0 done, 1 bad input, 2 wrong use, 130 or 143 interrupted (the same command "
-    "resumes)."
+    "Labels are classes. Both files need the same columns. If QUERIES has no labels, what the model "
+    "predicts is explained. most.csv lists the rows that helped and harmed each query most, "
+    "scores.npz holds the matrix of all scores (queries x rows). " + STATUS
 )
 def attribute(
     train: Train,
@@ -143,23 +146,27 @@ def attribute(
         Model, typer.Option(help="What is trained: softmax regression or a small network.")
     ] = Model.softmax,
     most: Annotated[
-        int, typer.Option(min=1, max=1000, help="Helpful and harmful rows listed for each query.")
+        int,
+        typer.Option(
+            min=1, max=1000, help="How many helpful and harmful rows to list for each query."
+        ),
     ] = 5,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST_STEPS, help="Training steps: 20 epochs, 100 at least."),
+        typer.Option(
+            min=1, max=MOST_STEPS, help="Training steps.", show_default="20 epochs, 100 at least"
+        ),
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(min=1e-9, help="Rate of the descent: 0.3 for softmax, 0.03 for mlp."),
+        typer.Option(min=1e-9, help="Learning rate.", show_default="0.3 for softmax, 0.03 for mlp"),
     ] = None,
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
     """Find the rows of TRAIN that helped and harmed the prediction of each row of QUERIES.
 
-    Writes the scores of all rows, a list of the rows that matter most, and a report that shows each
-    query beside them.
+    Writes the scores of all rows, a list of those that matter most for each query, and a report.
     """
     out = out or Path("runs") / f"attribute-{train.stem}-{queries.stem}"
     with plain_errors(debug, out):

@@ -5,8 +5,7 @@ Learning rates, momenta and decays lambda have one: each trial tunes its own, so
 
     min over d of  f_d(lambda_d),    lambda_d tuned by `RealTime` or `minimize` from lambda_*,
 
-with lambda_* the tuned values of the best trial so far, kept in the study's storage, where all workers
-find it. All else is Optuna's own.
+with lambda_* the tuned values of the best trial so far, kept in the study's storage for all workers.
 """
 
 import contextlib
@@ -28,16 +27,11 @@ from ._problem.warn import warn
 try:
     import optuna
 except ImportError as error:
-    raise ImportError(
-        "foretune.optuna needs the package optuna: pip install 'foretune[optuna]'."
-    ) from error
+    raise ImportError("foretune.optuna needs optuna: pip install 'foretune[optuna]'.") from error
 
-HPARAMS = "foretune:hparams"
-"""The user attribute of a trial that holds its tuned hyperparameters, by path."""
-SOURCE = "foretune:warm_start"
-"""The number of the trial that a trial was started from."""
-NONFINITE = "foretune:not_finite"
-"""Where and why a trial was not finite."""
+# User attributes of a trial: its tuned hyperparameters, by path; the number of the trial that it was
+# started from; where and why it was not finite.
+HPARAMS, SOURCE, NONFINITE = "foretune:hparams", "foretune:warm_start", "foretune:not_finite"
 Trial: TypeAlias = optuna.trial.BaseTrial
 
 
@@ -70,7 +64,7 @@ def warm_start(trial: Trial | optuna.Study, default: PyTree) -> PyTree:
     ours, structure = named_leaves(default, ""), jax.tree.structure(default)
     for best in sorted(kept, key=lambda other: sign * other.values[0]):
         stored = best.user_attrs[HPARAMS]
-        leaves = [_like(leaf, stored.get(path, [])) for path, leaf in ours.items()]
+        leaves = [_like(leaf, np.asarray(stored.get(path, []))) for path, leaf in ours.items()]
         if all(np.isfinite(numbers).all() for numbers in [*stored.values(), *leaves]):
             if not isinstance(trial, optuna.Study):
                 trial.set_user_attr(SOURCE, best.number)
@@ -78,9 +72,8 @@ def warm_start(trial: Trial | optuna.Study, default: PyTree) -> PyTree:
     return default
 
 
-def _like(leaf: Array, stored: list | float) -> Array:
-    """Return the stored numbers in the leaf's type, or the leaf where the shape is another."""
-    numbers = np.asarray(stored)
+def _like(leaf: Array, numbers: np.ndarray) -> Array:
+    """Return the numbers in the leaf's type, or the leaf where the shape is another."""
     with np.errstate(over="ignore"):  # beyond the range of the type: not finite
         return jnp.asarray(numbers, leaf.dtype) if numbers.shape == leaf.shape else leaf
 
@@ -90,8 +83,7 @@ class Pruning(Callback):
 
     Args:
         trial: the trial.
-        metric: the entry of the run's records to report; its `value`, the validation error, by
-            default, or one of the metrics of `evaluate`.
+        metric: the entry of the records to report: the error, `value`, or a metric of `evaluate`.
         every: the steps (in real time: windows) between two reports.
 
     It is a callback of `minimize` and of `RealTime.run`. A window that was rolled back counts with the
@@ -135,10 +127,8 @@ class Pruning(Callback):
     def end(self, run: Run) -> None:
         """Warn where there was nothing to report."""
         if run.history and not self._reported and self.metric not in run.history[-1]:
-            warn(
-                f"Pruning(metric={self.metric!r}) had nothing to report: the records of the run have "
-                f"{sorted(run.record)}."
-            )
+            names = sorted(run.record)
+            warn(f"Pruning(metric={self.metric!r}) had nothing to report; records have {names}.")
 
 
 @contextlib.contextmanager
@@ -170,15 +160,13 @@ def keep(trial: Trial, result: Result | PyTree, value: object = None) -> float:
 
     Args:
         trial: the trial.
-        result: what `RealTime.run` or `minimize` returned; or, from a loop of your own, the tuned
-            hyperparameters.
+        result: what `RealTime.run` or `minimize` returned; or, of your own loop, the hyperparameters.
         value: the number that the study compares, an accuracy say. By default the error: after
             `RealTime.run` that of the trained weights, after `minimize` the lowest score.
 
     Kept are, after `minimize`, the hyperparameters of the lowest score; after `RealTime.run` their mean
     over the windows up to the one with the lowest error, without those that were rolled back: at its
-    end a learning rate has often gone to 0, which is no place to start from. They are stored as JSON,
-    meant for some thousands of numbers.
+    end a learning rate has often gone to 0. They are stored as JSON, for some thousands of numbers.
 
     >>> import foretune.optuna as fo, jax.numpy as jnp, optuna
     >>> trial = optuna.create_study().ask()
@@ -187,10 +175,8 @@ def keep(trial: Trial, result: Result | PyTree, value: object = None) -> float:
     >>> trial.user_attrs
     {'foretune:hparams': {"['lr']": 0.25}}
     """
-    if isinstance(result, Result):
-        error, hparams = _tuned(result)
-    else:
-        error, hparams = None, check_hparams(result)
+    tuned = isinstance(result, Result)
+    error, hparams = _tuned(result) if tuned else (None, check_hparams(result))
     if value is None:
         _check_minimizes(trial, "keep", "give `value=`")
         if error is None:
@@ -219,8 +205,8 @@ def _tuned(result: Result) -> tuple[PyTree, PyTree]:
     rows = [leaves_of(record["hparams"]) for record in sound if record["step"] <= best]
     if not rows:
         return error, result.hparams
-    means = [np.mean(np.asarray(column), axis=0) for column in zip(*rows, strict=True)]
-    means = [mean.astype(leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
+    columns = zip(leaves, *rows, strict=True)
+    means = [np.mean(np.asarray(x), axis=0).astype(leaf.dtype) for leaf, *x in columns]
     return error, structure.unflatten(means)
 
 
@@ -240,15 +226,11 @@ def _check_minimizes(trial: Trial, name: str, remedy: str) -> None:
     study = getattr(trial, "study", None)
     if study and _maximizes(study, name):
         raise ValueError(
-            f"{name}: the study maximizes, but the value is an error; create the study with "
-            f'`direction="minimize"`, or {remedy}.'
+            f'{name}: the study maximizes an error; give it `direction="minimize"`, or {remedy}.'
         )
 
 
 def _maximizes(study: optuna.Study, name: str) -> bool:
     if len(study.directions) > 1:
-        raise ValueError(
-            f"{name}: the study has {len(study.directions)} objectives, and no trial of it is the "
-            "best. Give one direction."
-        )
+        raise ValueError(f"{name}: {len(study.directions)} objectives have no best trial.")
     return study.direction == optuna.study.StudyDirection.MAXIMIZE

@@ -124,7 +124,7 @@ class TestWarmStart:
         assert "foretune:warm_start" not in trial.user_attrs
 
     def test_refuses_what_is_no_hparams_and_no_single_objective(self):
-        with pytest.raises(TypeError, match=r"hparams\['depth'\].*only floating-point"):
+        with pytest.raises(TypeError, match=r"hparams\['depth'\].*only floats"):
             fo.warm_start(optuna.create_study(), {"depth": jnp.array(3)})
         with pytest.raises(ValueError, match="2 objectives"):
             fo.warm_start(optuna.create_study(directions=["minimize", "minimize"]), START)

@@ -45,11 +45,11 @@ def rejects(error, pattern, problem, hparams):
 @pytest.mark.parametrize(
     ("leaf", "pattern"),
     [
-        (jnp.array(3), r"hparams\['lr'\] is int32\[\]; only floating-point"),
+        (jnp.array(3), r"hparams\['lr'\] is int32\[\]; only floats"),
         (jnp.array([True]), r"hparams\['lr'\] is bool\[1\]"),
         (
             1,
-            r"hparams\['lr'\] is the int 1; only floating-point .* Write `1.0`",
+            r"hparams\['lr'\] is the int 1; only floats .* Write `1.0`",
         ),
         ("0.1", r"hparams\['lr'\] is the str '0.1'"),
         (jnp.array(1j), r"hparams\['lr'\] is complex64\[\]"),

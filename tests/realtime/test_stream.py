@@ -109,9 +109,9 @@ class TestWindows:
 
     def test_lists_of_numbers_are_no_data(self):
         lists = [(x.tolist(), y) for x, y in batches(4)]
-        with pytest.raises(TypeError, match=r"batch\[0\] is a Python list of 8.*asarray"):
+        with pytest.raises(TypeError, match=r"batch\[0\] is a Python list of 8"):
             next(ft.windows(lists, 2))
-        with pytest.raises(TypeError, match=r"validation\[0\] is a Python list of 20.*asarray"):
+        with pytest.raises(TypeError, match=r"validation\[0\] is a Python list of 20"):
             run(batches(4), [(VALIDATION[0].tolist(), VALIDATION[1])])
 
     def test_a_count(self):

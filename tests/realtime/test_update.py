@@ -188,9 +188,9 @@ def test_windows_and_validation_that_are_no_data():
         with pytest.raises(ValueError, match="the window is empty"):
             realtime.update(state, empty, validation)
     lists = jax.tree.map(lambda leaf: leaf.tolist(), (window, validation))
-    with pytest.raises(TypeError, match=r"window\[0\] is a Python list of 4.*asarray"):
+    with pytest.raises(TypeError, match=r"window\[0\] is a Python list of 4"):
         realtime.update(state, lists[0], validation)
-    with pytest.raises(TypeError, match=r"validation\[0\] is a Python list of 20.*asarray"):
+    with pytest.raises(TypeError, match=r"validation\[0\] is a Python list of 20"):
         realtime.update(state, window, lists[1])
 
 
@@ -235,7 +235,7 @@ def test_bad_input_is_refused_before_compilation():
     state = realtime.init(params, hparams | {"unused": jnp.array(1.0)})
     with pytest.raises(ValueError, match="does not depend on hparams\\['unused'\\]"):
         realtime.update(state, windows[0], validation)
-    with pytest.raises(TypeError, match="only floating-point hyperparameters"):
+    with pytest.raises(TypeError, match="only floats have a gradient"):
         realtime.init(params, {"lr": 1})
     with pytest.raises(ValueError, match="there is no 'momentum'"):
         realtime.init(params, {"lr": 0.1})

@@ -74,7 +74,7 @@ app()
         child.terminate()
         _, err = child.communicate()
     assert child.returncode == 143
-    assert f"interrupted. What there is lies in {tmp_path}; the same command continues" in err
+    assert f"interrupted; the same command continues from {tmp_path}" in err
     assert "Traceback" not in err
 
 

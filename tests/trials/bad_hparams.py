@@ -45,7 +45,7 @@ ROWS = [
     ("a dict of empty dicts", lambda: solve({"lr": {}, "decay": {}}), ValueError, "no hyperpar"),
     ("an integer", lambda: replaced(lr=1), TypeError, LR, "Write `1.0`"),
     ("a boolean", lambda: replaced(lr=True), TypeError, LR, "the bool True"),
-    ("a NumPy integer", lambda: replaced(lr=np.int64(1)), TypeError, LR, "floating-point"),
+    ("a NumPy integer", lambda: replaced(lr=np.int64(1)), TypeError, LR, "only floats"),
     ("an integer array", lambda: replaced(lr=jnp.array(1)), TypeError, LR, "int32[]"),
     ("unsigned integers", lambda: replaced(lr=np.zeros(2, np.uint8)), TypeError, LR, "uint8[2]"),
     ("an array of booleans", lambda: replaced(lr=jnp.array([True])), TypeError, LR, "bool[1]"),

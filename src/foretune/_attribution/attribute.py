@@ -58,8 +58,7 @@ def attribute(
     minus their scores. It costs one training, and for each query about as much as a hypergradient.
 
     Args:
-        problem: the problem; its dynamics is `Training`, its batches `Minibatches` or `FullBatch`. Or a
-            function `draw(key)` that returns it.
+        problem: the problem, of `Training` on `Minibatches` or `FullBatch`; or a `draw(key)` of it.
         hparams: its hyperparameters (`{}` where it has none), which stay as they are.
         queries: what to explain: K validation examples, a pytree like the problem's `validation` with
             a leading axis of K, each with the problem's objective on it as a batch of one. Or a list
@@ -71,8 +70,7 @@ def attribute(
             the parameters, is the loss (with `has_state`, the pair of them and the model state). By
             default the loss of each example as a batch of one.
         groups: the group of each training example, 0, 1, ...: one weight, and one score, per group.
-        share: the weight of all examples at which the derivatives are taken. 0.5 predicts trainings on
-            half of the data better than 1 does.
+        share: the weight of all examples at which derivatives are taken; 0.5 suits halves of the data.
         engine: `Reverse(...)`, whose `store` says what is stored of the training.
         chunk: the most queries that go back through the training together, 64 by default.
         memory: what a program may need at most: bytes, or a text like "4GiB". By default what is free.

@@ -105,9 +105,7 @@ def check_losses(
     batch = problem.batches.first()
     B = check_leading_axis(batch, "the minibatch")
     if isinstance(problem.batches, Minibatches) and problem.batches.indices.shape[1] != B:
-        raise ValueError(
-            f"Minibatches' gather makes {B} examples of {problem.batches.indices.shape[1]} indices."
-        )
+        raise ValueError(f"gather makes {B} rows of {problem.batches.indices.shape[1]} indices.")
     call = "init(params, hparams) of the dynamics"
     with noting(call, params=problem.init, hparams=hparams):
         state = problem.start(hparams)
@@ -154,10 +152,8 @@ def _apart(
     a: LossAndGradient, b: LossAndGradient, one: LossAndGradient, other: LossAndGradient
 ) -> Float[Array, "2"]:
     """Return how far values, and gradients, are apart, relative to others; not where not finite."""
-    off = jax.tree.map(jnp.subtract, a, b)
-    ratios = [
-        _length(d) / (_length(x) + _length(y)) for d, x, y in zip(off, one, other, strict=True)
-    ]
+    parts = zip(jax.tree.map(jnp.subtract, a, b), one, other, strict=True)
+    ratios = [_length(d) / (_length(x) + _length(y)) for d, x, y in parts]
     return jnp.nan_to_num(jnp.stack(ratios), nan=0.0, posinf=jnp.inf)
 
 

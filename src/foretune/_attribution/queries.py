@@ -62,9 +62,7 @@ class Queries(eqx.Module):
 
     def mean(self, state: PyTree, hparams: PyTree, validation: PyTree) -> Float[Array, ""]:
         """Return the mean error: an objective, whatever the validation data."""
-        return jnp.mean(
-            self.each(lambda objective, data: self.error(objective, state, hparams, data))
-        )
+        return jnp.mean(self.each(lambda f, data: self.error(f, state, hparams, data)))
 
     def error(
         self, objective: Objective, state: PyTree, hparams: PyTree, validation: PyTree

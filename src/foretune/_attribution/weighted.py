@@ -111,9 +111,7 @@ def weighted_problem(
     """Return problem and queries as functions of the weights alone, and the weights."""
     own = isinstance(hparams, dict) and name in hparams
     if not jax.tree.leaves(hparams) and hparams != {}:
-        raise TypeError(
-            f"hparams is {describe(hparams)} and holds no number: give `{{}}` where there are none."
-        )
+        raise TypeError(f"hparams is {describe(hparams)}, with no number: give `{{}}` for none.")
     hparams = check_hparams(hparams) if jax.tree.leaves(hparams) else hparams
     begin = problem.init if problem.starts_from_function else None
     batches = problem.batches
@@ -185,9 +183,7 @@ def as_groups(groups: object, n: int) -> Int[Array, " n"] | None:
         return None
     found = np.asarray(groups)
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-        raise TypeError(
-            f"groups must be one integer for each of {n} examples, got {describe(found)}."
-        )
+        raise TypeError(f"groups must be one integer for each of {n} rows, got {describe(found)}.")
     if len(found) != n:
         raise ValueError(f"groups has {len(found)} entries for {n} training examples.")
     if found.min() < 0 or found.max() >= n or not np.bincount(found).all():

@@ -44,9 +44,7 @@ class Change(AbstractConstraint):
         for name, leaf in named_leaves(x, path).items():
             if not self.contains(leaf):
                 where = f"at {np.asarray(leaf)!s:.100}, outside {self} or on its border"
-                raise ValueError(
-                    f"{name}: it starts {where}, from where it cannot move. Start inside."
-                )
+                raise ValueError(f"{name}: it starts {where}, where it cannot move. Start inside.")
 
     def scale(self, u: PyTree, unit: PyTree) -> PyTree:
         """Return 1: a change of the variable is relative already."""

@@ -166,17 +166,15 @@ def _judge(name, forward, terms, difference, uncertainty, tolerance) -> CheckRow
     return CheckRow(name, forward, reverse, difference, uncertainty, verdict)
 
 
-def finite_difference(
-    f: Callable[[float], float], eps: float, enough: float
-) -> tuple[float, float]:
+def finite_difference(f: Callable[[float], float], eps: float, least: float) -> tuple[float, float]:
     """Return f'(0) by extrapolated central differences, and an estimate of its error.
 
-    D(h) is the central difference, R(h) = (16 D(h/4) - D(h)) / 15 its extrapolation, trusted as far as
-    it agrees with the one before it and with D(h/4).
+    D(h) is the central difference, R(h) = (16 D(h/4) - D(h)) / 15 is trusted as far as it agrees with
+    the one before and with D(h/4).
     """
     best, error, h = np.nan, np.inf, FIRST_STEP
     D = R = np.nan
-    while h > eps**0.45 and not error <= enough * abs(best):
+    while h > eps**0.45 and not error <= least * abs(best):
         high, low = f(h), f(-h)
         D, D_before = (high - low) / (2 * h), D
         R, R_before = (16 * D - D_before) / 15, R

@@ -63,12 +63,9 @@ def _log_norms(problem: Problem, hparams: PyTree, key: Array) -> Float[Array, " 
     system = make_system(problem, hparams)
     s_0 = system.initial(hparams)
     moving = eqx.filter(s_0, eqx.is_inexact_array)
-    leaves, treedef = jax.tree.flatten(moving)
     chosen = _weights(moving)
-    v = [
-        jax.random.normal(k, x.shape, x.dtype) if is_weight else jnp.zeros_like(x)
-        for k, x, is_weight in zip(jax.random.split(key, len(leaves)), leaves, chosen, strict=True)
-    ]
+    random, treedef = jax.tree.flatten(optax.tree.random_like(key, moving))
+    v = [x if weight else jnp.zeros_like(x) for x, weight in zip(random, chosen, strict=True)]
 
     def normed(v):
         size = jnp.maximum(optax.tree.norm([x.astype(jnp.float32) for x in v]), 1e-30)
@@ -79,7 +76,7 @@ def _log_norms(problem: Problem, hparams: PyTree, key: Array) -> Float[Array, " 
         stacked = treedef.unflatten([leaf[None] for leaf in v])
         s, out = pushforward(lambda s: system.step(s, hparams, x), (s,), (stacked,))
         v = [leaf[0] for leaf in jax.tree.leaves(out)]
-        of_weights = normed([x for x, is_weight in zip(v, chosen, strict=True) if is_weight])[1]
+        of_weights = normed([x for x, weight in zip(v, chosen, strict=True) if weight])[1]
         v, more = normed(v)
         return (s, v, log + more), log + of_weights
 

@@ -17,6 +17,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, DTypeLike, Float, PyTree
 
 from .._constraints.base import from_unconstrained, moved, scales, to_unconstrained
@@ -97,15 +98,15 @@ def descent_probes(
     for i, owner in enumerate(owners(problem, hparams)):
         if len(leaves) > 1 and leaves[i].size > 1:
             alone = [leaf if i == j else jnp.zeros_like(leaf) for j, leaf in enumerate(leaves)]
-            ways.append((names[i], rows[owner], alone))
+            ways.append(Probe(names[i], rows[owner], alone))
     if None in rows:  # several errors have no common descent
-        ways.append((DESCENT, rows[None], leaves))
+        ways.append(Probe(DESCENT, rows[None], leaves))
     probes = []
-    for name, row, parts in ways:
-        largest = max(float(jnp.max(jnp.abs(part))) for part in parts)
+    for way in ways:
+        largest = max(float(jnp.max(jnp.abs(part))) for part in way.change)
         if 0 < largest < math.inf:
-            unit = [part / jnp.asarray(largest, part.dtype) for part in parts]
-            probes.append(Probe(name, row, treedef.unflatten(unit)))
+            unit = [part / jnp.asarray(largest, part.dtype) for part in way.change]
+            probes.append(way._replace(change=treedef.unflatten(unit)))
     return probes
 
 
@@ -176,25 +177,6 @@ def errors_at(problem: Problem, points: PyTree) -> Float[Array, "n K"]:
     if len(jax.tree.leaves(points)[0]) == 1:  # a training of one, without a batch axis
         return at(jax.tree.map(lambda leaf: leaf[0], points))[None]
     return jax.vmap(at)(points)
-
-
-def jitters(constraints: PyTree, hparams: PyTree, scale: float, key: Array) -> PyTree:
-    """Return the middle, and pairs of points on both sides of it, a tenth of the scale away."""
-    leaves, treedef = jax.tree.flatten(hparams)
-
-    def at(key, sign):
-        keys = jax.random.split(key, len(leaves))
-        step = [
-            (sign * JITTER * scale).astype(x.dtype) * jax.random.rademacher(k, x.shape, x.dtype)
-            for k, x in zip(keys, leaves, strict=True)
-        ]
-        return moved(constraints, hparams, treedef.unflatten(step))
-
-    keys = jax.random.split(key, PAIRS)
-    pairs = jax.vmap(jax.vmap(at, (0, None)), (None, 0))(keys, jnp.array([1.0, -1.0]))
-    return jax.tree.map(
-        lambda x, pair: jnp.concatenate([x[None], pair.reshape(-1, *x.shape)]), hparams, pairs
-    )
 
 
 def noise_of(
@@ -283,9 +265,9 @@ class Study:
         self.trainings += n
         return np.concatenate(values)
 
-    def error_of(self, other: Problem) -> float:
-        """Return the error of another problem at the hyperparameters, the sum of several."""
-        return float(self.errors(other, jax.tree.map(lambda x: x[None], self.hparams)).sum())
+    def here(self, problem: Problem) -> Float[np.ndarray, " K"]:
+        """Return the errors of this problem, or another, at the hyperparameters themselves."""
+        return self.errors(problem, jax.tree.map(lambda x: x[None], self.hparams))[0]
 
     def measured(
         self, probes: list[Probe], scales: list[float], noise: Float[np.ndarray, " K"]
@@ -298,11 +280,16 @@ class Study:
 
     def around(self, scales: list[float]) -> Measured:
         """Return what the error does along the random directions, and its noise."""
-        near = jitters(self.constraints, self.hparams, self.scale, jax.random.fold_in(self.key, 3))
-        middle, *values = self.errors(self.problem, near)
-        measured = self.measured(self.probes, scales, np.zeros_like(middle))
+        middle = self.here(self.problem)
+        none = np.zeros_like(middle)
+        signs = [
+            optax.tree.random_like(key, self.hparams, jax.random.rademacher)
+            for key in jax.random.split(jax.random.fold_in(self.key, 3), PAIRS)
+        ]
+        near = self.measured([Probe("", 0, s) for s in signs], [JITTER * self.scale], none)
+        measured = self.measured(self.probes, scales, none)
         nearest = measured.values[:, :: len(scales)]  # as near as those
-        pairs = np.concatenate([np.reshape(values, (2, PAIRS, -1)), nearest], 1)
+        pairs = np.concatenate([near.values, nearest], 1)
         noise = noise_of(middle, pairs, jax.tree.leaves(self.hparams)[0].dtype)
         return measured._replace(noise=noise)
 

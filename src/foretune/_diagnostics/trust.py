@@ -56,9 +56,8 @@ def trust(
     """Compare what a hypergradient predicts with what happens over a step of tuning.
 
     Trainings are run on both sides, at `scale` times 0.1, 0.3, 1 and 3, along random directions of each
-    leaf and along the descent. A verdict is "trust" where the predicted change has the right sign, and
-    size up to a factor of 2, at all scales up to `scale`; "size" where only the sign is right; else
-    "misleads".
+    leaf and along the descent. A verdict is "trust" where, at all scales up to `scale`, the predicted
+    change has the right sign, and size within a factor of 2; "size": only the sign; else "misleads".
 
     Args:
         problem: the problem, or a function `draw(key)` that returns it.
@@ -147,7 +146,7 @@ def _report(study: Study, engine: AbstractEngine, others: list[Problem], advise:
         radius=radius_of(slopes, scale),
         value=float(sum(jax.tree.leaves(value))),
         sensitivity=sensitivity_of(problem, hparams, jax.random.fold_in(study.key, 4)),
-        fresh=[study.error_of(other) for other in others],
+        fresh=[float(study.here(other).sum()) for other in others],
         engine=engine,
         grad=grad,
         around=around,

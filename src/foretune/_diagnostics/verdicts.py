@@ -1,5 +1,6 @@
 """The report of `trust`: a verdict for each leaf, and how it reads."""
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -40,8 +41,7 @@ class Trust(NamedTuple):
     """Predicted and measured change for each direction and scale."""
     scale: float
     verdicts: dict[str, str]
-    """By leaf, and for the direction of descent: "trust"; "size", where the sign is right and the size
-    is not; or "misleads"."""
+    """By leaf, and for the descent: "trust"; "size", where only the sign is right; or "misleads"."""
     radius: dict[str, float]
     """By leaf: the largest scale up to which sign and size hold, 0 where there is none."""
     value: float
@@ -75,38 +75,35 @@ class Trust(NamedTuple):
 
 def verdicts_of(slopes: list[Slope], scale: float) -> dict[str, str]:
     """Return, for each leaf, the worst verdict up to the scale."""
-    judgements = {
-        leaf: [judged(rows, scale) for s, rows in by_scale.items() if s <= scale * (1 + 1e-6)]
-        for leaf, by_scale in _by_leaf(slopes).items()
+    return {
+        leaf: worst(verdict for s, verdict in found.items() if s <= scale * (1 + 1e-6))
+        for leaf, found in _judgements(slopes, scale).items()
     }
-    return {leaf: worst(found) for leaf, found in judgements.items()}
 
 
 def radius_of(slopes: list[Slope], at: float) -> dict[str, float]:
     """Return, for each leaf, the largest scale up to which it can be trusted."""
-    radius: dict[str, float] = {}
-    for leaf, by_scale in _by_leaf(slopes).items():
-        radius[leaf] = 0.0
-        for scale in sorted(by_scale):
-            if judged(by_scale[scale], at) != TRUST:
-                break
-            radius[leaf] = scale
+    radius = {}
+    for leaf, found in _judgements(slopes, at).items():
+        trusted = itertools.takewhile(lambda item: item[1] == TRUST, found.items())
+        radius[leaf] = max(dict(trusted), default=0.0)
     return radius
 
 
-def _by_leaf(slopes: list[Slope]) -> dict[str, dict[float, list[Slope]]]:
-    found: dict[str, dict[float, list[Slope]]] = {}
-    for slope in slopes:
-        found.setdefault(slope.leaf, {}).setdefault(slope.scale, []).append(slope)
-    return found
+def _judgements(slopes: list[Slope], at: float) -> dict[str, dict[float, str]]:
+    """Return the verdict by leaf and scale, the smallest scale first."""
+    rows: dict[str, dict[float, list[Slope]]] = {slope.leaf: {} for slope in slopes}
+    for slope in sorted(slopes, key=lambda slope: slope.scale):
+        rows[slope.leaf].setdefault(slope.scale, []).append(slope)
+    return {leaf: {s: judged(row, at) for s, row in each.items()} for leaf, each in rows.items()}
 
 
 def _telling(report: Trust, leaf: str) -> Slope:
     """Return the direction and scale that decide a verdict: the largest scale that has it."""
-    by_scale, verdict = _by_leaf(report.slopes)[leaf], report.verdicts[leaf]
-    scales = [s for s in by_scale if s <= report.scale * (1 + 1e-6)]
-    chosen = max(s for s in scales if judged(by_scale[s], report.scale) == verdict)
-    return max(by_scale[chosen], key=lambda s: (s.verdict == verdict, abs(s.measured)))
+    verdict, found = report.verdicts[leaf], _judgements(report.slopes, report.scale)[leaf]
+    scale = max(s for s in found if s <= report.scale * (1 + 1e-6) and found[s] == verdict)
+    rows = [slope for slope in report.slopes if (slope.leaf, slope.scale) == (leaf, scale)]
+    return max(rows, key=lambda s: (s.verdict == verdict, abs(s.measured)))
 
 
 def _lines(report: Trust) -> Iterator[str]:
@@ -116,10 +113,10 @@ def _lines(report: Trust) -> Iterator[str]:
     yield f"{'':<{width}} {heads}  verdict"
     for leaf, verdict in report.verdicts.items():
         row = _telling(report, leaf)
-        numbers = f"{row.predicted:>10.3g} {row.measured:>10.3g} {row.noise:>8.1g}"
-        yield (
-            f"{leaf:<{width}} {row.scale:>9.3g} {numbers} {report.radius[leaf]:>7.3g}  {verdict}"
+        numbers = (
+            f"{row.scale:>9.3g} {row.predicted:>10.3g} {row.measured:>10.3g} {row.noise:>8.1g}"
         )
+        yield f"{leaf:<{width}} {numbers} {report.radius[leaf]:>7.3g}  {verdict}"
     if report.nonfinite:
         yield report.nonfinite
     if report.sensitivity is not None:

@@ -47,8 +47,7 @@ class ReverseOnDisk(AbstractEngine):
     """The exact hypergradient by reverse mode, with states on a disk: for very many steps.
 
     Costs what `Reverse(store="segments")` does in time. A call that was killed continues where it was
-    when it is made again with the same numbers and programs. It runs on one process, and outside of
-    `jax.jit` only.
+    when it is made again with the same numbers and programs. For one process, outside of `jax.jit`.
 
     Args:
         folder: where the files `*.foretune` go, made if need be; one call at a time may have it. They
@@ -89,9 +88,8 @@ class ReverseOnDisk(AbstractEngine):
         arrays, structure = validated(as_problem(problem, key), hparams)
         if any(isinstance(array, Tracer) for array in arrays) or jax.process_count() > 1:
             raise TypeError(
-                "ReverseOnDisk is a loop on the host with files: it cannot be inside `jax.jit`, "
-                "`jax.vmap` or another transformation, nor on several processes. Take "
-                '`foretune.Reverse(store="segments")`.'
+                "ReverseOnDisk is a loop on the host: it cannot be inside `jax.jit` and the like, nor "
+                'on several processes. Take `foretune.Reverse(store="segments")`.'
             )
         s_0 = _start(structure, arrays)
         steps = opened(structure, arrays)[0].steps

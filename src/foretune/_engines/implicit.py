@@ -103,9 +103,7 @@ class Implicit(TracedEngine):
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         """Return the errors, their gradients, s_T and a `Report`."""
         if problem.trajectory:
-            raise ValueError(
-                "Implicit sees the end of the training alone: not with trajectory=True."
-            )
+            raise ValueError("Implicit sees only the end of training: not with trajectory=True.")
         s = system.run(hparams)
         errors, alpha, g = error_gradients(system, s, hparams)
         F, part, _, is_minimum = equation = _equation(problem, system, hparams, s)

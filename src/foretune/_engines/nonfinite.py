@@ -62,9 +62,8 @@ def check_finite(when: object) -> Iterator[None]:
     """Say when a value or a hypergradient that is not finite is an error, in all engines.
 
     Args:
-        when: None (default): a call of an engine outside `jax.jit` raises `NonFiniteError`, which
-            names where it began, and the remedy. True: inside `jit` too, by a runtime check. False:
-            never.
+        when: None (default): a call of an engine outside `jax.jit` raises `NonFiniteError`, with
+            origin and remedy. True: inside `jit` too, by a runtime check. False: never.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -178,10 +177,8 @@ def _holes(problem: Problem) -> str:
     for what, name in {"data": "batches", "validation data": "validation"}.items():
         for path, leaf in named_leaves(getattr(problem, name), name).items():
             if eqx.is_inexact_array(leaf) and (wrong := int(jnp.sum(~jnp.isfinite(leaf)))):
-                entries = f"{wrong} of {leaf.size} entries"
-                found.append(
-                    f"The {what} hold NaN or infinity: {path} ({describe(leaf)}) in {entries}."
-                )
+                where = f"{path} ({describe(leaf)}) in {wrong} of {leaf.size} entries"
+                found.append(f"The {what} hold NaN or infinity: {where}.")
     return " ".join(found)
 
 

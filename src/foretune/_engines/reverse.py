@@ -35,8 +35,7 @@ STORES: dict[str, type[Schedule]] = dict(
 class Reverse(TracedEngine):
     """The exact hypergradient by reverse mode: for many hyperparameters.
 
-    Costs the time of a few training runs, whatever the number of hyperparameters, and the memory of
-    what it stores.
+    Costs the time of a few trainings, whatever the number of hyperparameters, and what it stores.
 
     Args:
         store: what is stored on the way forward; the rest is computed again. All give the same result.

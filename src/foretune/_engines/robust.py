@@ -76,10 +76,7 @@ class RobustMean(TracedEngine):
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         if not isinstance(problem, Mean):
-            raise TypeError(
-                f"RobustMean takes a `foretune.Mean`, `Mean.of_draws(draw, 8)` say; got "
-                f"{describe(problem)}."
-            )
+            raise TypeError(f"RobustMean takes a `foretune.Mean`; got {describe(problem)}.")
         k = problem.count
         copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (k, *leaf.shape)), hparams)
         copies = per_fold(copies)

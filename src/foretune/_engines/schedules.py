@@ -1,7 +1,6 @@
 """What reverse mode keeps on its way forward, and what it computes again on its way back.
 
-The adjoint of step t needs s_{t-1}. States that are not stored are computed again from the nearest one
-before them.
+The adjoint of step t needs s_{t-1}. States that are not stored are computed again from one before.
 
 | `store`        | states held      | steps computed again             |
 |----------------|------------------|----------------------------------|
@@ -78,9 +77,8 @@ class Loop(NamedTuple):
 
         def run(s, hparams):
             times = first + jnp.arange(count)
-            return lax.scan(lambda s, t: (step(s, hparams, t), None), s, times, unroll=self.unroll)[
-                0
-            ]
+            taken = lambda s, t: (step(s, hparams, t), None)  # noqa: E731
+            return lax.scan(taken, s, times, unroll=self.unroll)[0]
 
         return eqx.filter_vjp(run, s, self.hparams)
 
@@ -144,8 +142,7 @@ class States(Schedule):
 class Binomial(Schedule):
     """Store at most c states at a time, chosen so that the fewest steps are computed again.
 
-    Griewank and Walther, Algorithm 799 (Revolve), 2000. Of the c states one is s_0; the state that is
-    being advanced comes on top.
+    Griewank and Walther, Algorithm 799 (Revolve), 2000. One of the c states is s_0.
     """
 
     states: int

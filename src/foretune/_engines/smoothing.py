@@ -86,9 +86,7 @@ class Neighbourhood(TracedEngine):
         name, radius, samples = type(self).__name__, self.radius, self.samples
         number = isinstance(radius, int | float | np.number) and not isinstance(radius, bool)
         if not number or not 0 < radius < math.inf:
-            raise ValueError(
-                f"{name}(radius={radius!r:.60}): give a positive number, 0.1 for a tenth."
-            )
+            raise ValueError(f"{name}(radius={radius!r:.60}): give a positive number, say 0.1.")
         check_count(samples, f"{name}(samples={samples!r:.60})")
         check_key(self.key, f"the key of the points, {name}(key=...),")
 
@@ -158,8 +156,7 @@ class Evolution(Neighbourhood):
     Args:
         radius: of the neighbourhood, relative to each hyperparameter (in log(x) under `Log`).
         samples: pairs of trainings, at opposite points.
-        key: a random key, or a number, of the points, which also depend on the hyperparameters: each
-            step of a descent draws others.
+        key: a random key, or a number, of the points; each step of a descent draws others.
         constraints: where the points may be, as in `minimize`, which gives its own.
         chunk: how many trainings run side by side; all by default. Fewer take less memory.
 

@@ -38,15 +38,11 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(
-    path: str | Path,
-    content: str | bytes | Callable[[IO[bytes]], object],
-    *,
-    sync: bool = True,
+    path: str | Path, content: str | bytes | Callable[[IO[bytes]], object], *, sync: bool = True
 ) -> None:
     """Write a file so that a reader, or a crash, finds the old one or the new one, never a part.
 
-    The content goes into a new file beside it, which then takes the place of `path` (of the link,
-    where it is one).
+    The content goes into a new file beside it, which then takes the place of `path`, or of its link.
 
     Args:
         path: the file; its folder is there.
@@ -119,8 +115,7 @@ def locked(
 ) -> Iterator[None]:
     """Keep all others out of a folder, or of one file in it; raise `RunError` where another has it.
 
-    The lock is the kernel's, on the file `.lock`: it is gone when its owner is. With `reentrant` this
-    process may lock it several times.
+    The lock is the kernel's, on the file `.lock`: it ends with its owner, who may be `reentrant`.
     """
     from filelock import FileLock, Timeout
 

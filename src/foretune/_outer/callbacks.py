@@ -34,8 +34,7 @@ class Callback:
     resumes: bool = False
     """Whether `start` may resume an earlier run: it comes before that of others, `step` after."""
     coarse: bool = False
-    """Whether one call will do for several steps, with their records in `run.new`: on a draw, the
-    steps are one program then."""
+    """Whether one call will do for several steps (of a draw), with their records in `run.new`."""
 
     def start(self, run: Run) -> None:
         """Do what is to be done before the first evaluation."""
@@ -79,9 +78,9 @@ class Progress(Callback):
         self._bar.start()
 
     def step(self, run: Run) -> None:
-        named = {name: x for name, x in run.record.items() if name not in ("step", "rejected")}
-        numbers = (f"{name} {_short(x)}" for name, x in named.items())
-        self._bar.update(self._task, completed=run.step, numbers="  ".join(numbers))
+        names = (name for name in run.record if name not in ("step", "rejected"))
+        numbers = "  ".join(f"{name} {_short(run.record[name])}" for name in names)
+        self._bar.update(self._task, completed=run.step, numbers=numbers)
 
     def end(self, run: Run) -> None:
         self._bar.stop()
@@ -90,8 +89,7 @@ class Progress(Callback):
 class History(Callback):
     """Writes each record as a line of JSON, as the run goes.
 
-    A file with records in it is never overwritten: a new run needs a new file. A run that a
-    `Checkpoint` resumes continues its own.
+    A file with records is never overwritten; a run that a `Checkpoint` resumes continues its own.
 
     >>> import foretune as ft
     >>> history = ft.History("runs/clean/metrics.jsonl")
@@ -116,10 +114,8 @@ class History(Callback):
         lines = text.splitlines(keepends=True)
         # Of a run that was killed before its first checkpoint there is one record at most.
         if lines and not run.resumed and not (run.begun and len(lines) == 1):
-            raise FileExistsError(
-                f"{self.path} holds {len(lines)} records of an earlier run. Give another path, or the "
-                "`Checkpoint` of that run to continue it."
-            )
+            held = f"{self.path} holds {len(lines)} records of an earlier run"
+            raise FileExistsError(f"{held}. Give another path, or its `Checkpoint` to continue it.")
         records = {record["step"]: _line(record) for record in run.history}
         for line in lines:
             if not line.endswith("\n"):  # a kill has cut it
@@ -128,7 +124,7 @@ class History(Callback):
                 step = _step_of(line, records)
             except (ValueError, TypeError, KeyError) as error:
                 raise FileExistsError(
-                    f"{self.path} holds the records of another run than the one that is resumed."
+                    f"{self.path} holds the records of another run, not of this."
                 ) from error
             if run.resumed and step <= run.step:  # the checkpoint may have lost it
                 records.setdefault(step, line)
@@ -175,16 +171,14 @@ class TensorBoard(Callback):
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
         make_folder(self.directory)
-        # Of an earlier run, what lies beyond the step resumed from is dropped. Without a name of its
-        # own, the file of another run that begins in this second is overwritten.
+        # What lies beyond the step resumed from is dropped; names differ within a second.
         purge, suffix = run.step or None, f".{secrets.token_hex(4)}"
         self._writer = SummaryWriter(str(self.directory), purge_step=purge, filename_suffix=suffix)
 
     def step(self, run: Run) -> None:
         for record in run.new:
-            paths, _ = jax.tree_util.tree_flatten_with_path(record)
-            for path, number in paths:
-                name = "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+            for path, number in jax.tree.leaves_with_path(record):
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
                 if name != "step":
                     self._writer.add_scalar(name, number, record["step"])
 
@@ -197,6 +191,4 @@ def _short(x: object) -> str:
         return f"{x:.4g}"
     if isinstance(x, dict):
         return "{" + ", ".join(f"{name} {_short(value)}" for name, value in x.items()) + "}"
-    if isinstance(x, list):
-        return f"[{_short(x[0])}, ...]" if x else "[]"
-    return str(x)
+    return f"[{_short(x[0])}, ...]" if isinstance(x, list) and x else str(x)

@@ -32,15 +32,14 @@ class Checkpoint(Callback):
         every: the steps between two of them. The first step and the last are saved, too.
         keep: how many are kept.
 
-    Each is a folder `foretune_<step>`, and `foretune.records` has the history; other files are left
-    alone. A checkpoint that is damaged is renamed, and the run resumes from the one before it.
+    A damaged checkpoint is renamed, and the run resumes from the one before. Other files stay.
 
     A resumed run continues as if it had never stopped, the same to the bit on the same machine (to
     rounding with another number of devices or processes). A run that is over returns the same result
-    again; with more `steps`, or without the `stop` rule that ended it, it continues. The directory of a
-    run with other shapes, another start, other data, constraints, constants of the tuner or kind of
-    optimizer is refused with a `ValueError`. What cannot be compared is yours to keep as it was: the
-    functions, the data of a stream, the engine and the outer optimizer's constants.
+    again; with more `steps`, or without the `stop` rule that ended it, it continues. Another run's
+    directory (other shapes, start, data, constraints, constants of the tuner or kind of optimizer) is
+    refused with a `ValueError`. What cannot be compared is yours to keep as it was: the functions, the
+    data of a stream, the engine and the outer optimizer's constants.
 
     >>> import foretune as ft
     >>> checkpoint = ft.Checkpoint("runs/clean", every=10)
@@ -92,10 +91,8 @@ class Checkpoint(Callback):
         like, steps = as_numbers(place), sorted(self._manager.all_steps(), reverse=True)
         found = next(filter(None, (self._read_or_warn(step, like) for step in steps)), None)
         if steps and found is None:
-            raise RunError(
-                f"none of the checkpoints in {self.directory} can be read; they are left as they are. "
-                "Give another directory."
-            )
+            what = f"none of the checkpoints in {self.directory} can be read"
+            raise RunError(f"{what}; they are left as they are. Give another directory.")
         meta, arrays = found or ({"step": 0, "records": 0}, [])
         run.begun = not steps and self._records.path.exists()
         history = self._records.read(meta["records"])
@@ -129,10 +126,8 @@ class Checkpoint(Callback):
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                 raise
             _read_through(self._folder(step))  # raises where the disk is to blame
-            warn(
-                f"the checkpoint of step {step} in {self.directory} cannot be used "
-                f"({type(error).__name__}: {error!s:.200}) and is skipped."
-            )
+            what = f"the checkpoint of step {step} in {self.directory}"
+            warn(f"{what} cannot be used ({type(error).__name__}: {error!s:.200}) and is skipped.")
             return None
 
     def _read(self, step: int, like: list[np.ndarray]) -> tuple[Record, list[np.ndarray]]:
@@ -203,12 +198,9 @@ def _another_run(folder: Path, theirs: dict[str, str], ours: dict[str, str]) -> 
         for name in names
         if theirs.get(name) != ours.get(name)
     ]
+    what = f"{folder} holds another run, with another problem or optimizer. What differs:"
     rest = [f"  ... and {len(lines) - 8} more"] if len(lines) > 8 else []
-    return RunError(
-        f"{folder} holds another run, with another problem or optimizer. What differs:\n"
-        + "\n".join(lines[:8] + rest)
-        + "\nGive another directory, or remove this one."
-    )
+    return RunError("\n".join([what, *lines[:8], *rest, "Give another directory, or remove it."]))
 
 
 def _digest_of(meta: Record) -> str:

@@ -14,9 +14,7 @@ from .callbacks import Callback
 def check_optimizer(optimizer: object) -> None:
     """Raise unless it is an Optax optimizer or None."""
     if not isinstance(optimizer, optax.GradientTransformation | None):
-        raise TypeError(
-            f"optimizer must be `optax.adam(0.01)` or the like, got {optimizer!r:.100}."
-        )
+        raise TypeError(f"optimizer must be like `optax.adam(0.01)`, got {optimizer!r:.100}.")
 
 
 def check_callbacks(callbacks: object) -> None:

@@ -6,12 +6,10 @@ with u_a the unconstrained variable that was accepted last, and d_a the optimize
 is accepted when the error after it is finite, no higher than at the start, and one of two holds:
 
 - it is no higher than the highest of the last five that were accepted;
-- it is above the lowest so far by at most a tenth of what has been gained, since good optimizers swing
-  about a minimum.
+- it is above the lowest so far by at most a tenth of the gain: good optimizers swing about a minimum.
 
 While q < 1 only the last of the five counts. After a second rejection in a row the optimizer begins
-anew at u_a: what it remembers (momentum) may lead uphill, however short the step. `paired.py` is for
-problems that are drawn.
+anew at u_a: its momentum may lead uphill, however short the step. `paired.py` is for draws.
 Reference: Grippo, Lampariello and Lucidi, A Nonmonotone Line Search Technique, 1986.
 """
 

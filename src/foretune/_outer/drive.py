@@ -162,18 +162,13 @@ def _scored(score: Score, record: Record) -> np.ndarray:
     try:
         given = score(record)
     except Exception as error:
-        error.add_note(
-            f"foretune: this happened in score(record) at step {record['step']}; the record has the "
-            f"names {list(record)}."
-        )
+        error.add_note(f"foretune: this happened in score(record), with {record!r:.300}.")
         raise
     number = np.asarray(on_host(given))
     real = any(jnp.issubdtype(number.dtype, kind) for kind in (np.floating, np.integer, np.bool_))
     if not real or number.shape != ():
-        raise TypeError(
-            f"score(record) must return one real number; at step {record['step']} it returned "
-            f"{describe(given)}. The record has the names {list(record)}."
-        )
+        what = f"at step {record['step']} it returned {describe(given)}"
+        raise TypeError(f"score(record) must return one real number; {what}.")
     return number
 
 
@@ -186,7 +181,11 @@ def _reason(run: Run) -> str | None:
     """Return the reason to stop, if any; that of a rule is also kept in `run.ended`."""
     reasons = []
     for rule in run.rules:
-        if reason := _reason_of(rule, run):
+        reason = rule(run) or None  # `run.step > 9 and "enough"` may be False
+        if not isinstance(reason, str | None):
+            found = f"at step {run.step} it returned {describe(reason)}"
+            raise TypeError(f"a stopping rule returns text or None; {found}.")
+        if reason:
             reasons.append(reason)
             if not getattr(rule, "pauses", False):
                 run.ended = run.ended or reason
@@ -198,19 +197,6 @@ def _reason(run: Run) -> str | None:
         stops = multihost_utils.process_allgather(np.array(bool(reasons)))
         reasons = reasons or ["another process stopped"] * bool(stops.any())
     return reasons[0] if reasons else None
-
-
-def _reason_of(rule: Callable[[Run], object], run: Run) -> str | None:
-    """Return a rule's reason to stop, or raise where it is none."""
-    reason = rule(run)
-    if reason is False:  # `run.step > 9 and "enough"`
-        return None
-    if not isinstance(reason, str | None):
-        raise TypeError(
-            f"a stopping rule returns the reason to stop, as text, or None; at step {run.step} it "
-            f"returned {describe(reason)}."
-        )
-    return reason
 
 
 def plain(record: dict[str, PyTree]) -> Record:

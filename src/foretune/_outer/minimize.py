@@ -1,7 +1,6 @@
 """The offline outer loop: hypergradient, outer Optax step, projection, repeat.
 
-`descent.py` has the steps on a problem, `paired.py` those on one that is drawn; `drive` has all that
-happens beside them.
+`descent.py` has the steps on a problem, `paired.py` those on a draw, `drive.py` all else.
 """
 
 import functools
@@ -48,8 +47,7 @@ def minimize(
     """Descend on the hyperparameters by their hypergradient, inside their constraints.
 
     Args:
-        problem: the problem; or a function `draw(key) -> Problem`, with `key`, whose problem is drawn
-            anew at each step.
+        problem: the problem; or, with `key`, `draw(key) -> Problem`, drawn anew at each step.
         hparams: where to start; projected onto the constraints, with a warning, if outside.
         steps: the number of updates. The error is evaluated `steps + 1` times, ends included.
         engine: how the hypergradient is computed; `Reverse()` by default.
@@ -63,8 +61,7 @@ def minimize(
             or your own `Callback`.
         stop: stopping rules, `NoImprovement(10)`, `SmallGradient(1e-4)`, `TimeLimit(600)` or any
             function of the `Run` that returns a reason to stop, or None.
-        evaluate: `evaluate(state, hparams) -> dict` of further scalars on the final inner state,
-            compiled once.
+        evaluate: `evaluate(state, hparams) -> dict` of further scalars on the final inner state.
         score: what `best` is lowest in, as a function of a record, `lambda r: -r["accuracy"]` say;
             by default its `value` (the sum, where the objective is a dict).
 

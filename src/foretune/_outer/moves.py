@@ -4,8 +4,7 @@
 
 with c the scales at a point, g the derivatives in v, and h their slope between the last two points,
 (g_k - g_{k-1}) / (v_k - v_{k-1}), where that is above 0. Until an entry's h is known, the entry with
-the largest derivative moves by `size`, and the others in proportion. Scales move by factors: theirs is
-log(x).
+the largest derivative moves by `size`, the others in proportion. Scales move by factors, in log(x).
 """
 
 import itertools

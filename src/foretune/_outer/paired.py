@@ -6,8 +6,7 @@ incumbent, the last one that was accepted, in n draws that both share,
 
     d_i = f_i(lambda) - f_i(incumbent),    m = mean of d,    e = t std(d) / sqrt(n)
 
-- m < -e: lambda is accepted; it is the incumbent from now on, and steps may be twice as long, up to
-  the optimizer's own;
+- m < -e: lambda is the new incumbent, and steps may be twice as long, up to the optimizer's own;
 - m > e', of a larger t, and again in 32 draws: lambda is rejected; the descent goes on from the
   incumbent, the optimizer anew, with steps of a quarter;
 - else noise decides: on, and the next span is twice as long and compared in twice as many draws.

@@ -8,13 +8,11 @@ L / T of the rows: it sees each row as often as the performance will, and overfi
 - *search*: each scale alone over eight decades, which shows the leading one: the scale that the error
   depends on most. Then each over two decades: the lowest error at T/32;
 - *descent*: hypergradients at T/16, each followed by a step of the secant rule (`moves.py`). A step
-  that raises the error is rejected, and half of it is tried the other way: next to where training
-  diverges, gradients point there;
+  that raises the error is rejected, and half of it is tried the other way;
 - *line*: the leading scale times a factor, at T/16 and at T/4. In another draw errors give the same
   best factor to a quarter of a decade, where gradients do not. A larger budget has descents of T/8 and
   T/4 steps between, and of T at the end;
-- *performance*: T steps on all rows, with the start, if that was the best at T/4. Where it fails, it is
-  repeated with a third of that scale.
+- *performance*: T steps on all rows. Where it fails, it is repeated with a third of that scale.
 
 If the best factor falls from T/16 to T/4, the scale is lowered further, by half as much: a rate that is
 too low costs little, one that is too high all.
@@ -61,25 +59,22 @@ def rehearse(
     """Tune a training on short rehearsals of it, then perform it.
 
     Args:
-        make: `make(steps, key) -> Problem`: the training of n steps, with its schedule, start and
-            minibatches. It is traced, as a draw is.
+        make: `make(steps, key) -> Problem`, with its schedule, start and minibatches; traced as a draw.
         hparams: where to start. It may be far off: a learning rate by decades, or 0.
         steps: T, the steps of the performance.
         constraints: as in `minimize`. What is under `Log` or `NonNegative` is a scale and is searched
             over decades: learning rates, decays. All else is moved by hypergradients alone.
         cost: what all may cost, in trainings of T steps, the performance included. More buys more
-            candidates, more hypergradients, and means over several draws. A hypergradient counts as
-            3.5 trainings of its length.
+            candidates, hypergradients and draws. A hypergradient counts as 3.5 trainings.
         key: a random key; `jax.random.key(0)` by default. The performance is `make(steps, key)`.
         engine: of the hypergradients; `Reverse()` by default.
         callbacks: as in `minimize`. With a `Checkpoint` the run resumes.
 
-    Where `make` draws `Minibatches`, those of a rehearsal are drawn from a share of the rows. What else
-    is to be cut, `make` must cut itself.
+    Of `Minibatches`, a rehearsal has a share of the rows. What else is to be cut, `make` must cut.
 
     The result is that of `minimize`, with the `value` and `state` of the performance. Its `history` has
-    a record of each trial: `trial`, `length`, `cost`, `value`, `hparams`. If it was interrupted before
-    the performance, `state` is None.
+    a record of each trial: `trial`, `length`, `cost`, `value`, `hparams`. `state` is None where it was
+    interrupted before.
 
     >>> import foretune as ft, jax, jax.numpy as jnp, optax
     >>> x = jax.random.normal(jax.random.key(0), (200, 3))
@@ -105,19 +100,14 @@ def rehearse(
     check_engine(engine)
     check_callbacks(callbacks)
     if not 2 <= cost < math.inf:
-        raise ValueError(
-            f"rehearse(cost={cost!r}): give 2 at least, the performance and as much to tune it."
-        )
+        raise ValueError(f"rehearse(cost={cost!r}): give 2 at least, 1 for tuning, 1 to perform.")
     key = jax.random.key(0) if key is None else key
     check_key(key, "the key of rehearse")
     constraints = check_constraints(constraints, hparams)
     hparams = feasible(constraints, hparams)
     scales = count_scales(constraints)
     if not scales:
-        warn(
-            "rehearse: no hyperparameter is a scale, so none is searched over decades. Say which is: "
-            '`constraints={"lr": ft.Log()}`.',
-        )
+        warn('rehearse: no hyperparameter is a scale. Give `constraints={"lr": ft.Log()}` or so.')
     engine = (engine or Reverse()).within(constraints)
     trials = plan(steps, float(cost), scales)
     rehearsals = Rehearsals(make, hparams, constraints, engine, key, trials)

@@ -23,8 +23,7 @@ class NoImprovement:
 class SmallGradient:
     """Stop when the norm of the hypergradient is below `norm`.
 
-    It is the gradient in the hyperparameters themselves, before any projection: at an optimum on
-    the border of a constraint it need not be small.
+    It is that before any projection: at an optimum on the border of a constraint it may be large.
 
     >>> import foretune as ft
     >>> rule = ft.SmallGradient(1e-4)

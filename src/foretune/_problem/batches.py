@@ -62,8 +62,7 @@ class Minibatches(Batches):
         data: a pytree of arrays that share their leading axis, the examples.
         indices: integers of shape (T, batch size), or (T, ...) in general: the rows of each step.
         gather: makes the minibatch, `gather(data, indices[t])`, where it is not rows of the data:
-            windows of a signal, crops, pairs. The data may then be any pytree of arrays, and nobody
-            checks the indices' range.
+            windows of a signal, crops, pairs. The indices' range is not checked then.
 
     >>> import foretune as ft, jax, jax.numpy as jnp
     >>> batches = ft.Minibatches(jnp.arange(10.0), jnp.array([[0, 1], [8, 9], [4, 4]]))

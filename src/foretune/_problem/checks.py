@@ -143,10 +143,7 @@ def check_data(tree: PyTree, name: str) -> None:
 
     for path, leaf in named_leaves(tree, name, is_leaf=numbers).items():
         if numbers(leaf):
-            raise TypeError(
-                f"{path} is a Python list of {len(leaf)} numbers or rows. Give an array, "
-                "`jnp.asarray(...)`."
-            )
+            raise TypeError(f"{path} is a Python list of {len(leaf)} numbers: give an array.")
 
 
 def check_count(count: object, given: str) -> int:
@@ -214,10 +211,7 @@ def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
         if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.floating):
             number = isinstance(leaf, int | float)
             remedy = f"Write `{float(leaf)!r}`" if number else "Convert it, or leave it out"
-            raise TypeError(
-                f"{path} is {describe(leaf)}; only floating-point hyperparameters have a gradient. "
-                f"{remedy}."
-            )
+            raise TypeError(f"{path} is {describe(leaf)}; only floats have a gradient. {remedy}.")
         if leaf.size == 0:
             raise ValueError(f"{path} is {describe(leaf)}: it holds no number.")
     return hparams
@@ -233,9 +227,7 @@ def _check_container(tree: object, path: str) -> None:
             sorted(tree)
         except TypeError:
             kinds = ", ".join(sorted({type(key).__name__ for key in tree}))
-            raise TypeError(
-                f"the names in {path} are of the types {kinds}, without an order: give strings."
-            ) from None
+            raise TypeError(f"names in {path} have no order ({kinds}): give strings.") from None
         parts = {f"[{key!r}]": part for key, part in tree.items()}
     elif isinstance(tree, list | tuple):
         fields = getattr(tree, "_fields", None)  # of a NamedTuple

@@ -33,8 +33,7 @@ def dropout(x: Any, rate: Any, *, key: Any, inference: object = False) -> Float[
     Args:
         x: what to disturb, in floating point.
         rate: in [0, 1): one number, or an array that broadcasts to the shape of x.
-        key: a random key, the one that `Training(..., key=...)` gives to the loss, split where it is
-            used more than once.
+        key: a random key, the one that `Training(..., key=...)` gives to the loss, or split from it.
         inference: return x as it is.
 
     >>> import foretune as ft, jax, jax.numpy as jnp, optax

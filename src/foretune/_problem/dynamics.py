@@ -53,9 +53,7 @@ class Dynamics(eqx.Module):
 
     def first_order(self) -> "Dynamics":
         """Return the same dynamics, whose derivative leaves out the Hessian of the loss."""
-        raise TypeError(
-            f"Reverse(first_order=True): {type(self).__name__} has no `first_order`; `Training` has."
-        )
+        raise TypeError(f"Reverse(first_order=True): {type(self).__name__} has no `first_order`.")
 
 
 class Wrapper(Dynamics):

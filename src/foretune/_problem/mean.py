@@ -96,9 +96,7 @@ class Mean(Problem):
         (4,)
         """
         if isinstance(draw, Definition) or not callable(draw):
-            raise TypeError(
-                f"Mean.of_draws takes a function draw(key) -> Problem, got {describe(draw)}."
-            )
+            raise TypeError(f"Mean.of_draws takes a function draw(key), got {describe(draw)}.")
         return MeanDraw(cast(Draw, draw), n)
 
     def start(self, hparams: PyTree) -> PyTree:
@@ -192,9 +190,7 @@ class MeanBatches(Batches):
     def __init__(self, batches: Sequence[Batches]):
         kinds = [f"{type(b).__name__} of {b.steps} steps" for b in batches]
         if len(set(kinds)) > 1:
-            raise ValueError(
-                f"the folds' batches differ in kind or number of steps: {', '.join(kinds)}."
-            )
+            raise ValueError(f"the batches differ in kind or number of steps: {', '.join(kinds)}.")
         self.steps = batches[0].steps
         self.xs = _combine([b.xs for b in batches], "batches.xs", axis=1)
         self.source = _combine([_source(b) for b in batches], "batches")
@@ -261,9 +257,7 @@ def _combine(parts: Sequence[PyTree], name: str, axis: int = 0) -> PyTree:
         leaves = named_leaves(part, name)
         if list(leaves) != list(first):
             odd = next((p for p in [*leaves, *first] if (p in leaves) != (p in first)), name)
-            raise ValueError(
-                f"fold {k} and fold 0 differ in structure: only one of them has {odd}."
-            )
+            raise ValueError(f"folds {k} and 0 differ in structure: only one of them has {odd}.")
         if not same(jax.tree.structure(part), structure):
             raise ValueError(f"{name}: fold {k} and fold 0 differ in what is not an array.")
         for (path, old), new, column in zip(first.items(), leaves.values(), columns, strict=True):
@@ -286,6 +280,4 @@ def _check_leaf(path: str, k: int, old: object, new: object) -> None:
             )
     elif describe(old) != describe(new):
         differ = f"{path} is {describe(new)} in fold {k}, {describe(old)} in fold 0"
-        raise ValueError(
-            f"{differ}. Folds need equal shapes: all rows, with a mask of those to use."
-        )
+        raise ValueError(f"{differ}. Folds need equal shapes: all rows, with a mask of those used.")

@@ -27,8 +27,7 @@ DATA, TANGENTS = "data", "tangents"
 def mesh(**axes: int) -> Mesh:
     """Return a mesh of the devices of all processes, from its axes and their sizes.
 
-    Without arguments, all devices are on the axis `data`. It is `jax.make_mesh` with axes of the type
-    `Auto`, which engines need.
+    Without arguments, all devices are on the axis `data`. Axes are of JAX's type `Auto`.
 
     >>> import foretune as ft
     >>> dict(ft.mesh(data=1, tangents=1).shape)  # (data=4, tangents=2) on 8 devices

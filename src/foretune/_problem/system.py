@@ -1,8 +1,7 @@
 """Systems: a problem as the engines see it, pure functions of an array-only state.
 
 What is not an array in the user's state (a model's activation function, say) is kept aside. An error
-averaged over the trajectory is a system too, with one more state variable that accumulates it, so no
-engine has a case for it.
+averaged over the trajectory is a system too, with one more state variable that accumulates it.
 """
 
 import operator
@@ -61,9 +60,8 @@ class System(NamedTuple):
         """Return, from the gradients of all K errors, each hyperparameter's own."""
         if None in self.rows:
             return jax.tree.map(lambda row: row[0], rows)
-        return {
-            name: jax.tree.map(lambda row, k=k: row[k], rows[name]) for name, k in self.rows.items()
-        }
+        own = {name: operator.itemgetter(k) for name, k in self.rows.items()}
+        return {name: jax.tree.map(row, rows[name]) for name, row in own.items()}
 
 
 def make_system(problem: Definition, hparams: PyTree) -> System:

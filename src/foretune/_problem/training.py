@@ -59,13 +59,12 @@ class Training(Dynamics):
     Args:
         loss: the inner objective, `loss(params, hparams, batch) -> scalar`.
         optimizer: an Optax transformation, or a function of the hyperparameters that returns one,
-            whose constants and schedules can then be tuned. Optimizers that ask for `value`, `grad`
-            or `value_fn` get them.
+            whose constants and schedules can then be tuned. Those that ask for `value`, `grad` or
+            `value_fn` get them.
         has_state: whether the loss takes and returns a model state, batch statistics say:
             `loss(params, hparams, batch, model_state) -> (scalar, model_state)`. The initial
             parameters are then the pair `(params, model_state)`.
-        key: a random key. Step t calls the loss with `key=jax.random.fold_in(key, t)`: replayed, it
-            draws the same numbers.
+        key: a random key. Step t calls the loss with `key=jax.random.fold_in(key, t)`.
 
     The floating-point arrays of `params` are trained, and nothing else in it, so an Equinox model can
     be given. An array that is to stay as it is goes into the batch, the model state or a closure.
@@ -137,9 +136,7 @@ class Training(Dynamics):
         optimizer = self._optimizer(hparams)
         extra = {"value": value, "grad": grads, "value_fn": lambda weights: objective(weights)[0]}
         taken = inspect.signature(optimizer.update).parameters
-        if all(
-            p.kind is not p.VAR_KEYWORD for p in taken.values()
-        ):  # some refuse what is not theirs
+        if all(p.kind is not p.VAR_KEYWORD for p in taken.values()):  # some refuse more
             extra = {name: argument for name, argument in extra.items() if name in taken}
         # The usual promotion, since Adam multiplies floats by a count.
         with jax.numpy_dtype_promotion("standard"), _noting_branches():
@@ -178,8 +175,7 @@ class Training(Dynamics):
     def in_precision(self, dtype: jax.typing.DTypeLike) -> "Training":
         """Return the same training with its loss computed in another floating-point type.
 
-        Parameters and batch are cast inside the loss; the parameters themselves, their gradients
-        and the optimizer stay as they are.
+        Parameters and batch are cast inside the loss; parameters, gradients and optimizer are not.
         """
         loss = self.loss.loss if isinstance(self.loss, _Cast) else self.loss
         return eqx.tree_at(lambda training: training.loss, self, _Cast(loss, dtype))
@@ -314,9 +310,7 @@ def _is_from_optax(given: object) -> bool:
 
 def _check_loss(result: object, has_state: bool) -> None:
     if not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(
-            f"the loss must return the pair (value, model_state), it returned {describe(result)}."
-        )
+        raise TypeError(f"loss must return the pair (value, model_state), not {describe(result)}.")
     value = result[0]
     if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
         hint = "" if has_state else "; a loss with a model state needs `has_state=True`"

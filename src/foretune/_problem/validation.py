@@ -1,7 +1,6 @@
 """What is checked of a whole problem before anything is compiled, and the words it is reported in.
 
-The checks trace the user's functions abstractly (no arithmetic, no compilation), once per combination
-of structures and shapes.
+The checks trace the user's functions abstractly, without compilation, once per structure and shapes.
 """
 
 import contextlib

@@ -35,9 +35,7 @@ def check_start(train: PyTree, hparams: PyTree) -> None:
     """Raise where the initial parameters or hyperparameters are not finite."""
     name = "" if isinstance(train, TrainState) else "params"  # their paths: `params['w']` in both
     if found := _fault_of_start(train, hparams, name):
-        raise NonFiniteError(
-            f"not finite: {found.removeprefix('.')} Every window from there would be rolled back."
-        )
+        raise NonFiniteError(f"not finite: {found.removeprefix('.')} Each window would roll back.")
 
 
 def fault(

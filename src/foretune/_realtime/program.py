@@ -1,7 +1,6 @@
 """The update of a window as a compiled program: its arguments and their checks.
 
-Windows are padded to the longest so far, and the loop runs to the true length: a shorter window runs
-in the same program.
+Windows are padded to the longest so far, and the loop runs to the true length, in one program.
 """
 
 import functools
@@ -46,9 +45,7 @@ class UpdateProgram:
     ) -> Updated:
         """Begin an update; return, without waiting, the next state, the log, and if it is a fault."""
         if not isinstance(state, RealTimeState):
-            raise TypeError(
-                f"`update` takes the state that `init` or `update` returned, got {describe(state)}."
-            )
+            raise TypeError(f"`update` takes a state of `init` or `update`, got {describe(state)}.")
         window, validation = as_arrays(window, "window"), as_arrays(validation, "validation")
         if is_traced((state, window, validation)):
             everything = tuple(named_leaves(state.hparams, "hparams"))

@@ -6,8 +6,7 @@
 
 Far from 0 a step changes an entry by a factor; near 0 by a share of o_i, the change that would take
 away the share UNIT of the error if it were linear. The first gradient is trusted up to 100 times the
-starting value, or up to 1 from 0. Under a `Box`, steps shrink towards the upper bound: a momentum of
-0.9 moves by 0.01, not by 0.09.
+starting value, or up to 1 from 0. Under a `Box`, steps shrink towards the upper bound.
 """
 
 import math

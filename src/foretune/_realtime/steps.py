@@ -2,8 +2,7 @@
 
     for each minibatch:  s <- Phi(s, lambda),  Z <- A Z + B
 
-Pure functions: `RealTime` makes the steps in one program, `tuned` spreads them over calls. `outcome.py`
-has what follows at the end.
+Pure functions: `RealTime` makes the steps in one program, `tuned` spreads them over calls.
 """
 
 import dataclasses

@@ -147,9 +147,7 @@ class Tuned:
         """Return the state before the first minibatch; `params` is a pair with `has_state`."""
         paired = isinstance(params, tuple) and len(params) == 2
         if cast(Training, self._tuner.settings.dynamics).has_state and not paired:
-            raise TypeError(
-                f"tuned(has_state=True) needs `init((params, model_state))`, got {describe(params)}."
-            )
+            raise TypeError(f"has_state needs init((params, model_state)), got {describe(params)}.")
         state = self._tuner.init(params, self._start)
         nan = jnp.full((), jnp.nan, jnp.result_type(float))
         log = {
@@ -170,9 +168,7 @@ class Tuned:
     ) -> tuple[TunedState, Float[Array, ""]]:
         """Train on a minibatch, and update the constants where it is time; return the loss too."""
         if not isinstance(state, TunedState):
-            raise TypeError(
-                f"`update` takes the state that `init` or `update` returned, got {describe(state)}."
-            )
+            raise TypeError(f"`update` takes a state of `init` or `update`, got {describe(state)}.")
         if self._donate:
             check_not_donated(state.anchor.window)
         data, names = self._as_data(state, {"batch": batch, "validation": validation})

@@ -6,8 +6,7 @@ After every window (hyper-batch) of Delta minibatches, the partial hypergradient
 
 moves the hyperparameters, and the training continues from where it is. This is the hypergradient of a
 constant lambda: exact in the first window, an estimate after an update. So between windows Z is
-discounted, Z <- gamma Z, and forgets earlier hyperparameters over about 1 / (1 - gamma) windows. The
-paper's method is gamma = 1.
+discounted, Z <- gamma Z, and forgets after about 1 / (1 - gamma) windows. The paper has gamma = 1.
 
 A window in which training diverges is rolled back: the training state returns to where the window
 began, Z to 0, and the hyperparameters back off against the derivative of the loss. A single minibatch
@@ -74,11 +73,9 @@ class RealTime:
         rollback: roll back a window after which the validation error is more than this many times what
             it was, or in which the training loss spikes: a quarter above the highest that a window has
             begun with, and above that of the same minibatch before the window. A single minibatch whose
-            loss is over ten times that highest is skipped. None: neither; a loss that is not finite is
-            then an error.
+            loss is over ten times that highest is skipped. None: neither; a NaN is then an error.
         chunk: columns of Z in work at a time, where there are many hyperparameters.
-        donate: reuse the memory of the state given to `update`, which is then deleted; `run` always
-            does so with its own states.
+        donate: reuse the memory of the state given to `update`, which is deleted, as in `run`.
         mesh: `foretune.mesh(data=..., tangents=...)`: `init` places the state on it, the columns of Z
             split over `tangents`, all else on every device. Place batches by `foretune.shard`.
 
@@ -120,10 +117,8 @@ class RealTime:
         chosen = reused(DEFAULT_OPTIMIZER if optimizer is None else optimizer)
         constraints = dict(constraints) if isinstance(constraints, Mapping) else constraints
         rollback = None if rollback is None else float(rollback)
-        functions = problem.dynamics, problem.objective, chosen
-        self.settings = TunerSettings(
-            *functions, constraints, float(discount), rollback, chunk, mesh
-        )
+        parts = problem.dynamics, problem.objective, chosen
+        self.settings = TunerSettings(*parts, constraints, float(discount), rollback, chunk, mesh)
         self.donate, self._program = donate, UpdateProgram(self.settings)
 
     @classmethod
@@ -231,8 +226,7 @@ class RealTime:
 
         The result's `state` is the tuner's, with the trained weights in `state.train`. `history` has a
         record for each window: `step` (from 1), `gradient_norm`, what `evaluate` adds, and of the log
-        of `update` all but `hypergradient` and `nonfinite`. Ctrl-C, or SIGTERM, ends the run after the
-        current window.
+        of `update` all but `hypergradient` and `nonfinite`. Ctrl-C or SIGTERM ends it after a window.
 
         >>> import foretune as ft, itertools, jax.numpy as jnp, numpy as np, optax
         >>> tuner = ft.RealTime(

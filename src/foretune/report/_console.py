@@ -53,10 +53,7 @@ def plain_errors(debug: bool, resume: Path | None = None) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if resume is not None and resume.exists():
-            say(
-                f"foretune: interrupted. What there is lies in {resume}; the same command continues "
-                "from there."
-            )
+            say(f"foretune: interrupted; the same command continues from {resume}.")
         raise typer.Exit(status) from None
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
         if debug:

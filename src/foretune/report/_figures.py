@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 else:  # which takes long to import
     Axes = Figure = object
 
-Curve = Mapping[str, Any]
-"""A line: "label", "x", "y" and perhaps "band"; or a panel: "title", "ylabel", "lines"."""
-
+Curve = Mapping[str, Any]  # a panel of `curves`, or a line of it
 _INK = "#1d1c1a"
 # Distinct for the colour-blind, and with a contrast of 3 or more on white.
 _COLOURS = ("#2b7bba", "#d55e00", "#00936b", "#b8609a", "#947a00", "#7d7d85")
@@ -52,12 +50,8 @@ def curves(
 ) -> Path:
     """Draw panels of lines, two to a row, into an SVG file, and return its path.
 
-    Args:
-        path: the file to write; its folder is made if need be.
-        panels: each with a "title", a "ylabel" and "lines"; a line has a "label", its "x" and "y",
-            and may have a "band", a pair (low, high) to be shaded. Where y is NaN, there is a gap.
-        xlabel: what is along the horizontal axis of panels that have no "xlabel" of their own.
-        scale: sets other scales of the axes; points are then marked.
+    A panel has a "title", a "ylabel", "lines", and perhaps an "xlabel" of its own; a line a "label",
+    "x", "y" (NaN is a gap), and perhaps a "band", a pair (low, high). `scale` changes the axes' scales.
     """
     labels = [[_label(line["label"]) for line in panel["lines"]] for panel in panels]
     shared = all(names == labels[0] for names in labels)
@@ -96,10 +90,9 @@ def curves(
 
 
 def histogram(path: Path, groups: Mapping[str, ArrayLike], *, xlabel: str, bins: int = 40) -> Path:
-    """Draw a stacked histogram of the values of each group into an SVG file, and return its path.
+    """Draw a stacked histogram of the finite values of each group into an SVG; return its path.
 
-    The axis of the counts is logarithmic when they differ by more than a factor of 100. NaN is left
-    out.
+    The axis of the counts is logarithmic when they differ by more than a factor of 100.
     """
     from matplotlib.patches import Patch
 
@@ -136,10 +129,7 @@ def picture(path: Path, pixels: ArrayLike) -> Path:
     if x.ndim == 2:
         x = x[..., None]
     if x.ndim != 3 or x.shape[2] not in (1, 3, 4) or 0 in x.shape:
-        raise ValueError(
-            f"picture: pixels of shape {np.shape(pixels)}; expected height x width, with 1, 3 or 4 "
-            "channels at the end."
-        )
+        raise ValueError(f"pixels of shape {np.shape(pixels)}: give height x width (x 1, 3 or 4).")
     if x.dtype != np.uint8:
         x = x.astype(float)
         finite = x[np.isfinite(x)]
@@ -147,12 +137,10 @@ def picture(path: Path, pixels: ArrayLike) -> Path:
         if low < 0 or high > 1:
             x = (x - low) / (high - low or 1)
         x = np.round(255 * np.nan_to_num(x, posinf=0.0, neginf=0.0).clip(0, 1)).astype(np.uint8)
-    if x.shape[2] == 1:
-        x = x.repeat(3, axis=2)
-    factor = -(-84 // max(x.shape[:2]))
-    file = io.BytesIO()
+    factor, file = -(-84 // max(x.shape[:2])), io.BytesIO()
+    x = x.repeat(factor, 0).repeat(factor, 1).repeat(3 if x.shape[2] == 1 else 1, 2)
     metadata: Any = {"Software": None}  # a version there would change the bytes
-    imsave(file, x.repeat(factor, 0).repeat(factor, 1), format="png", metadata=metadata)
+    imsave(file, x, format="png", metadata=metadata)
     return _written(path, file.getvalue())
 
 

@@ -46,9 +46,8 @@ class RunFolder:
             names = sorted(p.name for p in self.path.iterdir())
             foreign = [n for n in names if n != ".lock" and not n.startswith(".config.json.")]
             if foreign:
-                raise RunError(
-                    f"{self.path} holds other files ({', '.join(foreign[:3])}): give a new folder."
-                )
+                listed = ", ".join(foreign[:3])
+                raise RunError(f"{self.path} holds other files ({listed}): give a new folder.")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -76,19 +75,18 @@ class RunFolder:
         theirs = old.get("settings", {}) if isinstance(old, dict) else None
         if not isinstance(theirs, dict):
             raise self._damaged("config.json", "it holds no settings")
+        where = f"{self.path} holds a run"
         if (old.get("kind"), theirs) != (kind, settings):
             was, now = (s.get("digests") or {} for s in (theirs, settings))
             changed = [n for n in now if isinstance(was, dict) and was.get(n, now[n]) != now[n]]
             if changed:
-                raise RunError(
-                    f"{self.path} holds a run of other data: {' and '.join(changed)} changed since. "
-                    "Give another --out."
-                )
+                names = " and ".join(changed)
+                raise RunError(f"{where} of other data: {names} changed since. Give another --out.")
             names = [n for n in {**theirs, **settings} if theirs.get(n) != settings.get(n)][:4]
             pairs = [f"{n}: {theirs.get(n)!r} there, {settings.get(n)!r} now" for n in names]
             raise RunError(
-                f"{self.path} holds a run with other settings ({'; '.join(pairs) or old.get('kind')}). "
-                "Give it again with those settings to resume it, or another --out."
+                f"{where} with other settings ({'; '.join(pairs) or old.get('kind')}). Give it again "
+                "with those settings to resume it, or another --out."
             )
         self.figures.mkdir(exist_ok=True)
         if (self.path / "result.json").is_file():
@@ -107,9 +105,7 @@ class RunFolder:
         """Return a folder within this one, or raise where it is a link, which may lead anywhere."""
         path = self.path / name
         if path.is_symlink():
-            raise RunError(
-                f"{path} is a link, and a run writes in its own folder: remove the link."
-            )
+            raise RunError(f"{path} is a link, and a run writes in its own folder: remove it.")
         return path
 
     @property
@@ -140,22 +136,17 @@ class RunFolder:
         """Return the error for a file that cannot be used; its advice loses no work."""
         advice = "Remove it, and the same command makes it again from what else is there."
         if name == "config.json":
-            advice = (
-                "Restore it from a copy, or rename the folder and give the command again; metrics and "
-                "checkpoints stay where they are."
-            )
+            advice = "Restore it from a copy, or rename the folder and give the command again."
         return RunError(f"{self.path / name} is damaged ({why}). {advice}")
 
 
 def command() -> str:
     """Return the command line as a reader would type it."""
     path = Path(sys.argv[0])
-    words = ["python", sys.argv[0]]
-    if path.name == "__main__.py":
-        words = ["python", "-m", path.parent.name]
-    if path.name in ("foretune", "") or words[-1] == "foretune":
-        words = ["foretune"]
-    return shlex.join([*words, *sys.argv[1:]])
+    name, words = path.name, ["python", sys.argv[0]]
+    if name == "__main__.py":
+        name, words = path.parent.name, ["python", "-m", path.parent.name]
+    return shlex.join([*(["foretune"] if name in ("foretune", "") else words), *sys.argv[1:]])
 
 
 def device() -> str:

@@ -3,8 +3,7 @@
 A folder has `config.json`, `metrics.jsonl` and, once the run is finished, `result.json` and the
 figures it names. All text is escaped, nothing is fetched, no script runs, and the same folder gives
 the same bytes. Figures are images with their bytes in the page: in an image a browser runs no script,
-follows no link and fetches nothing, whatever an SVG holds. Control codes and controls of direction are
-written out.
+follows no link and fetches nothing, whatever an SVG holds. Control codes are written out.
 """
 
 import base64

@@ -9,8 +9,7 @@ try:
     import torchax  # pyright: ignore[reportMissingImports]  # noqa: F401
 except (ImportError, AttributeError) as error:  # AttributeError: torchax and torch do not match
     raise ImportError(
-        f"foretune.torch needs PyTorch and a torchax that fits it ({error}). Install both with "
-        '`pip install "foretune[torch]"`.'
+        f"foretune.torch needs torch and torchax ({error}): pip install 'foretune[torch]'."
     ) from error
 
 from ._bridge import Bridge as Bridge

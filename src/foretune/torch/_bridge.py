@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torchax.tensor import OperatorNotFound
 
 from .._problem.checks import describe
-from ._environment import environment, is_jax, to_jax, to_torch
+from ._environment import environment, to_jax, to_torch
 
 
 def bridge(module: torch.nn.Module) -> "Bridge":
@@ -55,7 +55,9 @@ class Bridge:
     """Its buffers (batch statistics, masks) by name: the model state."""
 
     def __init__(self, module: torch.nn.Module):
-        _check_module(module)
+        if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+            name = type(module).__name__
+            raise TypeError(f"the module is compiled ({name}). Give the one it was made of.")
         self.module = module
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for name, x in tensors.items():
@@ -106,8 +108,8 @@ class Bridge:
                 args, kwargs = env.j2t_iso((args, kwargs))
                 # Changed buffers, in place or replaced, are found in `tensors` afterwards.
                 output = torch.func.functional_call(self._copy, tensors, args, kwargs)
-                output = pytree.tree_map_only(torch.Tensor, _output, output)
-                buffers = {n: _output(tensors[n]).astype(b.dtype) for n, b in buffers.items()}
+                output = pytree.tree_map_only(torch.Tensor, to_jax, output)
+                buffers = {n: to_jax(tensors[n]).astype(b.dtype) for n, b in buffers.items()}
         except Exception as error:
             where = self._where(error)
             if not isinstance(error, OperatorNotFound):
@@ -151,15 +153,11 @@ class Bridge:
                 "where they never change, give `Bridge.buffers`."
             )
         if given.keys() != expected.keys():
-            raise ValueError(
-                f"{what} must have the names of `Bridge.{what}`, {sorted(expected)}, got "
-                f"{sorted(given)}."
-            )
+            names = f"{sorted(expected)}, got {sorted(given)}"
+            raise ValueError(f"{what} must have the names of `Bridge.{what}`, {names}.")
         for name, x in expected.items():
             if np.shape(given[name]) != x.shape:
-                raise ValueError(
-                    f"{what}[{name!r}] is {describe(given[name])}, but the module's is {describe(x)}."
-                )
+                raise ValueError(f"{what}[{name!r}] is {describe(given[name])}, not {describe(x)}.")
         return dict(given)
 
     def _where(self, error: Exception) -> str:
@@ -181,23 +179,9 @@ def _input(x: PyTree) -> PyTree:
     return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
 
 
-def _output(x: torch.Tensor) -> Array:
-    return x.jax() if is_jax(x) else to_jax(x)
-
-
-def _check_module(module: torch.nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
-        raise TypeError(
-            f"the module is compiled ({type(module).__name__}), which JAX cannot look into. Give the "
-            "one it was made of."
-        )
-
-
 def _check_tensor(name: str, x: torch.Tensor) -> None:
     if torch.nn.parameter.is_lazy(x):
-        raise ValueError(
-            f"{name} has no shape yet: the module is lazy. Call it once on a batch, `module(x)`, first."
-        )
+        raise ValueError(f"{name} has no shape yet: the module is lazy. Call it on a batch first.")
     if x.device.type != "cpu":
         raise ValueError(
             f"{name} is on the device {x.device}. Call `module.cpu()` first (on the device meta there "

@@ -5,8 +5,7 @@
 - Random numbers come from the key of the call, and without one there are none.
 - What is computed under `torch.no_grad` is a constant, as it is in PyTorch.
 - A tensor that the module merely holds (in a list, say) is a constant where it meets a JAX array.
-- A custom `torch.autograd.Function` is refused: JAX would differentiate its forward pass, whatever its
-  backward pass says.
+- A custom `torch.autograd.Function` is refused: JAX would differentiate its forward pass.
 """
 
 import contextlib
@@ -33,13 +32,11 @@ class Environment(tensor.Environment):
 
     def __init__(self):
         super().__init__()
-        for operation in (
-            torch.ops.aten.native_batch_norm,
-            torch.ops.aten._native_batch_norm_legit.default,
-        ):
-            self.override_op_definition(operation, _batch_norm)
+        aten = torch.ops.aten
+        self.override_op_definition(aten.native_batch_norm, _batch_norm)
+        self.override_op_definition(aten._native_batch_norm_legit.default, _batch_norm)
         # Instance normalisation writes its running statistics through an alias.
-        self.override_op_definition(torch.ops.aten.alias, _alias, is_view_op=True)
+        self.override_op_definition(aten.alias, _alias, is_view_op=True)
 
     @contextlib.contextmanager
     def running(self, key: Array | None) -> Iterator[None]:
@@ -96,11 +93,9 @@ class Environment(tensor.Environment):
         view = target is None and getattr(self._ops.get(func), "is_view_op", False)
 
         def prepared(x):
-            if not is_jax(x):
-                return tensor.Tensor(to_jax(x), self)
-            if x is target or view or torch.is_grad_enabled():
+            if is_jax(x) and (x is target or view or torch.is_grad_enabled()):
                 return x
-            return tensor.Tensor(jax.lax.stop_gradient(x.jax()), self)
+            return tensor.Tensor(jax.lax.stop_gradient(to_jax(x)), self)
 
         return pytree.tree_map_only(torch.Tensor, prepared, (args, kwargs))
 
@@ -112,13 +107,13 @@ def environment() -> Environment:
 
 
 def is_jax(x: object) -> bool:
-    """Tell whether a tensor is a JAX array in PyTorch's clothes."""
+    """Return whether a tensor is a JAX array in PyTorch's clothes."""
     return isinstance(x, tensor.Tensor | View)
 
 
 def to_jax(x: torch.Tensor) -> Array:
-    """Return a copy of a PyTorch tensor; shared memory would follow the module's changes."""
-    return jnp.array(t2j(x.detach(), use_dlpack=False), copy=True)
+    """Return a tensor's JAX array, a copy where it is PyTorch's: shared memory follows its changes."""
+    return x.jax() if is_jax(x) else jnp.array(t2j(x.detach(), use_dlpack=False), copy=True)
 
 
 def to_torch(x: Array) -> torch.Tensor:
