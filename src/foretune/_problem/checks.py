@@ -153,9 +153,10 @@ def check_data(tree: PyTree, name: str) -> None:
 def check_count(count: object, given: str) -> int:
     """Return `count`, a positive integer that programs can count to, or raise."""
     whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
-    if not whole or not 1 <= count < 2**31:
+    number = int(count) if whole else 0  # pyright: ignore[reportArgumentType]
+    if not 1 <= number < 2**31:
         raise ValueError(f"{given}: it must be a whole number, from 1 to 2**31 - 1.")
-    return int(count)
+    return number
 
 
 def check_some_number(tree: PyTree, name: str) -> None:
