@@ -157,7 +157,7 @@ def test_helpful_and_harmful_examples(found):
             found.change(np.asarray(wrong))
     with pytest.raises(ValueError, match="left out once"):
         found.change([1, 1])
-    with pytest.raises(IndexError, match="boolean index did not match"):
+    with pytest.raises(ValueError, match="a mask of all 12"):
         found.change(mask[:3])
 
 
@@ -170,7 +170,7 @@ def test_a_file_of_it(found, tmp_path):
     found._replace(share=0.5).save(path)
     assert ft.Attribution.load(path).share == 0.5
     found._replace(errors=found.errors[:1]).save(path)
-    with pytest.raises(ValueError, match=r"is no attribution.*scores \(3, 12\), errors \(1,\)"):
+    with pytest.raises(ValueError, match=r"is no attribution.*scores float32\[3,12\], errors float32\[1\]"):
         ft.Attribution.load(path)
     path.write_bytes(b"no numbers")
     with pytest.raises(ValueError, match="is no attribution"):

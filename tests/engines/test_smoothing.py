@@ -178,7 +178,7 @@ def test_each_step_of_a_descent_draws_other_points():
         (lambda: ft.Evolution("wide"), ValueError, "positive"),
         (lambda: ft.Evolution(0.1, 0), ValueError, "samples=0"),
         (lambda: ft.Evolution(0.1, 2.5), ValueError, "samples=2.5"),
-        (lambda: ft.Evolution(0.1, 2, "key"), TypeError, r"key=...\) must be one random key"),
+        (lambda: ft.Evolution(0.1, 2, "key"), TypeError, r"key=...\), must be one random key"),
         (lambda: ft.Evolution(0.1, 2, chunk=0), ValueError, "chunk=0"),
         (lambda: ft.Smoothed(0.1), TypeError, "Smoothed's engine is .* a single program"),
         (lambda: ft.Smoothed(ft.Auto()), TypeError, "a single program"),

@@ -61,11 +61,6 @@ def listed(names: Sequence[object] | np.ndarray) -> str:
     return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def check_seed(seed: object) -> None:
-    if not isinstance(seed, int | np.integer) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise ValueError(f"random_state={seed!r:.60}: give a whole number from 0 to 2**32 - 1.")
-
-
 def by_name(given: object, what: str) -> dict[str, object]:
     """Return one matrix, or a dict or list of matrices, by their names in errors."""
     if isinstance(given, Mapping):

@@ -146,7 +146,7 @@ def trained(
     return problem, hparams, state
 
 
-Layers = list[tuple[Float[Array, "inputs outputs"], Float[Array, " outputs"]]]
+Layers = list[tuple[Float[Array, "_ _"], Float[Array, " _"]]]
 
 
 def start(model: str, key: jax.Array, width: int, classes: int) -> Layers:

@@ -233,6 +233,7 @@ def draw(folder: RunFolder, found: LabelCleaner) -> list[dict[str, str]]:
 
 def gallery(folder: RunFolder, found: LabelCleaner, table: Table) -> dict[str, object]:
     """Return the most suspicious rows, as pictures where rows are images."""
+    first = found.columns_by_importance()
     items = [
         {
             "index": int(i),
@@ -240,13 +241,11 @@ def gallery(folder: RunFolder, found: LabelCleaner, table: Table) -> dict[str, o
             "suggested": str(found.suggested_[i]),
             "probability_wrong": float(found.probability_wrong_[i]),
             "wrong": None,
-            **row_shown(folder, table, int(i), "suspect", found.columns_by_importance()),
+            **row_shown(folder, table, int(i), "suspect", first),
         }
         for i in found.ranking_[:SHOWN]
         if found.suspects_[i]
     ]
-    count = int(found.suspects_.sum())
-    note = "No label is suspicious."
-    if items:
-        note = f"The first {len(items)} of {count} suspects.{columns_note(table, 'most important')}"
+    count, columns = int(found.suspects_.sum()), columns_note(table, "most important")
+    note = f"The first {len(items)} of {count} suspects.{columns}" if items else "None."
     return {"title": "Most suspicious labels", "note": note, "items": items}

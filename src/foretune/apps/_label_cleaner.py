@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable
 from numbers import Integral
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
@@ -120,7 +120,7 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         estimator: object = "ensemble",
         *,
         folds: object = 5,
-        text: Iterable[str] = (),
+        text: object = (),
         progress: object = True,
         random_state: object = None,
     ):
@@ -211,7 +211,11 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         verified, true = verified_rows(*checked, n), np.full(n, -1)
         if len(verified):
             true[verified] = positions(checked[1], self.classes_, "checked_labels", "y")
-        encoder = None if self._own is not None else Encoder(tuple(self.text)).fit(rows)
+        encoder = (
+            None
+            if self._own is not None
+            else Encoder(tuple(cast(Iterable[str], self.text))).fit(rows)
+        )
         if (clean[0] is None) != (clean[1] is None):
             raise ValueError("give X_clean and y_clean together, or neither.")
         if clean[0] is not None:
@@ -258,8 +262,7 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         if self._as_it_is:
             return indexable(X)[0]
         try:
-            given = cast(Any, X)
-            return validate_data(self, given, reset=reset, accept_sparse="csr", dtype=np.float32)
+            return validate_data(self, X, reset=reset, accept_sparse="csr", dtype=np.float32)
         except ValueError as error:
             if "NaN" in str(error):
                 raise ValueError(

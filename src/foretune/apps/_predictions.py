@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from . import _checks
-from ._checks import by_name, check_seed, listed, plain_labels, positions, verified_rows
+from ._checks import by_name, listed, plain_labels, positions, verified_rows
 from ._label_model import LabelJudgement, judge
 
 
@@ -87,7 +87,10 @@ def clean_labels(
     >>> int(found.suspects_[:30].sum()), int(found.suspects_.sum())
     (30, 30)
     """
-    check_seed(random_state)
+    if not isinstance(random_state, int | np.integer) or not 0 <= random_state < 2**32:
+        raise ValueError(
+            f"random_state={random_state!r:.60}: give a whole number from 0 to 2**32 - 1."
+        )
     y = plain_labels(labels, "labels")
     if y.ndim != 1 or not len(y):
         raise ValueError(f"labels have shape {y.shape}: give one label for each row.")
