@@ -142,6 +142,7 @@ def test_free_memory_is_read_at_each_call(monkeypatch):
     problem, hparams = regression(steps=23)
     two = [auto.Candidate(ft.Reverse(), 1.0), auto.Candidate(ft.Reverse("segments"), 1.0)]
     monkeypatch.setattr(auto, "candidates", lambda *_: (99, two, []))
+    monkeypatch.setattr(auto, "flatten", lambda engine: ([], engine))
     sizes = {"states": 4_000_000, "segments": 1_000_000}
     lowered = lambda engine, *_: SimpleNamespace(compile=lambda: engine.store)  # noqa: E731
     monkeypatch.setattr(auto, "compute", SimpleNamespace(lower=lowered))
