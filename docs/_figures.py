@@ -347,7 +347,7 @@ def cleaning(figure: Any) -> None:
     rows: dict[str, list[float]] = {}
     for row in recorded("cleaning-wild-cpu")["rows"]:
         if row["checked"] == 50 and row["noise"] != "human":
-            rows.setdefault(row["method"], []).append(row["f1 at count"])
+            rows.setdefault(row["method"], []).append(row["f1"])
     order = sorted(rows, key=lambda name: -np.mean(rows[name]))
     dots(figure, {name: rows[name] for name in order}, "F1, with 50 verified labels", "LabelC")
 

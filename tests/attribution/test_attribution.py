@@ -170,7 +170,9 @@ def test_a_file_of_it(found, tmp_path):
     found._replace(share=0.5).save(path)
     assert ft.Attribution.load(path).share == 0.5
     found._replace(errors=found.errors[:1]).save(path)
-    with pytest.raises(ValueError, match=r"is no attribution.*scores float32\[3,12\], errors float32\[1\]"):
+    with pytest.raises(
+        ValueError, match=r"is no attribution.*scores float32\[3,12\], errors float32\[1\]"
+    ):
         ft.Attribution.load(path)
     path.write_bytes(b"no numbers")
     with pytest.raises(ValueError, match="is no attribution"):
