@@ -76,11 +76,11 @@ def images(
     figure: Any, pixels: Any, shape: tuple[int, int], marks: Sequence[tuple[str, str]]
 ) -> None:
     """Draw images in a grid, each with a line of text of a colour below."""
-    figure.get_layout_engine().set(wspace=0.08)
     for k, (image, (text, colour)) in enumerate(zip(pixels, marks, strict=True)):
         axes = figure.add_subplot(*shape, k + 1)
         axes.imshow(np.asarray(image, float), cmap="Greys", interpolation="nearest")
-        axes.set(xticks=[], yticks=[])
+        margin = 0.06 * len(image)  # clear of the neighbours in the dark
+        axes.set(xticks=[], yticks=[], xlim=(-margin - 0.5, len(image) + margin - 0.5))
         axes.grid(visible=False)
         axes.spines[:].set_visible(False)
         axes.set_xlabel(text, color=colour, labelpad=2)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 from jax.scipy.ndimage import map_coordinates
 from sklearn.datasets import load_digits
-from sklearn.utils import shuffle
 
 import foretune as ft
 
@@ -28,8 +27,9 @@ arguments = parser.parse_args()
 
 # %% The data
 SIZE, BATCH, LABELS = 8, 32, arguments.labels
-images, digits = shuffle(*load_digits(return_X_y=True), random_state=0)
-x, y = jnp.asarray(images.reshape(-1, SIZE, SIZE) / 16, jnp.float32), jnp.asarray(digits)
+images, digits = map(jnp.asarray, load_digits(return_X_y=True))
+order = jax.random.permutation(jax.random.key(0), len(digits))
+x, y = images[order].reshape(-1, SIZE, SIZE).astype(jnp.float32) / 16, digits[order]
 few, test = (x[:LABELS], y[:LABELS]), (x[LABELS:], y[LABELS:])
 
 

@@ -24,6 +24,8 @@ FIRST_TIER = (
     "tests/test_imports.py",
 )
 STRICT = FIRST_TIER[: len(CORE) + 1]
+# Whose programs are compiled as users get them by `--tier all`. All others run for a moment.
+OPTIMIZED = tuple(f"tests/{part}/" for part in ("engines", "realtime", "attribution", "docs"))
 
 if jax.__version_info__ < (0, 11):
     # Compiles the tests' many small programs three times faster. XLA aborts at a flag that it does
@@ -48,7 +50,7 @@ def pytest_addoption(parser):
         "--tier",
         choices=["1", "all"],
         default="all",
-        help="1: the core alone, its programs hardly optimized; all (default): every test",
+        help="1: the core alone, no program optimized; all (default): every test",
     )
     parser.addoption(
         "--trials",
@@ -62,8 +64,6 @@ def pytest_configure(config):
     first = config.getoption("tier") == "1"
     if not first:  # types and shapes of arguments are looked at: a quarter of the time
         jaxtyping.install_import_hook("foretune", "beartype.beartype")
-    # Half the time; `--tier all` compiles as users do.
-    jax.config.update("jax_disable_most_optimizations", first)
     hypothesis.settings.register_profile(
         "tier", max_examples=5 if first else 12, deadline=None, derandomize=True, database=None
     )
@@ -83,6 +83,13 @@ def pytest_collection_modifyitems(config, items):
         tiers[in_first_tier(item)].append(item)
     config.hook.pytest_deselected(items=tiers[False])
     items[:] = tiers[True]
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures of a module, too
+def pytest_runtest_setup(item):
+    """Compile most programs with few optimizations: half the time."""
+    optimized = item.config.getoption("tier") == "all" and is_under(item, OPTIMIZED)
+    jax.config.update("jax_disable_most_optimizations", not optimized)
 
 
 def in_first_tier(item):

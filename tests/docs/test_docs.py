@@ -10,6 +10,8 @@ import pytest
 
 import foretune as ft
 
+from ..conftest import setting
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -33,8 +35,9 @@ def test_code_blocks_run_in_order(page, capsys, tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks or page in WITHOUT_CODE or page.startswith("docs/evidence/")
     namespace = {}
-    for block in blocks:
-        exec(compile(block, page, "exec"), namespace)
+    with setting(jax_disable_most_optimizations=True):  # they run for a moment: half the time
+        for block in blocks:
+            exec(compile(block, page, "exec"), namespace)
 
 
 def test_every_public_name_is_in_the_reference():

@@ -16,11 +16,12 @@ import warnings
 
 import numpy as np
 import pytest
+from sklearn.naive_bayes import GaussianNB
 
 from experiments.multitask import experiment as multitask
 from experiments.runs import Phases, RunFolder
 from foretune._engines import disk as _disk
-from foretune.apps import _files
+from foretune.apps import LabelCleaner, _files
 from foretune.report import RunError, write_page
 from foretune.report._page import ReportError
 
@@ -147,16 +148,17 @@ def cleaned(tmp_path_factory):
         with contextlib.redirect_stderr(io.StringIO()):
             return _files.run(out, settings)
 
+    def stopped(*_):
+        raise KeyboardInterrupt
+
     with pytest.MonkeyPatch.context() as patch:
-
-        def stopped(*_):
-            raise KeyboardInterrupt
-
-        patch.setattr(_files, "write_lists", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            run(folder / "stopped")
-    run(folder / "done")
-    return folder, run
+        patch.setattr(_files, "LabelCleaner", functools.partial(LabelCleaner, GaussianNB()))
+        with patch.context() as until:
+            until.setattr(_files, "write_lists", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                run(folder / "stopped")
+        run(folder / "done")
+        yield folder, run
 
 
 def test_the_folder_of_an_unfinished_run(tmp_path, cleaned, chosen):

@@ -148,10 +148,9 @@ def check_data(tree: PyTree, name: str) -> None:
 
 def check_count(count: object, given: str) -> int:
     """Return `count`, a positive integer that programs can count to, or raise."""
-    whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
-    if not whole or not 1 <= count < 2**31:
-        raise ValueError(f"{given}: it must be a whole number, from 1 to 2**31 - 1.")
-    return int(count)
+    if isinstance(count, int | np.integer) and not isinstance(count, bool) and 1 <= count < 2**31:
+        return int(count)
+    raise ValueError(f"{given}: it must be a whole number, from 1 to 2**31 - 1.")
 
 
 def check_some_number(tree: PyTree, name: str) -> None:
