@@ -162,7 +162,8 @@ def _scored(score: Score, record: Record) -> np.ndarray:
     try:
         given = score(record)
     except Exception as error:
-        error.add_note(f"foretune: this happened in score(record), with {record!r:.300}.")
+        where = f"score(record) at step {record['step']}"
+        error.add_note(f"foretune: this happened in {where}; the record has {list(record)}.")
         raise
     number = np.asarray(on_host(given))
     real = any(jnp.issubdtype(number.dtype, kind) for kind in (np.floating, np.integer, np.bool_))
