@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable
 from numbers import Integral
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
@@ -262,7 +262,8 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         if self._as_it_is:
             return indexable(X)[0]
         try:
-            return validate_data(self, X, reset=reset, accept_sparse="csr", dtype=np.float32)
+            given: Any = X
+            return validate_data(self, given, reset=reset, accept_sparse="csr", dtype=np.float32)
         except ValueError as error:
             if "NaN" in str(error):
                 raise ValueError(

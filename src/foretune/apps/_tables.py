@@ -171,7 +171,7 @@ def _labels(values: np.ndarray, path: Path) -> np.ndarray:
     if values.dtype.kind == "S":
         values = np.char.decode(values, "utf-8", "backslashreplace")
     if values.dtype.kind in "UO":
-        values = np.where(values == "", None, values.astype(object))
+        values = np.array([None if label == "" else label for label in values], object)
     try:
         return plain_labels(values, str(path))
     except ValueError as error:
