@@ -58,7 +58,7 @@ class Kernel(BaseEstimator):
         self.features_ = Nystroem(gamma=1.0, n_components=some, random_state=self.seed)
         self.features_.fit(X / self.length_)
         score = {"scoring": "neg_mean_squared_error", "store_cv_results": True}
-        found = RidgeCV(RIDGES, fit_intercept=False, **score)
+        found: Any = RidgeCV(RIDGES, fit_intercept=False, **score)
         found.fit(self._features(X), np.eye(len(self.classes_))[codes])
         unseen = found.cv_results_[..., RIDGES.tolist().index(found.alpha_)]
         self.beta_, self.unseen_ = found.coef_.T, _as_probabilities(unseen)
@@ -89,7 +89,7 @@ class Member(NamedTuple):
         return X if self.view is None else getattr(cast(Views, X), self.view)
 
 
-class Training(NamedTuple):
+class Labelled(NamedTuple):
     """Rows (or their views) with the labels to learn from, and the folds in which they are judged."""
 
     rows: Rows

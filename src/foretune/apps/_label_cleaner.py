@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable
 from numbers import Integral
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
@@ -17,8 +17,8 @@ from ._columns import Encoder, Rows, is_frame, is_mixed, row_order, stack_rows
 from ._ensemble import (
     FORESTS,
     Ensemble,
+    Labelled,
     Member,
-    Training,
     make_folds,
     members_of,
     own_classifier,
@@ -179,7 +179,7 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         models = [training.trained(member, rows) for member in members.values()]
         return Ensemble(inputs.encoder, [*members.values()], models, len(self.classes_))
 
-    def _training(self, inputs: Inputs, order: np.ndarray) -> tuple[Training, dict[str, Member]]:
+    def _training(self, inputs: Inputs, order: np.ndarray) -> tuple[Labelled, dict[str, Member]]:
         """Return the training on rows in this order, and the members."""
         rows, labels = _safe_indexing(inputs.rows, order), inputs.labels[order]
         if inputs.encoder is None:
@@ -190,7 +190,7 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         count = min(cast(int, self.folds), len(order))
         fold = make_folds(labels, count, np.random.default_rng(self._seed))
         quiet = not (self.progress and sys.stderr.isatty())
-        return Training(rows, labels, fold, len(self.classes_), self._seed, quiet), members
+        return Labelled(rows, labels, fold, len(self.classes_), self._seed, quiet), members
 
     def inputs(
         self,
@@ -262,7 +262,8 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         if self._as_it_is:
             return indexable(X)[0]
         try:
-            return validate_data(self, X, reset=reset, accept_sparse="csr", dtype=np.float32)
+            given: Any = X
+            return validate_data(self, given, reset=reset, accept_sparse="csr", dtype=np.float32)
         except ValueError as error:
             if "NaN" in str(error):
                 raise ValueError(
