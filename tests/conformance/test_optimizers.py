@@ -128,7 +128,7 @@ def difference(problem, hparams, name, direction, engine):
         value, _, _ = engine(problem, moved(h))
         return float(value[name] if isinstance(value, dict) else value)
 
-    return finite_difference(f, np.finfo(float).eps, enough=1e-9)[0]
+    return finite_difference(f, np.finfo(float).eps, least=1e-9)[0]
 
 
 def assert_close(actual, expected, rtol, what):

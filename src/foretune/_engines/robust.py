@@ -76,7 +76,8 @@ class RobustMean(TracedEngine):
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         if not isinstance(problem, Mean):
-            raise TypeError(f"RobustMean takes a `foretune.Mean`; got {describe(problem)}.")
+            given = describe(problem)
+            raise TypeError(f"RobustMean takes a `foretune.Mean` or `Mean.of_draws`; got {given}.")
         k = problem.count
         copies = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (k, *leaf.shape)), hparams)
         copies = per_fold(copies)
