@@ -71,7 +71,7 @@ def _main(
 
 @app.command(
     epilog="Examples:\n\n"
-    "`foretune clean train.csv --clean checked.csv --label species`\n\n"
+    "`foretune clean train.csv --label species --checked verified.csv`\n\n"
     "`foretune clean reviews.parquet --clean checked.parquet --text review --out suspects`\n\n"
     "`foretune clean train.csv --label species --checked verified.csv --id number --relabel`\n\n"
     "`foretune clean images.npz --clean checked.npz --image 28x28`\n\n"

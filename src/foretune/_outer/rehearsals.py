@@ -22,6 +22,7 @@ from .._problem.definition import Definition
 from .._problem.draws import REMEMBERED, Draw, Drawn, as_problem
 from .._problem.mean import Mean
 from .._problem.problem import Problem, opened, responded, validated
+from .._problem.warn import warn
 from .descent import total
 from .drive import Evaluation, Stepper
 from .moves import Moves, Secant, first_secant, secant_step
@@ -99,6 +100,7 @@ class Rehearsals(Stepper):
     """The steps of a rehearsed training, a trial each."""
 
     first = 1
+    _warned = False
 
     def __init__(
         self,
@@ -200,9 +202,13 @@ class Rehearsals(Stepper):
 
     def _descend(self, carry: Rehearsed, step: int) -> Found:
         """Go to where the derivatives would be 0; or back, where the error has risen."""
+        drawn, same = self._problem(self.trials[step - 1]), self._continues(step)
         with check_finite(False):
-            value, grad, _ = self.engine(self._problem(self.trials[step - 1]), carry.hparams)
-        same = self._continues(step)
+            value, grad, _ = self.engine(drawn, carry.hparams)
+        lowest = carry.lowest if same else carry.bar
+        if not is_finite(grad) and not total(value) > _most(lowest, carry):
+            self._warn_of(drawn, carry.hparams, (value, grad, None))
+            return Found(carry, carry.hparams, total(value), grad)  # it tells nothing
         after = _next(self._moves(carry), carry, value, grad, SIZES[same], jnp.array(same))
         return Found(after, carry.hparams, total(value), grad)
 
@@ -249,13 +255,24 @@ class Rehearsals(Stepper):
             hparams = self._moves(carry).back(carry.accepted)
         value, state = responded(drawn, hparams)
         if step == len(self.trials) and not is_finite(value):
-            arrays, structure = validated(drawn, hparams)
-            zeros = jax.tree.map(jnp.zeros_like, hparams)
-            why = explain(*opened(structure, arrays), (value, zeros, None))
+            why = _why(drawn, hparams, (value, jax.tree.map(jnp.zeros_like, hparams), None))
             raise NonFiniteError(f"{why}\nThis was a performance, with {shown(hparams)}.")
         moves = Moves.about(self.constraints, hparams, carry.leading)
         carry = carry._replace(hparams=moves.scaled(jnp.log(LOWER), hparams))
         return Found(carry, hparams, value, None, state)
+
+    def _warn_of(
+        self, drawn: Drawn, hparams: PyTree, result: tuple[PyTree, PyTree, PyTree]
+    ) -> None:
+        if not self._warned:
+            self._warned = True
+            why = f"a hypergradient of rehearse is {_why(drawn, hparams, result)}"
+            warn(f"{why}\nSuch trials move nothing.", RuntimeWarning)
+
+
+def _why(drawn: Drawn, hparams: PyTree, result: tuple[PyTree, PyTree, PyTree]) -> str:
+    arrays, structure = validated(drawn, hparams)
+    return explain(*opened(structure, arrays), result)
 
 
 @filtered

@@ -87,7 +87,7 @@ def verified(table: Table, settings: Settings) -> tuple[Table, dict[str, np.ndar
     if lacking:
         raise DataError(
             f"{path} has the columns {', '.join(frame.columns)}: verified rows need {name!r}, "
-            f"which finds the row, and {table.label!r}, its right label."
+            f"which finds the row (name yours with --id), and {table.label!r}, its right label."
         )
     if settings.id is None:
         known = {str(i): i for i in range(len(table.y))}

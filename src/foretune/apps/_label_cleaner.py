@@ -208,7 +208,10 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         n = len(observed)
         if n != _num_samples(rows):
             raise ValueError(f"y has {n} labels, and X has {_num_samples(rows)} rows.")
-        verified, true = verified_rows(*checked, n), np.full(n, -1)
+        numbers, answers = checked
+        if hasattr(numbers, "get_indexer") and hasattr(X, "index"):  # pandas' labels of rows
+            numbers = cast(Any, X).index.get_indexer(numbers)
+        verified, true = verified_rows(numbers, answers, n), np.full(n, -1)
         if len(verified):
             true[verified] = positions(checked[1], self.classes_, "checked_labels", "y")
         encoder = (
