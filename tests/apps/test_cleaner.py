@@ -214,6 +214,16 @@ def test_labels_as_objects(blobs, kind):
         quick().fit(x, holes)
 
 
+def test_labels_of_rows_find_the_verified_ones(blobs):
+    X, y = blobs[0][:80], np.asarray(blobs[1])[:80]
+    order = np.random.default_rng(0).permutation(80)
+    frame = pd.DataFrame(X[order], index=order)
+    fit = LabelCleaner(GaussianNB(), random_state=0).fit
+    by_label = fit(frame, y[order], checked=frame.index[:10], checked_labels=y[order[:10]])
+    by_number = fit(frame, y[order], checked=np.arange(10), checked_labels=y[order[:10]])
+    np.testing.assert_array_equal(by_label.weights_, by_number.weights_)
+
+
 def test_rows_of_X_that_were_verified(blobs):
     x, observed, wrong, trusted_x, trusted = blobs
     true = make_blobs(160, centers=3, cluster_std=0.9, random_state=1)[1]
