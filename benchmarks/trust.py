@@ -38,6 +38,7 @@ from foretune._constraints.base import (
     to_unconstrained,
 )
 from foretune._diagnostics.slopes import unconstrained
+from foretune._problem.arguments import flatten
 from foretune._problem.checks import named_leaves
 from foretune._problem.problem import validated
 
@@ -73,7 +74,7 @@ def hypergradient(engine: Any, problem: Any, hparams: Any) -> tuple[Any, float]:
     """Return an engine's gradient, finite or not, and its seconds without compilation."""
     program = engine.lower(problem, hparams).compile()
     arrays, _ = validated(problem, hparams, smooth=engine.differentiates)
-    (_, grad, *_), seconds = timed(lambda: program(arrays))
+    (_, grad, *_), seconds = timed(lambda: program(flatten(engine)[0], arrays))
     return grad, seconds
 
 

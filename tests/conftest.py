@@ -25,7 +25,9 @@ FIRST_TIER = (
 )
 STRICT = FIRST_TIER[: len(CORE) + 1]
 # Whose programs are compiled as users get them by `--tier all`. All others run for a moment.
-OPTIMIZED = tuple(f"tests/{part}/" for part in ("engines", "realtime", "attribution", "docs"))
+OPTIMIZED = tuple(
+    f"tests/{part}/" for part in ("engines", "realtime", "attribution", "files", "docs")
+)
 
 if jax.__version_info__ < (0, 11):
     # Compiles the tests' many small programs three times faster. XLA aborts at a flag that it does

@@ -72,7 +72,7 @@ class Program(NamedTuple):
     """A compiled program with what it is called on."""
 
     compiled: Any
-    arrays: list[Array]
+    arguments: tuple[Any, ...]
 
     @property
     def bytes(self) -> int:
@@ -84,7 +84,7 @@ class Program(NamedTuple):
 
     def run(self) -> Any:
         """Return its results, when they are there."""
-        return jax.block_until_ready(self.compiled(self.arrays))
+        return jax.block_until_ready(self.compiled(*self.arguments))
 
 
 def make_data(network: tuple[int, ...], seed: int) -> tuple[Array, Array, Array]:
@@ -170,7 +170,8 @@ def measure_point(point: Point, settings: Any, data: Any) -> list[dict[str, Any]
     for name in records:
         try:
             compiled = lowered(engines.get(name), problem, hparams).compile()
-            programs[name] = Program(compiled, arrays)
+            own = () if name == TRAINING else ([],)  # the arrays of the engine
+            programs[name] = Program(compiled, (*own, arrays))
         except RuntimeError as e:
             records[name]["skipped"] = out_of_memory(e)
     first_runs(programs, records)

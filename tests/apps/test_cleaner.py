@@ -258,6 +258,6 @@ def test_classes_of_few_rows():
     """Boosted trees leave rare classes out, but not where all are rare."""
     x, y = np.arange(12.0)[:, None], np.arange(12) % 3
     rows = types.SimpleNamespace(plain=x)
-    training = _ensemble.Training(rows, y, y, 3, 0, True)
+    training = _ensemble.Labelled(rows, y, y, 3, 0, True)
     member = _ensemble.Member(HistGradientBoostingClassifier(max_iter=1), "plain")
     assert list(training.trained(member, np.arange(12)).classes_) == [0, 1, 2]

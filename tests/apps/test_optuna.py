@@ -233,7 +233,7 @@ class TestPruning:
         pruning = fo.Pruning(study.ask())
         first, second = real_time(windows=2).history
         run = Run(2, None, None, dict)
-        run.begin_at(2)
+        run.put(step=2)
         run.history = history = [first, second | {"rolled_back": True, "value": np.nan}]
         pruning.step(run)
         assert study.trials[0].intermediate_values == {2: history[0]["value"]}
@@ -244,7 +244,7 @@ class TestPruning:
             fo.Pruning(study.ask(), every=0)
         with pytest.raises(ValueError, match="study maximizes"):
             real_time(callbacks=[fo.Pruning(study.ask())])
-        with pytest.warns(UserWarning, match=r"metric='acuracy'.*the records of the run have"):
+        with pytest.warns(UserWarning, match=r"metric='acuracy'.*records have"):
             real_time(callbacks=[fo.Pruning(study.ask(), metric="acuracy")])
 
 

@@ -128,7 +128,7 @@ class Encoder:
             narrow.append((f"text of {name}", make_pipeline(Words(), Components()), name))
         self.wide = ColumnTransformer(wide, sparse_threshold=1.0).fit(X)
         for name in self.text:
-            if self.wide.named_transformers_[f"text of {name}"][-1].words_ is None:
+            if self.wide.named_transformers_[f"text of {name}"].words_ is None:
                 raise ValueError(f"column {name!r} as text: no two rows have a word in common.")
         self.narrow = ColumnTransformer(narrow, sparse_threshold=0.0).fit(X)
         self.categories = range(len(names["categories"]))
