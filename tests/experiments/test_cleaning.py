@@ -149,7 +149,7 @@ def test_an_interrupted_experiment_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(cleaning.Measure, "step", interrupting)
     stopped = experiments(*command, tmp_path / "parts")
     assert stopped.exit_code == 130
-    assert "continues from there" in stopped.output.replace("\n", " ")
+    assert "continues from" in stopped.output.replace("\n", " ")
     unfinished = runner.invoke(cli.app, ["report", str(tmp_path / "parts")])
     assert unfinished.exit_code == 0
     assert "unfinished" in (tmp_path / "parts" / "report.html").read_text()
