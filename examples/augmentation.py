@@ -38,11 +38,10 @@ def changed(strength, bits, image):
     """Return an image, changed by amounts that are a strength times a random number."""
     key, noise_key = jax.random.split(jax.random.wrap_key_data(bits))
     u = jax.random.uniform(key, (6,), minval=-1.0)
-    sin, cos = jnp.sin(strength["rotation"] * u[0]), jnp.cos(strength["rotation"] * u[0])
-    turn = jnp.array([[cos, -sin], [sin, cos]])
-    shear = jnp.array([[1.0, strength["shear"] * u[1]], [0.0, 1.0]])
+    angle, shear = strength["rotation"] * u[0], strength["shear"] * u[1]
+    turn = jnp.array([[jnp.cos(angle), -jnp.sin(angle)], [jnp.sin(angle), jnp.cos(angle)]])
     places = jnp.stack(jnp.meshgrid(*2 * [jnp.linspace(-1, 1, SIZE)], indexing="ij"))
-    affine = jnp.exp(strength["scale"] * u[2]) * turn @ shear
+    affine = jnp.exp(strength["scale"] * u[2]) * turn @ jnp.array([[1.0, shear], [0.0, 1.0]])
     seen = jnp.einsum("ij,jhw->ihw", affine, places) + strength["shift"] * u[3:5, None, None]
     image = map_coordinates(image, [*(seen + 1) * (SIZE - 1) / 2], order=1, mode="constant")
     image = image * (1 + strength["brightness"] * u[5])
@@ -114,7 +113,6 @@ def accuracies(strength):
     return jax.vmap(one)(jax.random.split(jax.random.key(2), 8))
 
 
-none = dict.fromkeys(names, jnp.array(0.0))
-for name, strength in (("none", none), ("learnt", result.hparams)):
+for name, strength in (("none", dict.fromkeys(names, 0.0)), ("learnt", result.hparams)):
     found = 100 * accuracies(strength)
     print(f"augmentation {name}: test accuracy {found.mean():.1f} ± {found.std() / 8**0.5:.1f} %")

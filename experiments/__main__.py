@@ -444,7 +444,7 @@ def language(
     ] = None,
     outer: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations of the descent; by default 20."),
+        typer.Option(min=1, max=MOST_STEPS, help="Hyper-iterations of the descent; by default 7."),
     ] = None,
     transfer: Annotated[
         int | None,
@@ -455,6 +455,9 @@ def language(
             "mixtures again; by default 4; 1 for no such test.",
         ),
     ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, max=64, help="Seeds that are run side by side, on one GPU.")
+    ] = 1,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="1 layer of width 32, 200 steps, 1 seed."),
@@ -465,7 +468,7 @@ def language(
     """A language model: which sources to train on, and how, for the lowest loss on another text?
 
     Learns the weights of the sources, the schedule of the rate and the constants of AdamW by
-    hypergradients, through whole trainings and in one. Compares them with fixed mixtures, shortcuts,
+    hypergradients, through whole trainings. Compares them with fixed mixtures, shortcuts,
     and searches that have the same time. An interrupted run continues with the same command. The last
     line is the path of the report.
     """
@@ -487,7 +490,7 @@ def language(
         usual = experiment.QUICK if quick else experiment.Settings()
         settings = usual._replace(data=data, target=target, **asked)
         name = f"language{f'-{Path(target).stem}' if target else ''}{'-quick' if quick else ''}"
-        show_result(experiment.run(out or Path("runs") / name, settings))
+        show_result(experiment.run(out or Path("runs") / name, settings, processes))
 
 
 @app.command(

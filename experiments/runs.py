@@ -20,6 +20,13 @@ else:  # which takes long to import
 class RunFolder(report.RunFolder):
     """A run's folder with measurements, metrics.jsonl, one per line, and checkpoints to resume from."""
 
+    @classmethod
+    def shared(cls, path: Path) -> "RunFolder":
+        """Return the folder of a run that another process has opened, and started this one for."""
+        folder = cls.__new__(cls)
+        folder.path = path
+        return folder
+
     @property
     def metrics(self) -> Path:
         """The file of measurements."""

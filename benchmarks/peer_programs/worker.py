@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,9 @@ def set_precision(library: str, tf32: bool) -> None:
         torch.backends.cudnn.allow_tf32 = tf32
 
 
-def main() -> None:
-    answer = os.fdopen(os.dup(1), "w")
+def answer(measure: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Measure what the command line asks for, and print one line of JSON, whatever libraries print."""
+    to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
@@ -118,9 +120,9 @@ def main() -> None:
     except Exception as e:
         line = (str(e).strip().splitlines() or [""])[0]
         found["failed"] = f"{type(e).__name__}: {line}"[:160]
-    answer.write(json.dumps(found) + "\n")
-    answer.close()
+    to.write(json.dumps(found) + "\n")
+    to.close()
 
 
 if __name__ == "__main__":
-    main()
+    answer(measure)

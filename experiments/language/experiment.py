@@ -2,12 +2,15 @@
 
 A byte-level transformer trains on a mixture of sources and is judged by the loss on a target that it
 never trains on. Learnt: the weight of each source, the rate at six knots, the decay and both betas of
-AdamW; through whole trainings (`descent`), and in one training (`real time`). Beside it: mixtures that
-are fixed, mixtures by shortcuts, and searches with the same time (see `mixtures` and `searches`).
+AdamW; through whole trainings (`descent`). Beside it: mixtures that are fixed, mixtures by shortcuts,
+and searches with the same time (see `mixtures` and `searches`).
 """
 
+import concurrent.futures
 import contextlib
 import math
+import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +23,7 @@ from ..datasets import cache_folder
 from ..runs import Phases, RunFolder
 from . import methods, mixtures
 from .model import Language, Size
-from .page import OURS, REAL_TIME, describe
+from .page import OURS, describe
 from .searches import import_optuna, search
 from .text import Text, read
 
@@ -42,9 +45,8 @@ class Settings(NamedTuple):
     context: int = 64
     batch: int = 16
     steps: int = 1000
-    outer: int = 20
+    outer: int = 7
     draws: int = 8
-    window: int = 10
     validation: int = 256
     test: int = 1024
     again: int = 8
@@ -65,7 +67,7 @@ QUICK = Settings(
     context=32,
     batch=8,
     steps=200,
-    outer=30,
+    outer=18,
     draws=2,
     validation=64,
     test=512,
@@ -74,7 +76,7 @@ QUICK = Settings(
 )
 
 
-def run(out: str | Path, settings: Settings) -> Path:
+def run(out: str | Path, settings: Settings, processes: int = 1) -> Path:
     """Run the experiment, or what is left of it, and return the report's path."""
     text = read(settings.data, settings.target)
     check(settings, text)
@@ -83,46 +85,77 @@ def run(out: str | Path, settings: Settings) -> Path:
     folder = RunFolder(out, kind="language", title=title, settings=settings._asdict())
     if folder.result is not None:
         return folder.page()
-    jobs = [(name, seed) for seed in range(settings.seeds) for name in names_of(text)]
-    late = [
-        (f"transfer, {name}", seed)
-        for seed in range(settings.seeds)
-        for name in ("uniform", "alignment", OURS)
-        if settings.transfer > 1
-    ]
-    left = [job for job in jobs + late if folder.read(stage(*job)) is None]
-    if 0 < len(left) < len(jobs + late):
-        say(f"resumed: {len(jobs + late) - len(left)} of {len(jobs + late)} parts are there")
-    phases = Phases(len(jobs + late) + 1, done=len(jobs + late) - len(left))
+    names = names_of(text)
+    if settings.transfer > 1:
+        names += [f"transfer, {name}" for name in ("uniform", "alignment", OURS)]
+    left = {seed: _left(folder, names, seed) for seed in range(settings.seeds)}
+    count, done = settings.seeds * len(names), 0
+    if (missing := sum(map(len, left.values()))) < count:
+        done = count - missing
+        say(f"resumed: {done} of {count} parts are there")
+    if jax.default_backend() == "cpu" and missing and not settings.quick:
+        say("note: no GPU is used; this takes hours (--quick)")
+    phases = Phases(count + 1, done=done)
+    if processes == 1:
+        for seed in left:
+            of_seed(folder, settings, left[seed], seed, phases.begin)
+    else:
+        spawn = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+            asked = (folder.path, settings)
+            seeds = [pool.submit(of_seed, *asked, left[seed], seed) for seed in left]
+            for done in concurrent.futures.as_completed(seeds):
+                done.result()
+        phases.done = count
+    phases.begin("tables, figures and report")
+    parts = {
+        name: [folder.read(stage(name, seed)) for seed in range(settings.seeds)] for name in names
+    }
+    seconds = folder.read(_speed(0))["training"]
+    folder.write("result.json", describe(folder, text, settings.size, parts, seconds))
+    return folder.page()
+
+
+def of_seed(
+    folder: RunFolder | Path,
+    settings: Settings,
+    names: list[str],
+    seed: int,
+    begin: Callable[[str], None] = say,
+) -> None:
+    """Do what is left of a seed; in a process of its own, in a folder that another has opened."""
+    if isinstance(folder, Path):
+        folder = RunFolder.shared(folder)
+    if not names:
+        return
+    text = read(settings.data, settings.target)
     language = Language(text, settings.size, settings.validation, settings.test)
     wider = settings.size.times(settings.transfer)
     large = Language(text, wider, settings.validation, settings.test, beside=len(SLOWER))
     if jax.default_backend() != "cpu":
         keep_programs()
-    elif left and not settings.quick:
-        say("note: no GPU is used; this takes hours (--quick)")
-    if folder.read("stages/speed.json") is None:
+    if folder.read(_speed(seed)) is None:
         say("  compiling, and measuring the time of a training")
-        folder.write("stages/speed.json", {"training": methods.seconds_of_training(language)})
-    seconds = folder.read("stages/speed.json")["training"]
-    own = settings.outer, settings.draws, settings.window
-    task = methods.Task(language, folder, *own, seconds, settings.seeds, [])
-    for name, seed in left:
-        phases.begin(f"{name}, seed {seed}")
+        folder.write(_speed(seed), {"training": methods.seconds_of_training(language)})
+    seconds = folder.read(_speed(seed))["training"]
+    task = methods.Task(language, folder, settings.outer, settings.draws, seconds)
+    for name in names:
+        begin(f"{name}, seed {seed}")
         if name.startswith("transfer, "):
             found = transferred(folder, large, name.removeprefix("transfer, "), seed)
         else:
             found = tuned(folder, task, name, seed)
-            if "test" not in found:
-                found["test"] = again(language, found["hparams"], seed, settings.again)
+            found["test"] = again(language, found["hparams"], seed, settings.again)
         folder.write(stage(name, seed), found)
         say(f"  {text.target}, test: {np.mean([t[text.target] for t in found['test']]):.4f}")
-    phases.begin("tables, figures and report")
-    parts: dict[str, list[dict[str, Any]]] = {}
-    for name, seed in jobs + late:
-        parts.setdefault(name, []).append(folder.read(stage(name, seed)))
-    folder.write("result.json", describe(folder, text, settings.size, parts, seconds))
-    return folder.page()
+
+
+def _left(folder: RunFolder, names: list[str], seed: int) -> list[str]:
+    return [name for name in names if folder.read(stage(name, seed)) is None]
+
+
+def _speed(seed: int) -> str:
+    return f"stages/speed-{seed}.json"
 
 
 def keep_programs() -> None:
@@ -140,7 +173,7 @@ def names_of(text: Text) -> list[str]:
     fixed = mixtures.fixed(text)
     if np.allclose(fixed["by size"], fixed["uniform"]):
         del fixed["by size"]
-    return [*fixed, *SHORTCUTS, REAL_TIME, OURS, *SEARCHES]
+    return [*fixed, *SHORTCUTS, OURS, *SEARCHES]
 
 
 def stage(name: str, seed: int) -> str:
@@ -156,11 +189,6 @@ def check(settings: Settings, text: Text) -> None:
     least = min(text.length.min(), len(text.validation), len(text.test))
     if settings.context + 1 >= least:
         raise RunError(f"--context {settings.context}: the shortest text has {least:,} bytes.")
-    if settings.steps % (4 * settings.window):
-        raise RunError(
-            f"--steps {settings.steps}: real-time tuning is done in the first quarter, in windows of "
-            f"{settings.window}; give a multiple of {4 * settings.window}."
-        )
 
 
 def tuned(folder: RunFolder, task: methods.Task, name: str, seed: int) -> dict[str, Any]:
@@ -173,8 +201,6 @@ def tuned(folder: RunFolder, task: methods.Task, name: str, seed: int) -> dict[s
         return SHORTCUTS[name](task, seed, start)
     if name == OURS:
         return methods.descent(task, seed)
-    if name == REAL_TIME:
-        return methods.real_time(task, seed, start)
     spent = folder.read(stage(OURS, seed))["trainings"]
     return search(task, name, seed, start, math.ceil(spent))
 

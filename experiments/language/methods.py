@@ -5,9 +5,7 @@ test loss. Trainings run side by side, `BESIDE` of them, and time is counted in 
 batch: a search has as many as the descent on hypergradients took the time of.
 """
 
-import itertools
 import time
-from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -20,21 +18,22 @@ import foretune as ft
 
 from ..runs import RunFolder
 from . import mixtures
-from .model import BESIDE, CONSTRAINTS, Language, adamw
+from .model import BESIDE, CONSTRAINTS, Language
 
 RATES = (1e-3, 2e-3, 3e-3, 4e-3, 6e-3, 8e-3, 12e-3, 16e-3)
 """Peak rates that every fixed mixture is trained with; the best by validation counts."""
-STEP = 0.3
+STEP = 0.5
 """Of the descent, in log or logit of each hyperparameter; it falls to 0 as a cosine."""
 MOST = 1.0
 """Longest gradient that counts, in nats by a factor of e: a longer one tells of chaos."""
 MOST_KEPT = 2**35
 """Bytes of states and gradients that are kept on the device, 32 GiB."""
-TRUST = "stages/trust.json"
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 """Of a learnt schedule, of which the best counts."""
 TIMES = 4
 """Trainings by which the best of a few is chosen, of each."""
+TIMES_OF_PATH = 8
+"""Trainings of each point of a descent by which it is judged afterwards; they do not count."""
 
 
 class Task(NamedTuple):
@@ -46,14 +45,8 @@ class Task(NamedTuple):
     """Steps of the descent on hypergradients."""
     draws: int
     """Trainings of each of its steps, with starts and draws of their own."""
-    window: int
-    """Steps between two updates in real time."""
     seconds: float
     """Of a training, where `BESIDE` run side by side."""
-    seeds: int
-    """Among which the cost of asking `trust` is shared."""
-    asked: list["Asked"]
-    """The answer, once there is one."""
 
 
 def train(language: Language, points: list[dict], seed: int) -> list[float]:
@@ -131,13 +124,10 @@ def descent(task: Task, seed: int) -> dict[str, Any]:
     grid: near the best one small changes of a training grow, and exact gradients are of no use; from
     below, the descent finds schedules with high rates late, where they do not. Where they grow in some
     of the trainings after all, these count less (`RobustMean`), and where they grow in all, the
-    gradient is cut to the length `MOST`, lest Adam should stop for the rest of the way. Of the last
-    step and that with the lowest loss counts the better, its schedule at the best of `FACTORS`.
+    gradient is cut to the length `MOST`, lest Adam should stop for the rest of the way. `minimize`
+    returns the last point, or the last that was accepted; its schedule counts at the best of `FACTORS`.
     """
     language = task.language
-    if not task.asked:
-        task.asked.append(ask(task))
-    asked = task.asked[0]
     starts = [language.problem(seed, 10 + k) for k in range(task.draws)]
 
     def draw(key):  # the same starts each time, minibatches anew
@@ -145,13 +135,12 @@ def descent(task: Task, seed: int) -> dict[str, Any]:
         drawn = zip(starts, map(language.batches, keys), strict=True)
         return ft.Mean([start.replace(batches=batches) for start, batches in drawn])
 
-    exact = isinstance(asked.engine, ft.Reverse)
-    engine = ft.RobustMean(asked.engine) if exact else asked.engine
+    began = time.perf_counter()
     result = ft.minimize(
         draw,
         language.start(RATES[0]),
         steps=task.outer,
-        engine=engine,
+        engine=ft.RobustMean(engine(task)),
         optimizer=optax.chain(
             optax.clip_by_global_norm(MOST),
             optax.adam(optax.cosine_decay_schedule(STEP, task.outer)),
@@ -164,61 +153,34 @@ def descent(task: Task, seed: int) -> dict[str, Any]:
             ft.Checkpoint(task.folder.checkpoints / f"descent-{seed}", every=1, keep=1),
         ],
     )
+    last = time.perf_counter() - began
     if result.stopped == "interrupted":
         raise KeyboardInterrupt
     path = [record["hparams"] for record in result.history]
-    step = median(record["seconds"] for record in result.history) / task.seconds
-    ends = (result.hparams, result.best.hparams)
-    learnt = [end | {"rate": factor * end["rate"]} for end in ends for factor in FACTORS]
+    seconds = [record["seconds"] for record in result.history]
+    seconds[0] = median(seconds)  # it compiled
+    ends = max(0.0, last - sum(record["seconds"] for record in result.history))  # to compare
+    learnt = [result.hparams | {"rate": factor * result.hparams["rate"]} for factor in FACTORS]
     chosen, value, choosing = best_of(language, learnt, seed)
-    asking = (asked.trainings + asked.times * step / task.draws) / task.seeds
     return {
         "validation": value,
         "hparams": as_lists(learnt[chosen]),
         "path": path,
         "values": [float(record["value"]) for record in result.history],
-        "trainings": asking + len(path) * step + choosing,
-        "asking": asking,
-        "end": ("last", "lowest")[chosen // len(FACTORS)],
-        "factor": FACTORS[chosen % len(FACTORS)],
-        "trust": asked.report,
-        "engine": repr(engine),
+        "trainings": (sum(seconds) + ends) / task.seconds + choosing,
+        "factor": FACTORS[chosen],
+        "above the end": above_the_end(language, path, result.hparams, seed),
     }
 
 
-class Asked(NamedTuple):
-    """What `trust` says of the start."""
-
-    engine: Any
-    report: str
-    times: int
-    """How often it was asked."""
-    trainings: int
-    """What that took, beside a hypergradient each time."""
-
-
-def ask(task: Task) -> Asked:
-    """Ask whether the descent at the start can be trusted, and where not, for an engine that can.
-
-    Of the first seed, with weights in place of draws. The answer is kept, where it is yes.
-    """
-    exact = engine(task)
-    if (kept := task.folder.read(TRUST)) is not None:
-        return Asked(exact, kept["report"], 1, kept["trainings"])
-    asking = partial(
-        ft.trust,
-        task.language.problem(0).replace(dynamics=task.language.weighted),
-        task.language.start(RATES[0]),
-        engine=exact,
-        constraints=CONSTRAINTS,
-        directions=1,
-    )
-    first = asking(advice=False)
-    if first.verdicts["descent"] == "trust":
-        task.folder.write(TRUST, {"report": str(first), "trainings": first.trainings})
-        return Asked(exact, str(first), 1, first.trainings)
-    report = asking()
-    return Asked(report.engine, str(report), 2, first.trainings + report.trainings)
+def above_the_end(
+    language: Language, path: list[dict], end: dict[str, Any], seed: int
+) -> list[tuple[float, float]]:
+    """Return how far each point of a descent is above its end in the same trainings, and its error."""
+    points, trials = [*map(as_arrays, path), end], 150 + np.arange(TIMES_OF_PATH)
+    values = np.array([language.train([p] * len(trials), seed, trials)[0] for p in points])
+    above = values[:-1] - values[-1]
+    return list(zip(above.mean(1), above.std(1, ddof=1) / len(trials) ** 0.5, strict=True))
 
 
 def engine(task: Task) -> ft.Reverse:
@@ -240,52 +202,6 @@ class Trail(ft.Callback):
         now = time.perf_counter()
         run.record["seconds"], self._since = now - self._since, now
         run.record["hparams"] = as_lists(run.hparams)
-
-
-def real_time(task: Task, seed: int, start: dict) -> dict[str, Any]:
-    """Tune mixture, rate and constants in the first quarter of one training, and keep its weights."""
-    language = task.language
-    problem = language.problem(seed, trial=1)
-    rate = jnp.asarray(start["rate"], jnp.float32)
-    hparams = as_arrays(start["hparams"])
-    del hparams["rate"]
-    rng = np.random.default_rng([seed, 6])
-    rows = min(len(language.validation), 4 * language.size.batch)
-    some = (
-        language.validation[rng.permutation(len(language.validation))[:rows]]
-        for _ in itertools.count()
-    )
-    began = time.perf_counter()
-    result = tuner(language).run(
-        problem.batches,
-        some,
-        params=problem.init,
-        hparams=hparams | {"lr": rate},
-        window=task.window,
-        callbacks=[ft.Progress()],
-    )
-    if result.stopped == "interrupted":
-        raise KeyboardInterrupt
-    state, hparams = result.state.train, result.state.hparams
-    path = [as_lists(record["hparams"]) for record in result.history]
-    return {
-        "validation": float(language.error(state, None, language.validation)),
-        "hparams": as_lists(hparams),
-        "path": path,
-        "values": [float(record["value"]) for record in result.history],
-        "trainings": (time.perf_counter() - began) / task.seconds,  # with compilation
-        "test": [language.measure(state.params)],
-    }
-
-
-def tuner(language: Language) -> ft.RealTime:
-    """Return real-time tuning of the mixture, the rate and the other constants."""
-    constraints = {name: c for name, c in CONSTRAINTS.items() if name != "rate"}
-    return ft.RealTime(
-        ft.Training(language.loss, lambda h: adamw(h["lr"], h)),
-        language.error,
-        constraints=constraints | {"lr": ft.NonNegative()},
-    )
 
 
 def as_lists(hparams: dict[str, Any]) -> dict[str, Any]:

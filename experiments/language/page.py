@@ -11,7 +11,7 @@ from .model import KNOTS, Size, schedule
 from .text import Text
 
 Parts = dict[str, list[dict[str, Any]]]
-OURS, REAL_TIME = "foretune, descent", "foretune, real time"
+OURS = "foretune, descent"
 
 
 def describe(
@@ -33,10 +33,9 @@ def describe(
     return {
         "headline": headline if len(ours) > 1 else headline.split(" Below")[0],
         "notes": [
-            "Loss in nats a byte, of networks trained anew with what each method found (in real time: "
-            "of the very network that was tuned); ± is the standard error over the seeds. "
-            "Trainings: what it took to find it, in the time of one training (of the two shortcuts an "
-            "estimate; in real time with compilation). "
+            "Loss in nats a byte, of networks trained anew with what each method found; ± is "
+            "the standard error over the seeds. Trainings: what it took to find it, in the time of "
+            "one training (of the two shortcuts an estimate). "
             f"A training: {size.steps:,} steps, {size.layers} layers of width {size.width}, "
             f"{size.batch} x {size.context} bytes, {speed:.1f} s.",
         ],
@@ -140,27 +139,26 @@ def transfer(text: Text, parts: Parts) -> dict[str, Any]:
 
 def draw(folder: RunFolder, text: Text, size: Size, parts: Parts) -> list[dict[str, str]]:
     """Draw mixtures over the steps, validation losses, and the learnt schedule, of seed 0."""
-    shown = []
-    for name, file in ((OURS, "mixture"), (REAL_TIME, "mixture-real-time")):
-        path = np.array([h["sources"] for h in parts[name][0]["path"]])
-        path = path / path.sum(1, keepdims=True)
-        lines = [
-            {"label": source, "x": range(len(path)), "y": path[:, k]}
-            for k, source in enumerate(text.names)
-        ]
-        panel = {"title": name, "ylabel": "share", "lines": lines}
-        unit = "outer step" if name == OURS else "window"
-        curves(folder.figures / f"{file}.svg", [panel], xlabel=unit)
-        caption = f"The mixture over each {unit}, seed 0."
-        shown.append(
-            {"file": f"figures/{file}.svg", "title": f"Weights: {name}", "caption": caption}
-        )
+    path = np.array([h["sources"] for h in parts[OURS][0]["path"]])
+    path = path / path.sum(1, keepdims=True)
+    lines = [
+        {"label": source, "x": range(len(path)), "y": path[:, k]}
+        for k, source in enumerate(text.names)
+    ]
+    panel = {"title": OURS, "ylabel": "share", "lines": lines}
+    curves(folder.figures / "mixture.svg", [panel], xlabel="outer step")
+    shown = [
+        {
+            "file": "figures/mixture.svg",
+            "title": "Weights of the sources",
+            "caption": "The mixture over the outer steps, seed 0.",
+        }
+    ]
     lines = []
     for name in ("random search", "TPE", OURS):
         values = np.array(parts[name][0]["values"])
         lowest = np.minimum.accumulate(values)
-        spent, before = parts[name][0]["trainings"], parts[name][0].get("asking", 0.0)
-        x = before + (spent - before) * (1 + np.arange(len(values))) / len(values)
+        x = parts[name][0]["trainings"] * (1 + np.arange(len(values))) / len(values)
         lines.append({"label": name, "x": x, "y": lowest})
     curves(
         folder.figures / "loss.svg",

@@ -38,12 +38,10 @@ STATUS = (
 )
 Trusted = Annotated[Path | None, typer.Option("--clean", help="Other rows with trusted labels.")]
 Checked = Annotated[
-    Path | None,
-    typer.Option(
-        help="A .csv file of verified rows of TRAIN: their right labels, and the column --id (or "
-        "`row`, as in suspects.csv)."
-    ),
+    Path | None, typer.Option(help="A .csv of verified rows: right labels, and --id (or `row`).")
 ]
+Id = Annotated[str | None, typer.Option(help="The column by which verified rows are found.")]
+Relabel = Annotated[bool, typer.Option("--relabel", help="Correct labels, leave no row out.")]
 
 
 class Model(enum.StrEnum):
@@ -83,15 +81,8 @@ def clean(
     train: Train,
     clean: Trusted = None,
     checked: Checked = None,
-    id: Annotated[
-        str | None, typer.Option(help="The column by which verified rows are found.")
-    ] = None,
-    relabel: Annotated[
-        bool,
-        typer.Option(
-            "--relabel", help="Correct the suspects' labels instead of leaving the rows out."
-        ),
-    ] = False,
+    id: Id = None,
+    relabel: Relabel = False,
     out: Out = None,
     label: Label = None,
     text: Text = None,
@@ -146,10 +137,7 @@ def attribute(
         Model, typer.Option(help="What is trained: softmax regression or a small network.")
     ] = Model.softmax,
     most: Annotated[
-        int,
-        typer.Option(
-            min=1, max=1000, help="How many helpful and harmful rows to list for each query."
-        ),
+        int, typer.Option(min=1, max=1000, help="Helpful and harmful rows to list for each query.")
     ] = 5,
     steps: Annotated[
         int | None,

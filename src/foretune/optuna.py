@@ -1,11 +1,7 @@
 """Discrete hyperparameters around gradient-tuned ones, with Optuna.
 
-Depth, width, activation and batch size have no gradient: Optuna proposes them, one choice d per trial.
-Learning rates, momenta and decays lambda have one: each trial tunes its own, so that Optuna searches
-
-    min over d of  f_d(lambda_d),    lambda_d tuned by `RealTime` or `minimize` from lambda_*,
-
-with lambda_* the tuned values of the best trial so far, kept in the study's storage for all workers.
+Optuna proposes depth, width and the like, one choice d per trial. Each trial tunes its own learning
+rates and decays lambda, from the best trial's: the search is min over d of f_d(lambda_d).
 """
 
 import contextlib

@@ -9,6 +9,7 @@ from scipy import sparse
 from sklearn.datasets import load_wine, make_blobs
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score
 from sklearn.naive_bayes import GaussianNB
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder
@@ -52,7 +53,8 @@ def test_predictions_alone():
     assert found.unflagged_interval_ is None
 
 
-def test_the_gradient_of_the_likelihood_is_right(monkeypatch):
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gradient_of_the_likelihood_is_right(monkeypatch, tied):
     given, p, true = predictions(60)
     log_q = np.log(np.stack([p, np.sqrt(p) / np.sqrt(p).sum(1, keepdims=True)]))
     known = np.where(np.arange(60) < 20, true, -1)
@@ -69,7 +71,7 @@ def test_the_gradient_of_the_likelihood_is_right(monkeypatch):
         return type("Result", (), {"x": start})
 
     monkeypatch.setattr(_label_model, "minimize", minimize)
-    _label_model.fit(log_q, observed, known, 0.5, np.random.default_rng(0))
+    _label_model.fit(log_q, observed, known, 0.5, tied)
     np.testing.assert_allclose(*np.transpose(losses), rtol=1e-4, atol=1e-4)
 
 
@@ -103,10 +105,75 @@ def test_checked_rows_correct_predictions_that_lean_to_a_class():
     bins = np.mean(helped.probability_wrong_[rest]) - np.mean(wrong[rest])
     assert abs(bins) < 0.1
     assert helped.reliability_.shape == (200, 2)
-    low, high = helped.unflagged_interval_
-    assert low <= (wrong & ~helped.suspects_)[rest].sum() <= high
-    low, high = helped.noise_rate_interval_
-    assert low <= wrong.mean() <= high
+
+
+@pytest.mark.second_tier
+def test_intervals_have_the_probability_that_they_say():
+    rows, within = np.arange(200), []
+    for seed in range(10):
+        given, p, true = predictions(n=1500, bias=2.0, seed=seed)
+        wrong, found = given != true, clean_labels(given, p, rows, true[rows])
+        missed, (low, high) = (wrong & ~found.suspects_)[200:].sum(), found.unflagged_interval_
+        within.append(low <= missed <= high)
+        low, high = found.noise_rate_interval_
+        within.append(low <= wrong.mean() <= high)
+    assert np.mean(within) >= 0.85  # of intervals of 95 %, 20
+
+
+def unsure(kind, n=1500, seed=0):
+    """Return labels, predictions and what is wrong: labels go wrong by chance, class or instance."""
+    rng = np.random.default_rng(seed)
+    scores = rng.normal(0, 2, (n, 5))
+    p = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    true = (p.cumsum(1) > rng.random((n, 1))).argmax(1)
+    other = np.where(np.eye(5)[true] > 0, 0, p)
+    if kind == "instance":
+        odds = other.max(1) + 1e-6
+        flipped = rng.choice(n, n // 5, replace=False, p=odds / odds.sum())
+    else:
+        flipped = np.flatnonzero(rng.random(n) < 0.2)
+    to = {
+        "instance": other.argmax(1),
+        "class": (true + 1) % 5,
+        "chance": (true + rng.integers(1, 5, n)) % 5,
+    }
+    given = true.copy()
+    given[flipped] = to[kind][flipped]
+    return given, p, given != true
+
+
+@pytest.mark.parametrize("kind", ["chance", "class", "instance"])
+def test_the_kind_of_noise_is_told_from_the_labels(kind):
+    """The ranking is about as good as the one which knows the kind, and best rules differ."""
+    found, ideal = [], []
+    for seed in range(3):
+        given, p, wrong = unsure(kind, seed=seed)
+        found.append(average_precision_score(wrong, clean_labels(given, p).probability_wrong_))
+        row, K = np.arange(len(given)), 5
+        own, rest = p[row, given], np.where(np.eye(K)[given] > 0, 0, p)
+        rank = {
+            "chance": 1 - own,
+            "class": p[row, (given - 1) % K] / np.maximum(own, 1e-9),
+            "instance": rest.max(1) - own,
+        }
+        ideal.append([average_precision_score(wrong, score) for score in rank.values()])
+    best = dict(zip(rank, np.mean(ideal, axis=0), strict=True))
+    assert max(best, key=lambda k: best[k]) == kind, best
+    assert np.mean(found) > best[kind] - 0.05
+
+
+def test_an_interrupt_ends_it_at_once(monkeypatch):
+    given, p, _ = predictions(60)
+
+    def interrupted(*_, **options):
+        raise KeyboardInterrupt
+
+    expected = clean_labels(given, p).weights_
+    with monkeypatch.context() as patch:
+        patch.setattr(_label_model, "minimize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            clean_labels(given, p)
+    np.testing.assert_array_equal(clean_labels(given, p).weights_, expected)
 
 
 @pytest.mark.second_tier

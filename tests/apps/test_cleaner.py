@@ -14,7 +14,7 @@ from sklearn.naive_bayes import GaussianNB
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from experiments.cleaning.noise import corrupt
-from foretune.apps import LabelCleaner, _ensemble
+from foretune.apps import LabelCleaner, _ensemble, _label_cleaner
 from foretune.apps._columns import Encoder
 
 
@@ -222,6 +222,11 @@ def test_labels_of_rows_find_the_verified_ones(blobs):
     by_label = fit(frame, y[order], checked=frame.index[:10], checked_labels=y[order[:10]])
     by_number = fit(frame, y[order], checked=np.arange(10), checked_labels=y[order[:10]])
     np.testing.assert_array_equal(by_label.weights_, by_number.weights_)
+    with pytest.raises(ValueError, match="has the row 99, which the index of X has not"):
+        fit(frame, y, checked=pd.Index([99]), checked_labels=y[:1])
+    frame.index = [0] * 80
+    with pytest.raises(ValueError, match="labels of rows twice: give row numbers"):
+        fit(frame, y, checked=pd.Index([0]), checked_labels=y[:1])
 
 
 def test_rows_of_X_that_were_verified(blobs):
@@ -234,6 +239,30 @@ def test_rows_of_X_that_were_verified(blobs):
     np.testing.assert_array_equal(cleaner.suggested_[rows], true[rows])
     with pytest.raises(ValueError, match="checked and checked_labels together"):
         quick().fit(x, observed, checked=rows)
+
+
+@pytest.mark.parametrize("at", ["judge", "Ensemble"])
+def test_an_interrupted_fit_leaves_the_one_before(blobs, monkeypatch, at):
+    x, observed, *_ = blobs
+    cleaner = quick().fit(x, observed)
+    before = {name: id(value) for name, value in vars(cleaner).items()}
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_label_cleaner, at, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cleaner.fit(x[:60], np.array(["a", "b"])[np.minimum(observed[:60], 1)])
+    assert {name: id(value) for name, value in vars(cleaner).items()} == before
+
+
+@pytest.mark.filterwarnings("ignore:left out")
+def test_a_column_that_is_left_out_changes_nothing(blobs, small):
+    x, observed, *_ = blobs
+    frame = pd.DataFrame(x, columns=["a", "b"]).assign(kind=np.where(x[:, 0] > 0, "u", "v"))
+    named = frame.assign(name=[f"n{i}" for i in np.random.default_rng(0).permutation(len(x))])
+    plain, other = (small().fit(rows, observed).weights_ for rows in (frame, named))
+    np.testing.assert_array_equal(plain, other)
 
 
 def test_prediction_before_fitting():

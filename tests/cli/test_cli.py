@@ -144,7 +144,7 @@ def test_clean_needs_no_trusted_rows(iris, tmp_path):
 def test_verified_rows_are_found_by_row_or_id(iris, tmp_path, by):
     folder, wrong = iris
     train = pd.read_csv(folder / "train.csv")
-    train["number"] = [f"n{i}" for i in range(110)]
+    train["number"] = [f"{i:03d}" for i in range(110)]  # as it is written, not as a number
     train.to_csv(tmp_path / "train.csv", index=False)
     rows = np.flatnonzero(wrong)[:3]
     verified = pd.DataFrame({"row": rows, "number": train["number"][rows], "species": "setosa"})
@@ -159,11 +159,18 @@ def test_verified_rows_are_found_by_row_or_id(iris, tmp_path, by):
     weights = pd.read_csv(tmp_path / "out" / "weights.csv")
     given = train["species"][rows].to_numpy()
     np.testing.assert_array_equal(weights["weight"][rows], given == "setosa")
-    left = pd.read_csv(tmp_path / "out" / "cleaned.csv")
+    np.testing.assert_array_equal(np.flatnonzero(weights["verified"]), rows)
+    suspects = pd.read_csv(tmp_path / "out" / "suspects.csv")
+    np.testing.assert_array_equal(suspects["verified"], suspects["row"].isin(rows))
+    left = pd.read_csv(tmp_path / "out" / "cleaned.csv", dtype={"number": str})
     assert len(left) == 110
     assert (left["species"][rows] == "setosa").all()
     assert (left["species"] != train["species"]).sum() == weights["suspect"].sum()
     assert ("number" in left) == (by == "number")  # it comes back, though nothing is learnt from it
+    if by == "number":
+        assert left["number"].tolist() == train["number"].tolist()
+        lists = pd.read_csv(tmp_path / "out" / "suspects.csv", dtype=str)
+        assert set(lists["number"]) <= set(train["number"])
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_the_label_cleaner_example_beats_training_on_all_labels(capsys):
         ),
         (
             "augmentation",
-            ["--iterations", "3", "--steps", "40", "--labels", "100"],
+            ["--iterations", "1", "--steps", "10", "--labels", "60"],
             r"none: test accuracy ([\d.]+)[^:]*: test accuracy ([\d.]+)",
             lambda none, learnt: learnt > none - 5,
         ),

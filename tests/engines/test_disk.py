@@ -140,7 +140,7 @@ def test_files_of_other_numbers_are_not_continued(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_file_is_named_with_its_step(damage, tmp_path, monkeypatch):
+def test_a_damaged_state_is_computed_again(damage, tmp_path, monkeypatch):
     problem, hparams = regression(steps=10)
     engine = ft.ReverseOnDisk(tmp_path, segment=2)
     with monkeypatch.context() as patch:
@@ -154,14 +154,55 @@ def test_a_damaged_file_is_named_with_its_step(damage, tmp_path, monkeypatch):
         path.unlink()
     else:
         path.write_bytes(content if damage == "flip" else content[:-3])
-    why = {"flip": "its checksum is wrong", "cut": "missing", "remove": "missing"}
     set_aside = pytest.warns(UserWarning, match="is kept as state_000000004.foretune.damaged")
-    with (
-        set_aside if damage == "cut" else contextlib.nullcontext(),
-        pytest.raises(OSError, match=f"the state before step 5 .*{why[damage]}") as error,
-    ):
-        engine(problem, hparams)
-    assert "state_000000004.foretune" in str(error.value)
+    advances = counted(monkeypatch, "_advance")
+    with contextlib.nullcontext() if damage == "remove" else set_aside:
+        found = engine(problem, hparams)
+    assert len(advances) == 4  # from the state before it on
+    expected = engine(problem, hparams)
+    jax.tree.map(np.testing.assert_array_equal, found.grad, expected.grad)
+    assert left_in(tmp_path) == [f"{path.name}.damaged"] * (damage != "remove")
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+def test_a_state_that_is_damaged_meanwhile_is_named_with_its_step(damage, tmp_path, monkeypatch):
+    problem, hparams = regression(steps=10)
+    engine, whole = ft.ReverseOnDisk(tmp_path, segment=2), disk._back
+    path = tmp_path / "state_000000004.foretune"
+
+    def meanwhile(*arguments):
+        if damage == "remove":
+            path.unlink(missing_ok=True)
+        else:
+            content = path.read_bytes()
+            path.write_bytes(content[:150] + b"\0" + content[151:])  # in an array
+        return whole(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_back", meanwhile)
+        why = {"flip": "is damaged", "remove": "No such file"}[damage]
+        with pytest.raises(OSError, match=f"{path}, the state before step 5 .*{why}.* again"):
+            engine(problem, hparams)
+
+
+def test_a_state_that_could_not_be_written_is_computed_again(tmp_path, monkeypatch):
+    """The disk was full for a moment: later states are there, this one is not."""
+    problem, hparams = regression(steps=10)
+    engine, replace, calls = ft.ReverseOnDisk(tmp_path, segment=2), os.replace, []
+
+    def full_once(*arguments):
+        calls.append(None)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        replace(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full_once)
+        with pytest.raises(OSError, match=r"cannot write state_000000002.*make room"):
+            engine(problem, hparams)
+    found = engine(problem, hparams)
+    expected = engine(problem, hparams)
+    jax.tree.map(np.testing.assert_array_equal, found.grad, expected.grad)
 
 
 def test_a_disk_that_is_full_stops_the_call(tmp_path, monkeypatch):

@@ -122,6 +122,28 @@ def test_what_is_not_finite_is_rejected_in_a_program_too():
     assert jnp.sum(result.hparams["x"] ** 2) < 13
 
 
+@pytest.mark.filterwarnings("ignore:the error or the hypergradient")
+def test_the_descent_goes_on_from_the_point_before_what_is_not_finite():
+    def draw(key):  # not finite beyond 2, which the third step reaches
+        problem = bowl(0.0)(key)
+        return problem.replace(
+            objective=lambda s, h, v: jnp.sum(-s["x"] + 0 * v[0]) + jnp.sum(jnp.sqrt(2.0 - s["x"]))
+        )
+
+    seen = []
+
+    class Points(ft.Callback):
+        def step(self, run):
+            seen.append(float(run.hparams["x"][0]))
+
+    start = {"x": jnp.zeros_like(START["x"])}
+    ft.minimize(draw, start, steps=5, key=KEY, optimizer=optax.sgd(0.6), callbacks=[Points()])
+    bad = next(i for i, x in enumerate(seen) if x > 2)
+    assert bad > 1
+    assert seen[bad + 1] == seen[bad - 1]
+    assert seen[bad - 1] < seen[bad + 2] < seen[bad]
+
+
 def test_a_second_run_compiles_nothing():
     draw = bowl(0.1)
     options = {"steps": 30, "optimizer": optax.sgd(0.05)}

@@ -1,5 +1,7 @@
 """Rehearsals: any start, the right cost, the performance that was asked for, and resuming."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 import foretune as ft
+from foretune._constraints.base import check_constraints
 from foretune._outer.moves import first_secant, secant_step
 from foretune._outer.rehearsals import PERFORMANCE, cut_rows
 from foretune._outer.rehearse import plan
@@ -122,6 +125,7 @@ def test_where_the_performance_fails_it_is_repeated_lower():
 
 
 @pytest.mark.second_tier
+@pytest.mark.filterwarnings("ignore:rehearse. as rehearsals have 16 steps")
 def test_nothing_finite_is_an_error():
     def broken(steps, key):
         return make(steps, key).replace(objective=lambda s, h, b: jnp.inf * h["lr"])
@@ -130,7 +134,6 @@ def test_nothing_finite_is_an_error():
         ft.rehearse(broken, {"lr": jnp.array(0.1)}, steps=32, constraints=LOG)
 
 
-@pytest.mark.second_tier
 @pytest.mark.second_tier
 def test_a_hypergradient_that_is_not_finite_moves_nothing():
     """Adam's root has no derivative where a weight never has a gradient: here the first one."""
@@ -171,10 +174,44 @@ def test_a_run_resumes_to_the_bit(tmp_path):
 
 @pytest.mark.second_tier
 def test_more_cost_means_over_draws():
-    trials = plan(1024, 100.0, 1)
+    trials = plan(1024, 30.0, 1)
     assert max(trial.number for trial in trials if trial.kind == "descent") > 1
     result = rehearsed(cost=30)
     assert result.value < 1e-3
+
+
+@pytest.mark.second_tier
+def test_a_large_budget_refines_at_full_length(tmp_path):
+    """What the rehearsals cannot tell: the centre of a Box, on which the error of T steps depends."""
+
+    def made(steps, key):
+        problem = make(steps, key)
+
+        def error(state, h, batch):
+            centre = 0.7 if steps == T else 0.0
+            return loss(state.params, h, batch) + jnp.square(h["c"] - centre)
+
+        return problem.replace(objective=error)
+
+    class Stop(ft.Callback):
+        def step(self, run):
+            if run.record["trial"] == "refinement":
+                raise KeyboardInterrupt
+
+    start = {"lr": jnp.array(0.01), "c": jnp.array(0.01)}
+    options = {"steps": T, "constraints": LOG | {"c": ft.Box(0.0, 1.0)}, "cost": 45}
+    whole = ft.rehearse(made, start, **options)
+    kinds = [record["trial"] for record in whole.history]
+    assert kinds[-3:] == ["refinement", "choice", "performance"]
+    assert kinds.count("refinement") == 7
+    assert sum(record["cost"] for record in whole.history) <= 45
+    assert 0.2 < whole.hparams["c"] < 0.9  # from 0, where rehearsals had it
+    lrs = [r["hparams"]["lr"] for r in whole.history if r["trial"] in ("line", "refinement")]
+    assert lrs[2] == pytest.approx(lrs[1] / 3, rel=1e-4)  # from below
+    with pytest.raises(KeyboardInterrupt):
+        ft.rehearse(made, start, callbacks=[ft.Checkpoint(tmp_path), Stop()], **options)
+    resumed = ft.rehearse(made, start, callbacks=[ft.Checkpoint(tmp_path)], **options)
+    assert resumed.history == whole.history
 
 
 @pytest.mark.second_tier
@@ -211,7 +248,7 @@ def test_the_secant_finds_the_root():
 def test_candidates_move_one_scale_each():
     sets = {"lr": ft.Log(), "decay": ft.NonNegative(), "m": ft.Box(0.0, 0.9)}
     start = {"lr": jnp.array(0.1), "decay": jnp.zeros(2), "m": jnp.array(0.5)}
-    sets = ft._constraints.base.check_constraints(sets, start)
+    sets = check_constraints(sets, start)
     found = candidates(sets, start, 4, 8.0)
     jax.tree.map(lambda leaf, x: np.testing.assert_array_equal(leaf[0], x), found, start)
     decay, lr = np.asarray(found["decay"]), np.asarray(found["lr"])
@@ -256,7 +293,7 @@ def test_a_line_that_ends_at_a_cliff():
 @pytest.mark.second_tier
 def test_no_scale_is_noted():
     with pytest.warns(UserWarning, match="no hyperparameter is a scale"):
-        ft.rehearse(make, {"lr": jnp.array(0.05)}, steps=32)
+        ft.rehearse(make, {"lr": jnp.array(0.05)}, steps=T)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +310,44 @@ def test_what_is_no_make(wrong, error, said):
         ft.rehearse(wrong, {"lr": jnp.array(0.1)}, steps=T, constraints=LOG)
 
 
-@pytest.mark.parametrize("cost", [1, 0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("steps", "scales", "cost", "said"),
+    [
+        (32, 1, 4, r"16 steps or more of 32, all will cost 5.5 trainings without a search"),
+        (64, 1, 3.5, r"of 64, all will cost 4 trainings\. "),
+        (256, 3, 2, r"of 256, all will cost 1.91 trainings without a search"),
+    ],
+)
+def test_a_training_too_short_for_its_cost_is_said(steps, scales, cost, said, monkeypatch):
+    module = sys.modules["foretune._outer.rehearse"]
+
+    def not_begun(*_, **__):
+        raise InterruptedError
+
+    monkeypatch.setattr(module, "drive", not_begun)
+
+    def made(steps, key):
+        return make(steps, key).replace(
+            dynamics=ft.Training(loss, lambda h: optax.sgd(sum(h.values())))
+        )
+
+    start = {str(k): jnp.array(0.1) for k in range(scales)}
+    with pytest.warns(UserWarning, match=said), pytest.raises(InterruptedError):
+        ft.rehearse(made, start, steps=steps, constraints=dict.fromkeys(start, ft.Log()), cost=cost)
+
+
+def test_a_run_of_another_make_is_not_continued(tmp_path):
+    def other(steps, key):
+        return make(steps, key).replace(init=jnp.ones(4))
+
+    start = {"lr": jnp.array(0.1)}
+    options = {"steps": T, "constraints": LOG, "cost": 2, "callbacks": [ft.Checkpoint(tmp_path)]}
+    ft.rehearse(make, start, **options)
+    with pytest.raises(ValueError, match="the draw: other numbers"):
+        ft.rehearse(other, start, **options)
+
+
+@pytest.mark.parametrize("cost", [1, 0, -1, float("nan"), float("inf"), 1e9])
 def test_a_cost_that_is_none(cost):
     with pytest.raises(ValueError, match="cost="):
         rehearsed(cost=cost)

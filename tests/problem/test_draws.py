@@ -151,9 +151,9 @@ def test_a_mean_made_anew_is_the_same_draw():
             mean = ft.Mean.of_draws(counted, 2)
             ft.Reverse()(mean, hyper(), key=jax.random.key(seed))
     assert len(compiled) == 1
-    assert len(calls) == 2  # one for each of the two
+    assert len(calls) == 1  # for both of the two
     ft.Reverse()(ft.Mean.of_draws(counted, 3), hyper(), key=jax.random.key(0))
-    assert len(calls) == 5
+    assert len(calls) == 1
 
 
 def test_what_a_draw_makes_inside_is_made_once():
@@ -377,8 +377,33 @@ def test_an_array_that_differs_in_what_functions_close_over():
         weight = jax.random.normal(key)
         return draw(key).replace(objective=lambda s, h, b: weight * error(s, h, b))
 
-    with pytest.raises(ValueError, match="closes over other values"):
+    with pytest.raises(TypeError, match="closes over an array that is drawn"):
         ft.Reverse()(ft.Mean.of_draws(closes, 2), hyper(), key=KEY)
+
+
+def test_draws_of_a_mean_are_one_draw_with_a_leading_axis():
+    """What depends on the key is drawn side by side; what does not is there once."""
+
+    def drawn(key):
+        x = jax.random.normal(key, (STEPS, 6, 3))
+        return ft.Problem(
+            TRAINING, error, jnp.zeros(3), (x, x[..., 0]), (jnp.ones((2, 3)), x[0, :2, 0])
+        )
+
+    def program(n):
+        return as_problem(ft.Mean.of_draws(drawn, n), KEY)
+
+    few, many = program(2), program(50)
+    assert len(few.program.eqns) == len(many.program.eqns)
+    mean = many.problem()
+    assert mean.init.shape == (3,)
+    shared, own = mean.validation
+    assert shared.shape == (2, 3)
+    assert own.array.shape == (50, 2)
+    assert [leaf.shape for leaf in jax.tree.leaves(mean.batches.xs)] == [
+        (STEPS, 50, 6, 3),
+        (STEPS, 50, 6),
+    ]
 
 
 def test_a_function_that_closes_over_what_is_drawn_is_refused():

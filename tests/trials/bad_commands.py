@@ -40,7 +40,38 @@ def broken_run(**files):
     return where
 
 
+LINES = ["a,b,id,label", *(f"{i % 7}.5,{i % 5},{i:03d},{'xy'[i % 2]}" for i in range(30))]
+
+
+def checked(rows, *options, train=LINES):
+    """Clean with verified rows of a file."""
+    from foretune.cli import app
+
+    first, second = file("train.csv", "\n".join(train)), file("verified.csv", rows)
+    return command(app, "clean", first, "--checked", second, "--out", folder() / "out", *options)
+
+
 ROWS = [
+    ("clean with an empty file of verified rows", lambda: checked(""), Refused, "verified.csv cannot be read as .csv"),
+    ("clean with no verified row", lambda: checked("row,label\n"), Refused, "verified.csv has no verified row"),
+    ("clean with verified rows without labels", lambda: checked("row,label\n1,\n"), Refused, "verified.csv has no verified row"),
+    ("clean with verified rows too long", lambda: checked("row,label\n1,2,x\n"), Refused, "verified.csv cannot be read", "more cells"),
+    ("clean with one verified row too long", lambda: checked("row,label\n1,x\n2,x,y\n"), Refused, "verified.csv cannot be read"),
+    ("clean with verified rows of bytes", lambda: checked(b"row,label\n1,\xff\n"), Refused, "verified.csv cannot be read"),
+    ("clean with two columns of row numbers", lambda: checked("row,row,label\n1,2,x\n"), Refused, "two columns have the name 'row'"),
+    ("clean with a row verified twice", lambda: checked("row,label\n1,x\n1,y\n"), Refused, "a row twice"),
+    ("clean with a verified row that is none", lambda: checked("row,label\n30,x\n"), Refused, "no row whose row is '30'"),
+    ("clean with a verified row below 0", lambda: checked("row,label\n-1,x\n"), Refused, "no row whose row is '-1'"),
+    ("clean with a verified label that is none", lambda: checked("row,label\n1,z\n"), Refused, "verified.csv has labels that", "'z'"),
+    ("clean with verified rows without the label's column", lambda: checked("row,y\n1,x\n"), Refused, "verified rows need 'row'", "'label'"),
+    ("clean with an identifier in other digits", lambda: checked("id,label\n1,x\n", "--id", "id"), Refused, "no row whose id is '1'"),
+    ("clean with an identifier that is no column", lambda: checked("key,label\n1,x\n", "--id", "key"), Refused, "has no column 'key'"),
+    ("clean with an identifier that is not unique", lambda: checked("b,label\n1,x\n", "--id", "b"), Refused, "'b' is", "in more than one row"),
+    ("clean with an identifier and no verified rows", lambda: foretune("clean", file("train.csv", "\n".join(LINES)), "--id", "id"), Refused, "--id id finds the rows of --checked"),
+    ("clean with verified rows that are not there", lambda: foretune("clean", file("train.csv", "\n".join(LINES)), "--checked", "/none/v.csv"), Refused, "/none/v.csv"),
+    ("clean with two columns of labels", lambda: checked("row,label\n1,x\n", train=["a,label,label", *("1,x,x" for _ in range(9))]), Refused, "train.csv", "two columns have the name 'label'"),
+    ("clean with the column of labels left out", lambda: checked("row,label\n1,x\n", "--drop", "label"), Refused, "none named label"),
+    ("clean with all rows verified", lambda: checked("\n".join(["row,label", *(f"{i},x" for i in range(30))])), Refused, "nothing left to judge"),
     ("no command", lambda: foretune("scrub"), WrongUse, "scrub"),
     ("clean without files", lambda: foretune("clean"), WrongUse, "train"),
     ("clean of a file that is not there, without checked rows", lambda: foretune("clean", "a.csv"), Refused, "a.csv: no such file"),

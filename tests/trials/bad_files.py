@@ -160,7 +160,7 @@ ROWS = [
     ("npz: rows of text", lambda: table(npz(x=np.full((6, 2), "a"), y=Y), "train.npz"), ValueError, "expected numbers"),
     ("npz: complex rows", lambda: table(npz(x=X * 1j, y=Y), "train.npz"), ValueError, "complex128", "expected numbers"),
     ("npz: NaN in a row", lambda: table(npz(x=np.where(X[2, 1] == X, NAN, X), y=Y), "train.npz"), ValueError, "train.npz contains NaN"),
-    ("npz: a label of NaN", lambda: table(npz(x=X, y=np.where(Y == 2, NAN, Y)), "train.npz"), ValueError, "no label", "row 2"),
+    ("npz: a label of NaN", lambda: table(npz(x=X, y=np.where(Y == 2, NAN, Y)), "train.npz"), ValueError, "2 rows without a label", "row 2"),
     ("npz: no row at all", lambda: table(npz(x=X[:0], y=Y[:0]), "train.npz"), ValueError, "has no rows"),
     ("npz: images of another shape", lambda: table(WHOLE, "train.npz", image_shape=(3, 3)), ValueError, "4 columns", "3x3"),
     # csv and parquet
@@ -171,7 +171,7 @@ ROWS = [
     ("csv: no label column", lambda: table("a,b\n1,2\n"), ValueError, "--label COLUMN"),
     ("csv: another label column", lambda: table(CSV, label="kind"), ValueError, "no 'kind'"),
     ("csv: a column to drop that is none", lambda: table(CSV, drop=("b",)), ValueError, "no 'b' to drop"),
-    ("csv: a row without a label", lambda: table("a,label\n1,x\n2,\n"), ValueError, "row 1", "no label"),
+    ("csv: a row without a label", lambda: table("a,label\n1,x\n2,\n"), ValueError, "row 1", "without a label"),
     ("csv: labels alone", lambda: table("label\nx\ny\n"), ValueError, "no columns beside the labels"),
     ("csv: rows too long", lambda: table("a,label\n1,x,3\n2,y,4\n"), ValueError, "more cells"),
     ("csv: free text", lambda: table("a,label\n" + "".join(f"w{i},x\n" for i in range(60))), ValueError, "all are identifiers"),
@@ -217,7 +217,7 @@ ROWS = [
     ("run folder: a result that is a list", lambda: reopened("result.json", b"[1]"), ValueError, "result.json is damaged"),
     ("run folder: other settings", lambda: reopened("metrics.jsonl", b"", a=2), ValueError, "other settings (a: 1 there, 2 now)"),
     # Figures
-    ("picture: a vector", lambda: report().picture(folder() / "a.png", np.zeros(3)), ValueError, "picture"),
+    ("picture: a vector", lambda: report().picture(folder() / "a.png", np.zeros(3)), ValueError, "pixels of shape (3,)", "height x width"),
 ]
 
 

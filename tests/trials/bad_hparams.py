@@ -68,6 +68,7 @@ ROWS = [
     ("NaN", lambda: replaced(lr=NAN), ft.NonFiniteError, LR, "itself is not finite"),
     ("infinity", lambda: replaced(lr=INF), ft.NonFiniteError, LR, "itself is not finite"),
     ("NaN in an array", lambda: replaced(decay=jnp.array(NAN)), ft.NonFiniteError, DECAY, "itself"),
+    ("a masked array", lambda: replaced(lr=np.ma.array(0.1, mask=True)), ValueError, LR, "masked entries"),
     ("one that is not used", lambda: replaced(x=0.1), ValueError, "does not depend", "['x']"),
     ("one that is missing", lambda: solve({"lr": 0.1}), ValueError, "there is no 'decay'", LR),
     ("none of the right names", lambda: solve({"rate": 0.1}), ValueError, "there is no", "['rate']"),

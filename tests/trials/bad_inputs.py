@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 AREAS = (
-    *("hparams", "problem", "engines", "outer", "sets", "beside", "realtime"),
+    *("hparams", "problem", "engines", "outer", "rehearse", "sets", "beside", "realtime"),
     *("attribution", "apps", "files", "commands"),
 )
 

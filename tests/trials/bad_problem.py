@@ -96,6 +96,11 @@ ROWS = [
     ("the start is a function of none", lambda: problem(init=lambda: 0.0), TypeError, "`init(hparams)`"),
     ("replace a part that is none", lambda: problem().replace(bathces=1), TypeError, "bathces"),
     ("no steps of the response", lambda: problem(batches=ft.FullBatch((X, Y), 0)), ValueError, "steps=0"),
+    ("masked validation", lambda: problem(validation=(np.ma.masked_less(X, 0), Y)), ValueError, "validation[0] has masked entries"),
+    ("masked full batches", lambda: ft.FullBatch((np.ma.masked_less(X, 0), Y), 3), ValueError, "[0] has masked entries"),
+    ("masked rows of minibatches", lambda: ft.Minibatches(np.ma.masked_less(X, 0), np.zeros((2, 1), int)), ValueError, "data has masked entries"),
+    ("masked indices", lambda: batches(np.ma.array([[0], [1]], mask=[[False], [True]])), ValueError, "indices has masked entries"),
+    ("masked parameters", lambda: solve(init={"w": np.ma.array(W["w"], mask=[1, 0, 0]), "b": W["b"]}), ValueError, "['w'] has masked entries"),
     # Training
     ("a loss of two", lambda: ft.Training(lambda p, h: 0.0, optax.sgd(0.1)), TypeError, "(p, h)"),
     ("a loss with a state, not said", lambda: ft.Training(lambda p, h, b, s: 0.0, optax.sgd(0.1)), TypeError, "(p, h, b, s)"),

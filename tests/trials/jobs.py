@@ -309,6 +309,39 @@ def plainly(**options):
     return ft.minimize(problem, hparams, steps=3, optimizer=optax.adam(0.01), **options)
 
 
+def rehearse(folder, trap):
+    """Trials on short trainings: checkpoints and a history."""
+    import jax
+    import jax.numpy as jnp
+
+    import foretune as ft
+
+    from ..problems import regression
+
+    def make(steps, key):
+        start = {"w": jax.random.normal(key, (3,)), "b": jnp.zeros(())}
+        return regression(steps=steps)[0].replace(init=start)
+
+    return ft.rehearse(
+        make, {"lr": jnp.array(0.01), "decay": jnp.array(0.02)}, steps=128, cost=2.5,
+        constraints={"lr": ft.Log()}, callbacks=callbacks(folder, trap, 1),
+    )  # fmt: skip
+
+
+def page(folder, trap):
+    """The page of a run."""
+    import numpy as np
+
+    from foretune._files.files import write_whole
+    from foretune.report import write_page
+
+    Path(folder).mkdir(exist_ok=True)
+    config = {"kind": "clean", "title": "a run", "settings": {}}
+    write_whole(f"{folder}/config.json", json.dumps(config))
+    lines = write_page(Path(folder)).read_text().splitlines()
+    return (np.array(len(lines)),)
+
+
 def experiment(folder, trap):
     """The folder of an experiment, with a file for each of its stages."""
     import numpy as np
@@ -334,7 +367,7 @@ JOBS = {
     job.__name__: job
     for job in (
         *(minimize, real_time, clean, explain, attribute),
-        *(disk, history, board, programs, experiment),
+        *(disk, history, board, programs, experiment, rehearse, page),
     )
 }
 

@@ -14,6 +14,7 @@ from .test_kills import outcome
 WRITERS = {
     "minimize": "refused",
     "real_time": "refused",
+    "rehearse": "refused",
     "attribute": "refused",
     "disk": "refused",
     "clean": "refused",
@@ -22,6 +23,7 @@ WRITERS = {
     "history": "refused",
     "board": "both",
     "programs": "both",
+    "page": "both",
 }
 SAMPLE = ("attribute", "history")
 ONCE = ("history", "board")  # a run without a checkpoint begins anew

@@ -13,6 +13,8 @@ MOMENTS = {
     ("minimize", "evaluation"): (1, 10),
     ("real_time", "write"): (1, 30),
     ("real_time", "evaluation"): (0, 8),
+    ("rehearse", "write"): (0, 12),
+    ("rehearse", "evaluation"): (0, 8),
     ("attribute", "write"): (1, 20),
     ("attribute", "evaluation"): (0, None),
     ("disk", "write"): (1, 30),

@@ -94,10 +94,9 @@ def attribute(
     """
     reverse = Reverse() if engine is None else engine
     if not isinstance(reverse, Reverse) or reverse.store in ("everything", "gradients"):
-        raise ValueError(
-            f"attribute(engine={engine!r:.60}): errors go back through one training in chunks. Give "
-            '`foretune.Reverse()`, or where memory is short `Reverse(store="segments")`.'
-        )
+        why = "errors go back through one training in chunks"
+        how = '`foretune.Reverse()`, or where memory is short `Reverse(store="segments")`'
+        raise ValueError(f"attribute(engine={engine!r:.60}): {why}. Give {how}.")
     if chunk is not None:
         check_count(chunk, f"attribute(chunk={chunk!r:.60})")
     if not isinstance(share, int | float | np.floating) or not 0 < share <= 1:
@@ -183,8 +182,6 @@ def _warn_of_size(found: Attribution) -> None:
     variance = PART * (1 - PART) * np.sum(found.scores.astype(np.float64) ** 2, 1)
     moved, size = float(np.sqrt(variance.mean())), float(np.abs(found.errors).mean())
     if moved > BEYOND * size > 0:
-        warn(
-            f"without a random tenth of the examples errors of {size:.2g} would move by {moved:.2g}: "
-            "the training is chaotic, and the scores say nothing. docs/guides/trust.md has what helps.",
-            RuntimeWarning,
-        )
+        what = f"a random tenth of the examples errors of {size:.2g} would move by {moved:.2g}"
+        why = "the training is chaotic, and the scores say nothing. docs/guides/trust.md has what helps"
+        warn(f"without {what}: {why}.", RuntimeWarning)

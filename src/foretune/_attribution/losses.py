@@ -70,10 +70,9 @@ class WeightedLoss(eqx.Module):
             l, model_state = result if self.has_state else (result, None)
             B = self.weights.size
             if getattr(l, "shape", None) != (B,) or not jnp.issubdtype(l.dtype, jnp.floating):
-                raise TypeError(
-                    f"`losses` must return a number for each of the {B} examples of a minibatch, an "
-                    f"array of shape ({B},); it returned\n{describe_tree(l, 'losses')}"
-                )
+                needed = f"a number for each of the {B} examples of a minibatch, of shape ({B},)"
+                returned = describe_tree(l, "losses")
+                raise TypeError(f"`losses` must return {needed}; it returned\n{returned}")
             return l, model_state
 
         def one(example):

@@ -87,10 +87,8 @@ def as_queries(problem: Problem, queries: PyTree) -> Queries:
         raise ValueError(f"the problem has objectives for {names}: give `queries=[f, ...]`.")
     check_data(queries, "queries")
     if not jax.tree.leaves(queries):
-        raise ValueError(
-            f"queries is {describe(queries)} and holds no example: give validation examples with a "
-            "leading axis, or a list of objectives."
-        )
+        none = f"queries is {describe(queries)} and holds no example"
+        raise ValueError(f"{none}: give examples with a leading axis, or a list of objectives.")
     queries = as_arrays(queries, "queries")
     if check_leading_axis(queries, "queries", "the queries") == 0:
         raise ValueError("queries holds no example: its leading axis has the length 0.")

@@ -182,7 +182,8 @@ def as_groups(groups: object, n: int) -> Int[Array, " n"] | None:
     if groups is None:
         return None
     found = np.asarray(groups)
-    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+    whole = np.issubdtype(found.dtype, np.integer) and not np.ma.is_masked(groups)
+    if found.ndim != 1 or not whole:
         raise TypeError(f"groups must be one integer for each of {n} rows, got {describe(found)}.")
     if len(found) != n:
         raise ValueError(f"groups has {len(found)} entries for {n} training examples.")

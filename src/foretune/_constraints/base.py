@@ -155,12 +155,9 @@ def scales(constraints: PyTree, u: PyTree) -> PyTree:
 
 def moved(constraints: PyTree, hparams: PyTree, change: PyTree) -> PyTree:
     """Return the hyperparameters after a change in units of their scales, inside constraints."""
-
-    def step(u, scale, change):
-        return u + (scale * change).astype(u.dtype)
-
     u = to_unconstrained(constraints, hparams)
-    there = jax.tree.map(step, u, scales(constraints, u), change)
+    c = scales(constraints, u)
+    there = jax.tree.map(lambda u, c, change: u + (c * change).astype(u.dtype), u, c, change)
     return project(constraints, from_unconstrained(constraints, there))
 
 

@@ -1,8 +1,4 @@
-"""Why a response is chaotic: how training multiplies small changes.
-
-A change of the start by v_0 is, after t steps, v_t = A_t ... A_1 v_0. Where |v_t| grows by orders of
-magnitude, so does the adjoint.
-"""
+"""Why a response is chaotic: how training multiplies a small change, v_t = A_t ... A_1 v_0."""
 
 import math
 from typing import NamedTuple
@@ -24,21 +20,16 @@ from .._problem.system import make_system
 class Sensitivity(NamedTuple):
     """How a small change of the weights grows in training."""
 
-    norms: Float[np.ndarray, " T"]
-    """|v_t| / |v_0| after each step."""
-    factor: float
-    """From the smallest to the largest after it."""
-    first: int
+    norms: Float[np.ndarray, " T"]  # |v_t| / |v_0| after each step
+    factor: float  # from the smallest to the largest after it
+    first: int  # the steps, counted from 1, in which four fifths of that happen (in its logarithm)
     last: int
-    """The steps, counted from 1, in which four fifths of that happen (in its logarithm)."""
 
     def __str__(self) -> str:
         if self.factor < 2:
             return "a small change of the weights does not grow in training"
-        return (
-            f"a small change of the weights grows {self.factor:.2g} times, most of it in steps "
-            f"{self.first} to {self.last} of {len(self.norms)}"
-        )
+        where = f"most of it in steps {self.first} to {self.last} of {len(self.norms)}"
+        return f"a small change of the weights grows {self.factor:.2g} times, {where}"
 
 
 def sensitivity_of(problem: Problem, hparams: PyTree, key: Array) -> Sensitivity | None:

@@ -51,8 +51,7 @@ class Slope(NamedTuple):
     scale: float
     predicted: float
     measured: float
-    noise: float
-    """Standard deviation of the measured change."""
+    noise: float  # standard deviation of the measured change
 
     @property
     def verdict(self) -> str:
@@ -136,21 +135,16 @@ def points_of(
 
     The way is that of the unconstrained variable. Raises where a hyperparameter cannot be moved.
     """
-    changes = [
-        jax.tree.map(lambda c, s=scale: (s * c).astype(c.dtype), probe.change)
-        for probe in probes
-        for scale in scales
-    ]
+    changes = [optax.tree.scale(float(s), probe.change) for probe in probes for s in scales]
     stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *changes)
     points, half = _points(constraints, hparams, stacked)
     ways = [np.asarray(way).reshape(len(changes), -1) for way in jax.tree.leaves(half)]
     still = ~np.any([way.any(1) for way in ways], 0)
     if still.any():
         leaf = probes[int(still.argmax()) * len(probes) // len(changes)].leaf
-        raise ValueError(
-            f"{leaf} cannot be moved: its constraint leaves no room, or the scale is below its digits. "
-            "To hold it fixed, leave it out of the hyperparameters."
-        )
+        why = "its constraint leaves no room, or the scale is below its digits"
+        fixed = "To hold it fixed, leave it out of the hyperparameters"
+        raise ValueError(f"{leaf} cannot be moved: {why}. {fixed}.")
     return points, half
 
 
@@ -282,10 +276,8 @@ class Study:
         """Return what the error does along the random directions, and its noise."""
         middle = self.here(self.problem)
         none = np.zeros_like(middle)
-        signs = [
-            optax.tree.random_like(key, self.hparams, jax.random.rademacher)
-            for key in jax.random.split(jax.random.fold_in(self.key, 3), PAIRS)
-        ]
+        keys = jax.random.split(jax.random.fold_in(self.key, 3), PAIRS)
+        signs = [optax.tree.random_like(key, self.hparams, jax.random.rademacher) for key in keys]
         near = self.measured([Probe("", 0, s) for s in signs], [JITTER * self.scale], none)
         measured = self.measured(self.probes, scales, none)
         nearest = measured.values[:, :: len(scales)]  # as near as those

@@ -1,7 +1,4 @@
-"""Is a hypergradient useful? What it predicts, beside what happens over a step of tuning.
-
-Where training multiplies small changes, an exact gradient has nothing to do with the slope over a step.
-"""
+"""Is a hypergradient useful? What it predicts, beside what happens over a step of tuning."""
 
 import math
 import warnings

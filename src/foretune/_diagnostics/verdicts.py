@@ -17,8 +17,7 @@ class Advice(NamedTuple):
 
     name: str
     how: str
-    verdicts: dict[str, str] | None = None
-    """Those with it; None where it was not tried."""
+    verdicts: dict[str, str] | None = None  # those with it; None where it was not tried
 
     @property
     def helps(self) -> bool:
@@ -112,10 +111,8 @@ def _lines(report: Trust) -> Iterator[str]:
     heads = f"{'change by':>9} {'predicted':>10} {'measured':>10} {'noise':>8} {'radius':>7}"
     yield f"{'':<{width}} {heads}  verdict"
     for leaf, verdict in report.verdicts.items():
-        row = _telling(report, leaf)
-        numbers = (
-            f"{row.scale:>9.3g} {row.predicted:>10.3g} {row.measured:>10.3g} {row.noise:>8.1g}"
-        )
+        s = _telling(report, leaf)
+        numbers = f"{s.scale:>9.3g} {s.predicted:>10.3g} {s.measured:>10.3g} {s.noise:>8.1g}"
         yield f"{leaf:<{width}} {numbers} {report.radius[leaf]:>7.3g}  {verdict}"
     if report.nonfinite:
         yield report.nonfinite

@@ -1,7 +1,6 @@
 """The fastest exact engine that fits in memory.
 
-The time of forward mode grows with the number m of hyperparameters, the memory of reverse mode with
-what it stores of T steps; in plain training runs and states, about
+For m hyperparameters and T steps, in plain training runs and states, about
 
     Forward()               1 + 2m                 m + 1
     Forward(c)              (1 + 2c) m / c         c + 1
@@ -202,10 +201,7 @@ def candidates(
 
 def _halved(n: int) -> list[int]:
     """Return n, n / 2, n / 4, ..., 1, rounded up."""
-    found = [n]
-    while found[-1] > 1:
-        found.append(-(-found[-1] // 2))
-    return found
+    return [-(-n // 2**k) for k in range((n - 1).bit_length() + 1)]
 
 
 def _concrete(array: Array) -> Array:

@@ -10,6 +10,7 @@ either way, continues where it was. Files carry what they belong to and a checks
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 import re
@@ -116,10 +117,11 @@ class ReverseOnDisk(AbstractEngine):
 
 def _forward(files: "_Files", program: tuple, s_0: PyTree, steps: int, length: int) -> PyTree:
     """Return s_T; the state at which each segment begins is on the disk then."""
-    if files.has("end"):
-        return files.read("end", s_0)
     firsts = range(0, steps, length)
-    done = next((t for t in reversed(firsts) if files.has(_name(t))), 0)
+    there = itertools.takewhile(lambda t: files.has(_name(t)), firsts)  # one may not be written
+    done = max(there, default=0)
+    if done == firsts[-1] and files.has("end"):
+        return files.read("end", s_0)
     s = files.read(_name(done), s_0) if done else s_0
     for first in range(done, steps, length):
         files.write(_name(first), s)
@@ -267,17 +269,12 @@ class _Files:
         path = self.path(name)
         try:
             header, arrays = load_arrays(path)
-        except FileNotFoundError as error:
-            raise OSError(_damaged(path, "it is missing")) from error
-        except Damaged as error:
-            raise OSError(_damaged(path, "its checksum is wrong")) from error
+        except (FileNotFoundError, Damaged) as error:
+            raise OSError(_damaged(path, str(error))) from error
         if header != {"fingerprint": self.fingerprint, "name": name}:
-            raise OSError(_damaged(path, "it belongs to another call"))
+            raise OSError(_damaged(path, "it belongs to another call."))
         shapes = [jax.eval_shape(key_data, leaf) for leaf in jax.tree.leaves(like)]
-        found = [arrays[str(i)].view(shape.dtype) for i, shape in enumerate(shapes)]
-        if [array.shape for array in found] != [shape.shape for shape in shapes]:
-            raise OSError(_damaged(path, "it has other shapes"))
-        return found
+        return [arrays[str(i)].view(shape.dtype) for i, shape in enumerate(shapes)]
 
     def remove(self) -> None:
         self.flush()
@@ -291,7 +288,7 @@ class _Files:
             if not _is_ours(path.name):
                 continue
             try:
-                header = load_header(path)
+                header, _ = load_arrays(path)  # all of it: what is damaged is computed again
             except Damaged:
                 aside = set_aside(path).name
                 warn(f"{path} is no file of ReverseOnDisk, or damaged, and is kept as {aside}.")
@@ -311,7 +308,5 @@ def _name(first: int) -> str:
 def _damaged(path: Path, why: str) -> str:
     name = path.name.removesuffix(SUFFIX)
     what = f"the state before step {int(name[6:]) + 1}" if name[:6] == "state_" else name
-    return (
-        f"{path}, {what} of ReverseOnDisk, is damaged: {why}. Remove the files *{SUFFIX} of that "
-        "folder and call the engine again."
-    )
+    again = "Call the engine again: it computes again what is missing."
+    return f"{path}, {what} of ReverseOnDisk, cannot be used: {why} {again}"

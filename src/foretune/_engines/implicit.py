@@ -154,10 +154,9 @@ class Implicit(TracedEngine):
                 f"{100 * self.stationarity:g} %). Train longer, or use `Reverse()`."
             )
         if not residual <= 10 * self.tolerance:
-            warn(
-                f"Implicit: the linear system is solved to a relative residual of {residual:.3g} after "
-                f"{self.iterations} iterations (asked for: {self.tolerance:g}). Give more iterations."
-            )
+            found = f"a relative residual of {residual:.3g} after {self.iterations} iterations"
+            more = f"(asked for: {self.tolerance:g}). Give more iterations."
+            warn(f"Implicit: the linear system is solved to {found} {more}")
 
 
 def _indefinite(report: Report) -> Bool[Array, ""]:
@@ -222,23 +221,14 @@ def _check_influence(
         moved = jax.tree.map(lambda leaf: leaf + jnp.asarray(shift, leaf.dtype), x)
         return system.errors(equation.put(moved), hparams)
 
-    def pull(hparams, rows):
-        return jax.vjp(errors, hparams)[1](rows)[0]
-
     rows = jax.tree.map(jnp.zeros_like, jax.eval_shape(errors, hparams))
-    jaxpr = jax.make_jaxpr(pull)(hparams, rows).jaxpr
+    jaxpr = jax.make_jaxpr(lambda h, rows: jax.vjp(errors, h)[1](rows))(hparams, rows).jaxpr
     first = len(jaxpr.invars) - len(rows)
-    named = zip(named_leaves(hparams, "hparams"), owners(problem, hparams), strict=True)
-    idle = [
-        path
-        for i, (path, owner) in enumerate(named)
-        if not inputs_of(jaxpr, i)[first + system.rows[owner]]
-    ]
-    if idle:
-        raise ValueError(
-            f"Implicit: {', '.join(idle)} has no influence on the minimum that the training ends "
-            "at. Use `Reverse()` or `Forward()`, or leave it out."
-        )
+    followed = [first + system.rows[owner] for owner in owners(problem, hparams)]
+    named = zip(named_leaves(hparams, "hparams"), followed, strict=True)
+    if idle := [path for i, (path, row) in enumerate(named) if not inputs_of(jaxpr, i)[row]]:
+        why = f"{', '.join(idle)} has no influence on the minimum that the training ends at"
+        raise ValueError(f"Implicit: {why}. Use `Reverse()` or `Forward()`, or leave it out.")
 
 
 def _safe(x: Array) -> Array:

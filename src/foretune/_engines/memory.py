@@ -14,11 +14,7 @@ _UNITS |= {f"{prefix}i": 1024**k for k, prefix in enumerate("kmgt", start=1)}
 
 
 def parse_bytes(memory: object, where: str = "Auto") -> int:
-    """Return the bytes of a number or of a text like "4GiB".
-
-    >>> parse_bytes("4GiB"), parse_bytes("1.5 MB"), parse_bytes(100)
-    (4294967296, 1500000, 100)
-    """
+    """Return the bytes of a number or of a text like "4GiB"."""
     found = memory
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", memory.lower())

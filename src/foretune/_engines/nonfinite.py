@@ -148,10 +148,8 @@ def origin_of(
             entries = f"{name} ({describe(leaf)}) in {where.sum()} of {where.size} entries"
             return f"The initial parameters, or the first state, hold NaN or infinity: {entries}."
         cause = GREW.format(peak=march.peak, what=DIVERGES) if march.peak > HUGE else guess
-        return (
-            f"First at step {march.t} of {T}, in the training itself: {name} ({describe(leaf)}) is not "
-            f"finite. {cause}"
-        )
+        what = f"{name} ({describe(leaf)}) is not finite"
+        return f"First at step {march.t} of {T}, in the training itself: {what}. {cause}"
     if not march.finite_errors:
         finite = "The training is finite to its end: the objective is not, at the last state."
         return f"{finite} {_holes(problem)}".strip()

@@ -27,9 +27,7 @@ from .products import error_gradients, pull_rows
 from .schedules import Adjoint, Binomial, Everything, Gradients, Loop, Schedule, States
 from .segments import Segments
 
-STORES: dict[str, type[Schedule]] = dict(
-    everything=Everything, gradients=Gradients, states=States, segments=Segments
-)
+STORES = dict(everything=Everything, gradients=Gradients, states=States, segments=Segments)
 
 
 class Reverse(TracedEngine):
@@ -75,10 +73,8 @@ class Reverse(TracedEngine):
         check_count(self.unroll, f"Reverse(unroll={self.unroll})")
         check_flag(self.first_order, "Reverse's first_order")
         if self.store not in tuple(STORES) and not (type(self.store) is int and self.store >= 1):
-            raise ValueError(
-                f"Reverse(store={self.store!r}): give a number of states, 1 or more, or one of "
-                f"{', '.join(map(repr, STORES))}."
-            )
+            names = "a number of states, 1 or more, or one of " + ", ".join(map(repr, STORES))
+            raise ValueError(f"Reverse(store={self.store!r}): give {names}.")
         if self.transpose not in ("forward", "reverse"):
             raise ValueError(f"Reverse(transpose={self.transpose!r}): give 'forward' or 'reverse'.")
 

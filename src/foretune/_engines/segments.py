@@ -73,9 +73,6 @@ def segments_of(steps: int) -> tuple[int, int]:
     """Return the length of a segment and how many there are, but for a shorter last one.
 
     Equal segments are preferred: a shorter one is a program more.
-
-    >>> segments_of(100), segments_of(1000), segments_of(7)
-    ((10, 10), (25, 40), (3, 2))
     """
     length = max(1, math.isqrt(steps - 1) + 1)
     equal = next(d for d in range(math.isqrt(steps), 0, -1) if steps % d == 0)
@@ -112,11 +109,7 @@ class Lengths(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def lengths_of(steps: int, gradient: float) -> Lengths:
-    """Return the segments that hold least, where a gradient has this share of a state.
-
-    >>> lengths_of(1000, 1 / 3)
-    Lengths(segments=21, length=48, blocks=6, block=8)
-    """
+    """Return the segments that hold least, where a gradient has this share of a state."""
 
     def of(length):
         blocks = -(-length // BLOCK)

@@ -1,8 +1,7 @@
 """Engines for chaotic responses: the gradient of the response averaged over a neighbourhood.
 
-A chaotic response f(lambda) has slopes that have nothing to do with those over a step of tuning. What a
-descent needs is the slope of the average over a neighbourhood of radius r, with c the natural scale of
-each hyperparameter,
+What a descent needs there is the slope of the average over a neighbourhood of radius r, with c the
+natural scale of each hyperparameter,
 
     f_r(lambda) = E_u f(lambda + r c u),
 
@@ -108,11 +107,8 @@ class Neighbourhood(TracedEngine):
         if uniform:
             U = U * jax.random.uniform(jax.random.fold_in(key, 1), U.shape, flat.dtype)
         constraints = check_constraints(self.constraints, hparams)
-
-        def at(u):
-            return moved(constraints, hparams, unravel(self.radius * u))
-
-        points = jax.vmap(at)(jnp.concatenate([U, -U]))
+        both = jnp.concatenate([U, -U])
+        points = jax.vmap(lambda u: moved(constraints, hparams, unravel(self.radius * u)))(both)
         rows = jax.vmap(lambda h: ravel_pytree(h)[0])(points)
         return points, rows[: self.samples] - rows[self.samples :]
 
@@ -182,11 +178,8 @@ class Evolution(Neighbourhood):
 
     def solve(self, problem: Problem, system: System, hparams: PyTree) -> Solution:
         points, d = self.points(hparams, uniform=False)
-
-        def errors_at(h):
-            return jnp.stack(system.errors(system.run(h), h))
-
-        values = lax.map(errors_at, points, batch_size=self.chunk or 2 * self.samples)
+        n = self.chunk or 2 * self.samples
+        values = lax.map(lambda h: jnp.stack(system.errors(system.run(h), h)), points, batch_size=n)
         values = values.reshape(2, self.samples, -1)
         used = jnp.isfinite(values).all((0, 2))
         mean, _ = _averaged(_slopes(values, d, used), used)
@@ -201,10 +194,8 @@ class Smoothed(Neighbourhood):
 
     Args:
         engine: what computes the gradients at the points.
-        radius: of the neighbourhood, relative to each hyperparameter (in log(x) under `Log`).
         samples: pairs of opposite points, two or more.
-        key: as in `Evolution`.
-        constraints: where the points may be, as in `minimize`, which gives its own.
+        radius, key, constraints: as in `Evolution`.
 
     >>> import foretune as ft, jax.numpy as jnp, optax
     >>> problem = ft.Problem(
@@ -223,10 +214,8 @@ class Smoothed(Neighbourhood):
 
     def __check_init__(self):
         if not isinstance(self.engine, TracedEngine):
-            raise TypeError(
-                f"Smoothed's engine is {describe(self.engine)}; give one that is a single program, as "
-                "in `Smoothed(Reverse(), radius=0.1)`."
-            )
+            needed = "one that is a single program, as in `Smoothed(Reverse(), radius=0.1)`"
+            raise TypeError(f"Smoothed's engine is {describe(self.engine)}; give {needed}.")
         if self.samples == 1:
             raise ValueError("Smoothed(samples=1): variances need two samples or more.")
 

@@ -64,7 +64,7 @@ def split_step(system: System, hparams: PyTree, s: PyTree) -> Split | None:
     update, gradient = _needed(rest, jaxpr.outvars), _needed(rest, before)
     if any(v is mark for mark in after for e in gradient for v in e.invars):
         return None  # a gradient after another one's update
-    if any(map(_is_costly, update)):
+    if any(e.primitive.name in COSTLY for e in equations(jaxpr.replace(eqns=update))):
         return None
 
     def part(eqns, inputs, outputs):
@@ -73,14 +73,12 @@ def split_step(system: System, hparams: PyTree, s: PyTree) -> Split | None:
 
     of_gradient, of_update = part(gradient, [], before), part(update, after, jaxpr.outvars)
 
-    def gradient_of(s, hparams, x):
-        return of_gradient(*jax.tree.leaves((s, hparams, x)))
-
     def updated(s, hparams, x, g):
         new = of_update(*jax.tree.leaves((s, hparams, x)), *g)
         return jax.tree.unflatten(jax.tree.structure(shape), new)
 
-    return Split(gradient_of, updated, sum(v.aval.size for v in after), sum(map(_work, gradient)))
+    size, work = sum(v.aval.size for v in after), sum(map(_work, gradient))
+    return Split(lambda *given: of_gradient(*jax.tree.leaves(given)), updated, size, work)
 
 
 def _is_mark(equation: JaxprEqn) -> bool:
@@ -96,11 +94,6 @@ def _needed(equations: list[JaxprEqn], outputs: list[Var | Literal]) -> list[Jax
             wanted.update(v for v in equation.invars if not isinstance(v, Literal))
             found.append(equation)
     return found[::-1]
-
-
-def _is_costly(equation: JaxprEqn) -> bool:
-    inner = [e for jaxpr in subjaxprs(equation.params) for e in equations(jaxpr)]
-    return any(e.primitive.name in COSTLY for e in (equation, *inner))
 
 
 def _work(equation: JaxprEqn) -> int:

@@ -4,14 +4,10 @@ With the last k steps, t = T - k + 1 .. T,
 
     g_k = dE/dlambda + sum_{t > T-k} alpha_t B_t,
 
-which leaves out the influence of the hyperparameters on s_{T-k}. Exactly that is its error:
-
-    grad f - g_k = alpha_{T-k} ds_{T-k}/dlambda.
-
-It is small where the training forgets: near a minimum, with steps that contract by a factor rho in
-every direction, |alpha_{T-k}| <= rho^k |alpha_T|. Elsewhere even the sign may be wrong. So a call warns
-where the older half of the k steps has more than a fifth of the sum of both halves' lengths. Each half
-has a copy of the hyperparameters, so that one adjoint gives both. Memory: k states, whatever T is.
+which lacks alpha_{T-k} ds_{T-k}/dlambda. That is small where the training forgets: near a minimum, with
+steps that contract by a factor rho, |alpha_{T-k}| <= rho^k |alpha_T|. Elsewhere even the sign may be
+wrong. So a call warns where the older half of the k steps has more than a fifth of the sum of both
+halves' lengths; each half has a copy of the hyperparameters, so that one adjoint gives both.
 Reference: Shaban et al., Truncated Back-propagation for Bilevel Optimization, AISTATS 2019.
 """
 

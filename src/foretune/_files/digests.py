@@ -1,6 +1,7 @@
 """One way to tell whether numbers or text are what they were."""
 
 import hashlib
+import json
 import re
 
 import equinox as eqx
@@ -23,6 +24,11 @@ def digest(content: str | bytes | PyTree) -> str:
     return total.hexdigest()
 
 
+def digest_of_json(content: object) -> str:
+    """Return a digest of what JSON can say, whatever the order of its names."""
+    return digest(json.dumps(content, sort_keys=True))
+
+
 def is_digest(text: str) -> bool:
     """Return whether a text is what `digest` returns."""
     return re.fullmatch("[0-9a-f]{64}", text) is not None
@@ -37,11 +43,7 @@ def as_numbers(tree: PyTree) -> list[np.ndarray]:
 def with_numbers(tree: PyTree, numbers: list[np.ndarray]) -> PyTree:
     """Return the pytree with other numbers in its arrays, on the same devices."""
     remaining = iter(numbers)
-
-    def replaced(leaf):
-        return _like(leaf, next(remaining)) if eqx.is_array(leaf) else leaf
-
-    return jax.tree.map(replaced, tree)
+    return jax.tree.map(lambda x: _like(x, next(remaining)) if eqx.is_array(x) else x, tree)
 
 
 def _like(leaf: Array | np.ndarray, numbers: np.ndarray) -> Array:

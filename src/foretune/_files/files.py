@@ -48,13 +48,6 @@ def write_whole(
         path: the file; its folder is there.
         content: text, bytes, or a function that writes to the file it is given.
         sync: whether to wait until it is on the disk, and would outlive a power cut.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder, "result.json")
-    ...     write_whole(path, "{}")
-    ...     path.read_text(), len(list(Path(folder).iterdir()))
-    ('{}', 1)
     """
     path = Path(path)
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

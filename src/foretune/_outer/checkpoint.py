@@ -6,14 +6,13 @@ records. The errors of a disk that fails pass on, and everything stays where it 
 """
 
 import contextlib
-import json
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .._files.digests import as_numbers, digest, is_digest, with_numbers
+from .._files.digests import as_numbers, digest, digest_of_json, is_digest, with_numbers
 from .._files.files import RunError, as_path, locked, make_folder, remove_unfinished, set_aside
 from .._files.records import Record, Records
 from .._problem.checks import check_count, describe, named_leaves
@@ -136,7 +135,7 @@ class Checkpoint(Callback):
 
         only_meta = ocp.args.Composite(meta=ocp.args.JsonRestore())
         meta = dict(self._manager.restore(step, args=only_meta)["meta"])
-        if meta.pop("digest") != _digest_of(meta) or meta["step"] != step:
+        if meta.pop("digest") != digest_of_json(meta) or meta["step"] != step:
             raise ValueError("its metadata are not those that were saved")
         if meta["belongs_to"] != self._belongs_to:
             raise _another_run(self.directory, meta["belongs_to"], self._belongs_to)
@@ -177,15 +176,14 @@ class Checkpoint(Callback):
             "arrays": digest(arrays),
         }
         named = {str(i): array for i, array in enumerate(arrays)}
-        as_json = ocp.args.JsonSave({"digest": _digest_of(meta), **meta})
+        as_json = ocp.args.JsonSave({"digest": digest_of_json(meta), **meta})
         parts = ocp.args.Composite(carry=ocp.args.StandardSave(named), meta=as_json)
         try:
             self._manager.save(run.step, args=parts, force=True)
         except (OSError, ValueError) as error:  # TensorStore's are ValueErrors, and name no folder
-            raise OSError(
-                f"the checkpoint of step {run.step} could not be saved in {self.directory} "
-                f"({error!s:.200}). Those before it are whole: make room, and run again."
-            ) from error
+            what = f"the checkpoint of step {run.step} could not be saved in {self.directory}"
+            rest = "Those before it are whole: make room, and run again."
+            raise OSError(f"{what} ({error!s:.200}). {rest}") from error
 
 
 def _another_run(folder: Path, theirs: dict[str, str], ours: dict[str, str]) -> RunError:
@@ -201,10 +199,6 @@ def _another_run(folder: Path, theirs: dict[str, str], ours: dict[str, str]) -> 
     what = f"{folder} holds another run, with another problem or optimizer. What differs:"
     rest = [f"  ... and {len(lines) - 8} more"] if len(lines) > 8 else []
     return RunError("\n".join([what, *lines[:8], *rest, "Give another directory, or remove it."]))
-
-
-def _digest_of(meta: Record) -> str:
-    return digest(json.dumps(meta, sort_keys=True))
 
 
 def _wait_for_all(until: str) -> None:

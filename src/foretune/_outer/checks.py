@@ -28,10 +28,8 @@ def check_functions(stop: object, evaluate: object, score: object) -> list[Calla
     """Raise unless they can be called as the drivers do; return the stopping rules as a list."""
     rules = [] if stop is None else [stop] if callable(stop) else stop
     if isinstance(rules, str | dict) or not isinstance(rules, Iterable):
-        raise TypeError(
-            "stop must be a rule like `ft.NoImprovement(10)`, a function of the run, or a list of "
-            f"them; got {describe(stop)}."
-        )
+        needed = "a rule like `ft.NoImprovement(10)`, a function of the run, or a list of them"
+        raise TypeError(f"stop must be {needed}; got {describe(stop)}.")
     rules = list(rules)
     optional = [("evaluate(state, hparams)", evaluate), ("score(record)", score)]
     given = [(form, function) for form, function in optional if function is not None]
@@ -57,7 +55,5 @@ def check_evaluate(
         for name, metric in metrics.items()
     )
     if not named or set(metrics) & set(names):
-        raise ValueError(
-            f"evaluate must return a dict of scalars with names (strings) other than "
-            f"{sorted(names)}, got {metrics!r:.200}."
-        )
+        needed = f"a dict of scalars with names (strings) other than {sorted(names)}"
+        raise ValueError(f"evaluate must return {needed}, got {metrics!r:.200}.")

@@ -116,9 +116,8 @@ class Descent(Stepper):
         why = explain(problem, hparams, hyper, self.engine.other_mode)
         if run.begins:  # there is nothing to go back to
             error = NonFiniteError(why)
-            error.add_note(
-                f"foretune: this was step {step} of minimize, with {shown(hparams)}. Start from others."
-            )
+            where = f"step {step} of minimize, with {shown(hparams)}"
+            error.add_note(f"foretune: this was {where}. Start from others.")
             raise error
         self.warn_once(run, step, f", with {shown(hparams)}", why)
 
@@ -127,21 +126,15 @@ class Descent(Stepper):
         run.nan_reported = True  # the score's NaN is no news
         if not self._warned:
             self._warned = True
-            warn(
-                f"the error or the hypergradient at step {step} of minimize is not finite{place}. Such "
-                f"steps are rejected and shortened. {why}",
-                RuntimeWarning,
-            )
+            what = f"the error or the hypergradient at step {step} of minimize is not finite{place}"
+            warn(f"{what}. Such steps are rejected and shortened. {why}", RuntimeWarning)
 
     def fingerprint(self, hparams: PyTree) -> dict[str, str]:
         """Return what tells this run from others; functions cannot be compared."""
-        source = self.source
-        ours = {
-            "constraints": repr(self.outer.constraints),
-            "initial hyperparameters": digest(hparams),
-        }
+        source, constraints = self.source, repr(self.outer.constraints)
+        ours = {"constraints": constraints, "initial hyperparameters": digest(hparams)}
         if isinstance(source, Drawn):
-            return ours | {"key": digest(source.key), "data of the draw": digest(source.constants)}
+            return ours | {"key": digest(source.key), **source.fingerprint()}
         return ours | {
             "inner steps": str(source.steps),
             "trajectory": str(source.trajectory),

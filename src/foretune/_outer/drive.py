@@ -38,7 +38,7 @@ class Evaluation(NamedTuple):
     state: PyTree
     record: dict[str, PyTree]  # all but the step and the metrics
     counts: bool | Bool[Array, ""] = True  # whether it may be the best
-    before: Sequence[dict[str, PyTree]] = ()  # records of steps that were made on the way
+    before: Sequence[dict[str, PyTree]] = ()  # records of steps made on the way, on the host
     arguments: tuple[PyTree, PyTree] | None = None  # of `evaluate`: state and hparams, if not these
 
 
@@ -121,7 +121,7 @@ def _note(
     run: Run, step: int, found: Evaluation, evaluate: Metrics | None, score: Score | None
 ) -> None:
     """Move the run to where a step has led."""
-    run.new = [plain({"step": step + i, **record}) for i, record in enumerate(found.before)]
+    run.new = [_named({"step": step + i, **record}) for i, record in enumerate(found.before)]
     run.history.extend(run.new)
     step += len(run.new)
     record = {"step": step, **found.record}
@@ -205,7 +205,11 @@ def plain(record: dict[str, PyTree]) -> Record:
 
     What JSON has no word for is named by path: hparams of `{0: a}` become `{"hparams[0]": a}`.
     """
-    return {name: _plain(part, name) for name, part in on_host(record).items()}
+    return _named(on_host(record))
+
+
+def _named(record: dict[str, PyTree]) -> Record:
+    return {name: _plain(part, name) for name, part in sorted(record.items())}
 
 
 def _plain(tree: PyTree, name: str) -> PyTree:

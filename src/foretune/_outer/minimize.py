@@ -1,7 +1,4 @@
-"""The offline outer loop: hypergradient, outer Optax step, projection, repeat.
-
-`descent.py` has the steps on a problem, `paired.py` those on a draw, `drive.py` all else.
-"""
+"""The outer loop: `descent.py` has the steps, `paired.py` those on a draw, `drive.py` all else."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence

@@ -23,11 +23,12 @@ from .._constraints.base import (
     scales,
     to_unconstrained,
 )
-from .._constraints.sets import NonNegative
+from .._constraints.sets import Box, NonNegative
 from .._constraints.variables import Change, Log
 from .search import is_scale
 
 UNIT = 0.4  # of its scale, for what does not move by factors
+WIDE = 0.2  # of the width of a bounded Box
 CARRIED_ON = 0.5  # of the fall between two points
 FARTHEST = 1.2  # that this is, in logarithms
 LEAST = 1e-3  # a change, in units, over which a difference of derivatives is trusted
@@ -41,7 +42,9 @@ class Moves(eqx.Module):
     ahead: PyTree  # the direction of v in which the leading scale grows: 1 for it, 0 for all else
 
     @classmethod
-    def about(cls, constraints: PyTree, origin: PyTree, leading: Int[Array, ""]) -> "Moves":
+    def about(
+        cls, constraints: PyTree, origin: PyTree, leading: Int[Array, ""], wide: bool = False
+    ) -> "Moves":
         """Return the moves about a point. A scale that is 0 there cannot move by factors."""
         changed = map_parts(_by_factors, constraints, origin)
         sizes = scales(changed, to_unconstrained(changed, origin))
@@ -49,7 +52,13 @@ class Moves(eqx.Module):
 
         def unit(constraint, sizes):
             share = 1.0 if isinstance(constraint, Change) else UNIT
-            return jax.tree.map(lambda size: share * size, sizes)
+            own = jax.tree.map(lambda size: share * size, sizes)
+            if not wide or not isinstance(constraint, Box):
+                return own
+            width = WIDE * (jnp.asarray(constraint.upper) - jnp.asarray(constraint.lower))
+            return jax.tree.map(
+                lambda own: jnp.where(jnp.isfinite(width), width, own).astype(own.dtype), own
+            )
 
         def direction(constraint, changed, sizes):
             leads = is_scale(constraint) and leading == next(number)

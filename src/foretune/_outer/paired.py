@@ -1,12 +1,14 @@
 """The descent on a problem that is drawn anew at each step: points are compared in the same draws.
 
 Errors of different draws differ by more than a step gains, so single steps are not judged: only one
-that is not finite is rejected. After a span of S steps the point reached, lambda, is compared with the
-incumbent, the last one that was accepted, in n draws that both share,
+that is not finite is rejected, and the descent goes on from the point before, with steps of a quarter.
+After a span of S steps the point reached, lambda, is compared with the incumbent, the last one that was
+accepted, in n draws that both share,
 
     d_i = f_i(lambda) - f_i(incumbent),    m = mean of d,    e = t std(d) / sqrt(n)
 
-- m < -e: lambda is the new incumbent, and steps may be twice as long, up to the optimizer's own;
+- m < -e: lambda is the new incumbent, steps may be twice as long, up to the optimizer's own, and the
+  next span is an eighth of all steps so far, or as long as this one;
 - m > e', of a larger t, and again in 32 draws: lambda is rejected; the descent goes on from the
   incumbent, the optimizer anew, with steps of a quarter;
 - else noise decides: on, and the next span is twice as long and compared in twice as many draws.
@@ -36,6 +38,7 @@ from .run import Run
 from .update import Outer, select, times
 
 SPAN = 8  # steps to the first comparison
+SHARE = 8  # of the steps so far, a span is at least the eighth part
 QUANTILES = {4: (2.35, 4.54), 8: (1.89, 3.00), 16: (1.75, 2.60), 32: (1.70, 2.45)}
 """n -> t of n - 1 degrees of freedom, one side of 95 % and of 99 %."""
 FEWEST = 4  # n
@@ -49,6 +52,7 @@ class Paired(NamedTuple):
     last: PyTree  # that were evaluated
     opt_state: PyTree
     incumbent: PyTree
+    finite: PyTree  # the last point with a finite gradient; then the incumbent
     error: Float[Array, ""]  # of the incumbent: the first one, and all differences since
     share: Float[Array, ""]  # of the optimizer's steps
     since: Int[Array, ""]  # steps since the last comparison
@@ -66,7 +70,7 @@ class PairedDescent(Descent):
         error, share = jnp.array(jnp.inf, float), jnp.ones((), float)
         since, span, undecided = (jnp.array(n, jnp.int32) for n in (0, SPAN, 0))
         opt_state = self.outer.init(hparams)
-        return Paired(hparams, copy, opt_state, copy, error, share, since, span, undecided)
+        return Paired(hparams, copy, opt_state, copy, copy, error, share, since, span, undecided)
 
     def problem_at(self, step: int) -> Drawn:
         return self.source.at(jax.random.fold_in(self.source.key, step))
@@ -91,7 +95,8 @@ class PairedDescent(Descent):
             elif finite and int(carry.since) >= int(carry.span):
                 carry = self._compared(carry, step, hparams)
             record["paired"] = carry.error
-            before = [record | {"paired": run.carry.error} for record in before]
+            error = np.asarray(run.carry.error)
+            before = [record | {"paired": error} for record in before]
         return Evaluation(carry, hparams, *hyper, record, finite, before)
 
     def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
@@ -142,12 +147,13 @@ class PairedDescent(Descent):
         if mean < -low:
             carry = carry._replace(incumbent=hparams, error=carry.error + mean)
             share = jnp.minimum(LONGER * carry.share, 1)
-            return carry._replace(share=share, since=zero, undecided=zero)
+            span = jnp.maximum(carry.span, step // SHARE)
+            return carry._replace(share=share, since=zero, span=span, undecided=zero)
         if not mean <= high:  # NaN, too; once more, since tails may be long, and a span is at stake
             draws = max(QUANTILES)
             mean, deviation = self._difference(step, hparams, carry.incumbent, draws)
             if not mean <= QUANTILES[draws][1] * deviation:
-                return _back(self.outer, carry)
+                return _back(self.outer, carry, carry.incumbent)
         return carry._replace(since=zero, span=2 * carry.span, undecided=carry.undecided + 1)
 
 
@@ -160,15 +166,17 @@ def _moved(
     direction, opt_state = outer.direction(carry.hparams, carry.opt_state, value, grad)
     moved = outer.moved(carry.hparams, times(carry.share, direction))
     ahead = carry._replace(hparams=moved, opt_state=opt_state, since=carry.since + 1)
-    carry = select(finite, ahead, _back(outer, carry))._replace(last=carry.hparams)
+    back = _back(outer, carry, carry.finite)
+    goes_back_to = select(finite, carry.hparams, carry.incumbent)
+    carry = select(finite, ahead, back)._replace(last=carry.hparams, finite=goes_back_to)
     return carry, finite, optax.tree.norm(grad)
 
 
-def _back(outer: Outer, carry: Paired) -> Paired:
-    """Return the carry at the incumbent, for shorter steps."""
+def _back(outer: Outer, carry: Paired, to: PyTree) -> Paired:
+    """Return the carry at a point before, for shorter steps."""
     return carry._replace(
-        hparams=jax.tree.map(jnp.copy, carry.incumbent),
-        opt_state=outer.init(carry.incumbent),
+        hparams=jax.tree.map(jnp.copy, to),
+        opt_state=outer.init(to),
         share=SHORTER * carry.share,
         since=jnp.zeros_like(carry.since),
         undecided=jnp.zeros_like(carry.undecided),

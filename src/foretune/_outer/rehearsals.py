@@ -32,12 +32,16 @@ from .search import candidates, leading_scale, lowest_on_line
 from .update import select
 
 Make = Callable[[int, Array], Definition]
-SEARCH, DESCENT, LINE, PERFORMANCE = "search", "descent", "line", "performance"
+SEARCH, DESCENT, LINE, REFINEMENT = "search", "descent", "line", "refinement"
+CHOICE, PERFORMANCE = "choice", "performance"
 DECADES = (8.0, 2.0)  # of the two searches
 RISE, SLACK = 0.1, 0.01  # of the error and of the bar: no rise
 SIZES = (1.0, 0.7)  # of the first step and of the others, in units
 SPACING = math.log(2.0)  # of the places on a line, in logarithms
-LOWER = 1 / 3  # scales, where the performance failed
+LOWER = 1 / 3  # the leading scale, before a refinement or where the performance failed
+ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(0.7, 0.9))
+SIZE = 0.3  # of the first step of a refinement, in units; it falls to 0 as a cosine
+WAY = 4  # points of a refinement that are compared: the first, and the last of each third
 
 
 class Trial(NamedTuple):
@@ -62,6 +66,8 @@ class Rehearsed(NamedTuple):
     secant: Secant
     leading: Int[Array, ""]  # which of the scales the error depends on most
     first: PyTree  # the lowest place on the first line
+    adam: optax.OptState
+    way: tuple[PyTree, ...]
 
 
 class Found(NamedTuple):
@@ -118,7 +124,10 @@ class Rehearsals(Stepper):
         zeros, most = jax.tree.map(jnp.zeros_like, self.start), jnp.array(jnp.inf, float)
         secant, leading = first_secant(zeros), jnp.zeros((), jnp.int32)
         h, begun = self.start, jnp.array(False)
-        return Rehearsed(h, h, zeros, zeros, begun, most, most, secant, leading, first=h)
+        adam = ADAM.init(zeros)
+        return Rehearsed(
+            h, h, zeros, zeros, begun, most, most, secant, leading, h, adam, WAY * (h,)
+        )
 
     def check(self) -> None:
         """Raise where the problem of a trial is none."""
@@ -130,8 +139,15 @@ class Rehearsals(Stepper):
         trial, carry = self.trials[step - 1], run.carry
         if run.record.get("trial") == PERFORMANCE and not _failed(run.record["value"], carry):
             return "performed"
-        do = {SEARCH: self._search, DESCENT: self._descend, LINE: self._line}
-        found = do.get(trial.kind, self._perform)(carry, step)
+        do = {
+            SEARCH: self._search,
+            DESCENT: self._descend,
+            LINE: self._line,
+            REFINEMENT: self._refine,
+            CHOICE: self._choose,
+            PERFORMANCE: self._perform,
+        }
+        found = do[trial.kind](carry, step)
         record = {
             "value": found.value,
             "gradient_norm": None if found.grad is None else optax.tree.norm(found.grad),
@@ -159,15 +175,14 @@ class Rehearsals(Stepper):
             "initial hyperparameters": digest(self.start),
             "key": digest(self.key),
             "trials": repr(self.trials),
-            "data of the draw": digest(self._problem(self.trials[-1]).constants),
+            **self._problem(self.trials[-1]).fingerprint(),
         }
 
     def _problem(self, trial: Trial) -> Drawn:
         """Return the problem of a trial: one draw for each length."""
-        performs = trial.kind == PERFORMANCE
-        key = self.key if performs else jax.random.fold_in(self.key, trial.steps)
+        key = self.key if trial.kind == PERFORMANCE else jax.random.fold_in(self.key, trial.steps)
         draws = trial.number if trial.kind == DESCENT else 1
-        share = None if performs else trial.steps / self.steps
+        share = None if trial.steps == self.steps else trial.steps / self.steps
         draw = rehearsal_of(self.make, trial.steps, draws, share)
         with warnings.catch_warnings():  # a training in which nothing is random will do
             warnings.filterwarnings("ignore", r"draw\(key\) does not use its key")
@@ -177,9 +192,9 @@ class Rehearsals(Stepper):
         return Moves.about(self.constraints, carry.origin, carry.leading)
 
     def _continues(self, step: int) -> bool:
-        """Return whether the trial before was a descent of the same length."""
+        """Return whether the trial before was a descent or a refinement of the same length."""
         trial, before = self.trials[step - 1], self.trials[max(step - 2, 0)]
-        return step > 1 and before.kind == DESCENT and before.steps == trial.steps
+        return step > 1 and before.kind in (DESCENT, REFINEMENT) and before.steps == trial.steps
 
     def _search(self, carry: Rehearsed, step: int) -> Found:
         """Find the best candidate: of the leading scale, over decades; then of all, nearby."""
@@ -248,11 +263,45 @@ class Rehearsals(Stepper):
         )
         return Found(carry, hparams, carry.lowest, cost=count * trial.steps / self.steps)
 
+    def _refine(self, carry: Rehearsed, step: int) -> Found:
+        """Step down at full length, in a draw of its own."""
+        moves = Moves.about(self.constraints, carry.origin, carry.leading, wide=True)
+        if not self._continues(step):
+            lower = moves.scaled(jnp.log(LOWER), carry.hparams)
+            carry = carry._replace(hparams=lower, way=(carry.hparams, *carry.way[1:]))
+        drawn, hparams = self._drawn(step, 0), carry.hparams
+        with check_finite(False):
+            value, grad, _ = self.engine(drawn, hparams)
+        all_of_them = [i for i, trial in enumerate(self.trials, 1) if trial.kind == REFINEMENT]
+        made = (step - all_of_them[0]) / len(all_of_them)
+        if is_finite(grad):
+            size = SIZE * (1 + math.cos(math.pi * made)) / 2
+            carry = _refined(moves, carry, grad, jnp.array(size))
+        else:
+            self._warn_of(drawn, hparams, (value, grad, None))
+        way = list(carry.way)
+        way[1 + int((WAY - 1) * made)] = carry.hparams
+        return Found(carry._replace(way=tuple(way)), hparams, total(value), grad)
+
+    def _choose(self, carry: Rehearsed, step: int) -> Found:
+        """Find the best point of a refinement, with the leading scale or half of it."""
+        moves, (first, *others) = self._moves(carry), carry.way
+        halves = [moves.scaled(-SPACING, hparams) for hparams in others]
+        tried = jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *others, *halves)
+        draws = [self._drawn(step, i) for i in range(self.trials[step - 1].number)]
+        values = jnp.mean(jnp.stack([errors_of(drawn, tried) for drawn in draws]), 0)
+        best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
+        found, lowest = jax.tree.map(lambda leaf: leaf[best], tried), values[best].astype(float)
+        return Found(carry._replace(hparams=found, lowest=lowest), found, lowest)
+
+    def _drawn(self, step: int, number: int) -> Drawn:
+        """Return the problem of a trial in a draw of its own."""
+        drawn = self._problem(self.trials[step - 1])
+        return drawn.at(jax.random.fold_in(jax.random.fold_in(drawn.key, step), number))
+
     def _perform(self, carry: Rehearsed, step: int) -> Found:
         """Do the whole training; the next one, if any, has a lower leading scale."""
         hparams, drawn = carry.hparams, self._problem(self.trials[step - 1])
-        if self._continues(step):  # what was accepted, not the last step
-            hparams = self._moves(carry).back(carry.accepted)
         value, state = responded(drawn, hparams)
         if step == len(self.trials) and not is_finite(value):
             why = _why(drawn, hparams, (value, jax.tree.map(jnp.zeros_like, hparams), None))
@@ -298,6 +347,16 @@ def _next(
         lowest=jnp.where(accepts, jnp.fmin(error, lowest), lowest),
         secant=select(accepts, after, secant),
     )
+
+
+@filtered
+def _refined(moves: Moves, carry: Rehearsed, grad: PyTree, size: Array) -> Rehearsed:
+    """Return the carry after a step of Adam."""
+    v = moves.to(carry.hparams)
+    with jax.numpy_dtype_promotion("standard"):  # Adam multiplies floats by a count
+        direction, adam = ADAM.update(moves.gradient(v, grad), carry.adam)
+    v = jax.tree.map(lambda v, d: v - (size * d).astype(v.dtype), v, direction)
+    return carry._replace(hparams=moves.back(v), adam=adam)
 
 
 def _most(error: Array, carry: Rehearsed) -> Array:

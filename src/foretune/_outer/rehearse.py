@@ -11,15 +11,18 @@ L / T of the rows: it sees each row as often as the performance will, and overfi
   that raises the error is rejected, and half of it is tried the other way;
 - *line*: the leading scale times a factor, at T/16 and at T/4. In another draw errors give the same
   best factor to a quarter of a decade, where gradients do not. A larger budget has descents of T/8 and
-  T/4 steps between, and of T at the end;
+  T/4 steps between;
+- *refinement*, from a cost of 40 on: hypergradients at T, each in a draw of its own and followed by a
+  step of Adam, from a third of the leading scale: above the best rate gradients mislead;
+- *choice*: points of that way, with the leading scale and half of it, are compared in the same draws;
 - *performance*: T steps on all rows. Where it fails, it is repeated with a third of that scale.
 
 If the best factor falls from T/16 to T/4, the scale is lowered further, by half as much: a rate that is
 too low costs little, one that is too high all.
 """
 
-import math
 from collections.abc import Hashable, Sequence
+from numbers import Real
 
 import jax
 from jaxtyping import Array, Key, PyTree
@@ -27,12 +30,29 @@ from jaxtyping import Array, Key, PyTree
 from .._constraints.base import check_constraints, feasible
 from .._engines.base import AbstractEngine, check_engine
 from .._engines.reverse import Reverse
-from .._problem.checks import check_count, check_hparams, check_key, check_signature
+from .._problem.checks import (
+    check_count,
+    check_hparams,
+    check_key,
+    check_outside_programs,
+    check_signature,
+)
 from .._problem.warn import warn
 from .callbacks import Callback
 from .checks import check_callbacks
 from .drive import drive
-from .rehearsals import DESCENT, LINE, PERFORMANCE, SEARCH, Make, Rehearsals, Trial
+from .rehearsals import (
+    CHOICE,
+    DESCENT,
+    LINE,
+    PERFORMANCE,
+    REFINEMENT,
+    SEARCH,
+    WAY,
+    Make,
+    Rehearsals,
+    Trial,
+)
 from .run import Result, Run
 from .search import count_scales
 
@@ -41,7 +61,10 @@ SHORTEST = 16  # steps of a rehearsal
 CANDIDATES, PER_SCALE = 12, 8  # of each search, at a cost of 4
 PLACES = 4  # on a line, at most
 ENOUGH = 2.5  # a budget for a line at T/4
-DESCENTS = (16, 16, 16, 8, 8, 4, 4, 1, 1)  # T / L of the hypergradients, the shortest first
+DESCENTS = (16, 16, 16, 8, 8, 4, 4)  # T / L of the hypergradients, the shortest first
+BEFORE, FEWEST = 3.0, 6  # trainings that a refinement follows on, and its hypergradients
+DRAWS = 2  # of a choice
+MOST = 10_000  # trainings
 AGAIN = 2  # performances after the first, at most
 
 
@@ -96,11 +119,13 @@ def rehearse(
     check_signature(make, "make(steps, key)")
     if not isinstance(make, Hashable):
         raise TypeError(f"make must be a function; {make!r:.80} cannot be hashed.")
+    check_outside_programs("rehearse", hparams)
     check_count(steps, f"rehearse(steps={steps!r})")
     check_engine(engine)
     check_callbacks(callbacks)
-    if not 2 <= cost < math.inf:
-        raise ValueError(f"rehearse(cost={cost!r}): give 2 at least, 1 for tuning, 1 to perform.")
+    if not isinstance(cost, Real) or not 2 <= cost <= MOST:
+        given = f"rehearse(cost={cost!r:.60})"
+        raise ValueError(f"{given}: give 2 at least, 1 for tuning, 1 to perform; {MOST} at most.")
     key = jax.random.key(0) if key is None else key
     check_key(key, "the key of rehearse")
     constraints = check_constraints(constraints, hparams)
@@ -110,6 +135,13 @@ def rehearse(
         warn('rehearse: no hyperparameter is a scale. Give `constraints={"lr": ft.Log()}` or so.')
     engine = (engine or Reverse()).within(constraints)
     trials = plan(steps, float(cost), scales)
+    spent = sum(trial.cost for trial in trials[:-AGAIN])
+    without = " without a search over decades" * (scales > 0 and trials[0].kind != SEARCH)
+    if spent > cost + 1e-6 or without:
+        warn(
+            f"rehearse: as rehearsals have {min(SHORTEST, steps)} steps or more of {steps}, all will "
+            f"cost {spent:.3g} trainings{without}. Start near, or give a higher cost than {cost:g}."
+        )
     rehearsals = Rehearsals(make, hparams, constraints, engine, key, trials)
     rehearsals.check()
     run = Run(len(trials), rehearsals.first_carry(), hparams, rehearsals.fingerprint)
@@ -129,6 +161,12 @@ def plan(steps: int, cost: float, scales: int) -> list[Trial]:
         return Trial(LINE, length(divisor), places, (places + more) * share(divisor))
 
     budget = cost - 1
+    choice = Trial(CHOICE, steps, DRAWS, DRAWS * (2 * WAY - 1))
+    refinements = int((budget - BEFORE - choice.cost) / PRICE)
+    refined = [Trial(REFINEMENT, steps, 1, PRICE)] * refinements + [choice]
+    if refinements < FEWEST:
+        refined = []
+    budget -= sum(trial.cost for trial in refined)
     places, last = (PLACES, 4) if budget >= ENOUGH else (PLACES - 1, 8)
     lines = line(4 * last), line(last, 1)  # at the end the start, too
     most = min(CANDIDATES * budget / 3, budget / 8 / share(32)) / max(scales, 1)
@@ -144,5 +182,5 @@ def plan(steps: int, cost: float, scales: int) -> list[Trial]:
         if price <= left + 1e-6:
             left -= price
             found[divisor].append(Trial(DESCENT, length(divisor), draws, price))
-    rehearsals = (*searches, *found[16], lines[0], *found[8], *found[4], lines[1], *found[1])
+    rehearsals = (*searches, *found[16], lines[0], *found[8], *found[4], lines[1], *refined)
     return [*rehearsals, *[Trial(PERFORMANCE, steps, 1, 1.0)] * (1 + AGAIN)]

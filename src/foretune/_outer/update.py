@@ -18,11 +18,7 @@ from .._constraints.base import from_unconstrained, project, scales, scales_with
 
 def select(condition: Bool[Array, ""], yes: PyTree, no: PyTree) -> PyTree:
     """Return one of two trees, arrays by the condition; all else they have in common."""
-
-    def leaf(a, b):
-        return jnp.where(condition, a, b) if eqx.is_array(b) else b
-
-    return jax.tree.map(leaf, yes, no)
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b) if eqx.is_array(b) else b, yes, no)
 
 
 def times(share: Array, tree: PyTree) -> PyTree:

@@ -42,17 +42,13 @@ class Batches(eqx.Module):
 
     def whole(self) -> PyTree:
         """Return all the data as one batch, where that is known."""
-        raise TypeError(
-            f"all the data as one batch is needed, not {type(self).__name__}: give "
-            "`FullBatch(data, steps)` or `Minibatches(data, indices)`."
-        )
+        what = f"all the data as one batch is needed, not {type(self).__name__}"
+        raise TypeError(f"{what}: give `FullBatch(data, steps)` or `Minibatches(data, indices)`.")
 
     def reshuffled(self, key: object) -> "Minibatches":
         """Return other minibatches of the same data, where they can be drawn."""
-        raise TypeError(
-            f"there are no minibatches to draw anew in {type(self).__name__}: give the problem "
-            "`Minibatches.shuffled(data, ...)`."
-        )
+        what = f"there are no minibatches to draw anew in {type(self).__name__}"
+        raise TypeError(f"{what}: give the problem `Minibatches.shuffled(data, ...)`.")
 
 
 class Minibatches(Batches):
@@ -109,14 +105,7 @@ class Minibatches(Batches):
 
     @classmethod
     def shuffled(cls, data: PyTree, *, batch_size: int, steps: int, key: object) -> "Minibatches":
-        """Draw `steps` minibatches by reshuffling the examples at each epoch.
-
-        >>> import foretune as ft, jax, jax.numpy as jnp
-        >>> data = {"x": jnp.ones((100, 3)), "y": jnp.zeros(100)}
-        >>> key = jax.random.key(0)
-        >>> ft.Minibatches.shuffled(data, batch_size=20, steps=12, key=key).indices.shape
-        (12, 20)
-        """
+        """Draw `steps` minibatches by reshuffling the examples at each epoch."""
         n = check_leading_axis(as_arrays(data, "Minibatches' data"), "Minibatches' data")
         check_count(steps, f"steps={steps!r}")
         check_count(batch_size, f"batch_size={batch_size!r}")
@@ -129,21 +118,12 @@ class Minibatches(Batches):
         return cls(data, shuffled_rows(n, batch_size, steps, key))
 
     def reshuffled(self, key: object) -> "Minibatches":
-        """Draw as many minibatches of the same size anew, as `shuffled` does.
-
-        >>> import foretune as ft, jax, jax.numpy as jnp
-        >>> key = jax.random.key(0)
-        >>> batches = ft.Minibatches.shuffled(jnp.arange(9.0), batch_size=3, steps=4, key=key)
-        >>> other = batches.reshuffled(jax.random.key(1))
-        >>> other.indices.shape, bool(jnp.all(other.indices == batches.indices))
-        ((4, 3), False)
-        """
+        """Draw as many minibatches of the same size anew, as `shuffled` does."""
         check_key(key, "the key of Minibatches.reshuffled")
         if self.gather is not None or self.indices.ndim != 2:
             made_by = "a gather" if self.gather else f"indices of shape {self.indices.shape}"
-            raise ValueError(
-                f"reshuffled draws rows of the data; these are made by {made_by}: draw them yourself."
-            )
+            why = f"these are made by {made_by}: draw them yourself"
+            raise ValueError(f"reshuffled draws rows of the data; {why}.")
         n = jax.tree.leaves(self.data)[0].shape[0]
         steps, batch_size = self.indices.shape
         if batch_size > n:
@@ -225,8 +205,7 @@ def warn_of_rows(batches: Batches, validation: PyTree) -> None:
         for a, b in zip(rows, others, strict=True)
     )
     if same and any(leaf.ndim > 1 for leaf in rows):
-        warn(
-            f"batches has one row for each of {batches.steps} steps: it looks like a whole data set. "
-            "Give `FullBatch(data, steps=T)` or `Minibatches.shuffled(data, ...)`, or stack "
-            "minibatches, (T, batch size, ...)."
-        )
+        row = f"batches has one row for each of {batches.steps} steps"
+        give = "Give `FullBatch(data, steps=T)` or `Minibatches.shuffled(data, ...)`"
+        stack = "or stack minibatches, (T, batch size, ...)"
+        warn(f"{row}: it looks like a whole data set. {give}, {stack}.")

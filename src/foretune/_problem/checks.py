@@ -20,7 +20,7 @@ def as_arrays(tree: PyTree, name: str = "the data") -> PyTree:
 
     def convert(leaf):
         if isinstance(leaf, np.ndarray | np.generic):
-            if leaf.dtype.kind in NO_NUMBERS:
+            if leaf.dtype.kind in NO_NUMBERS or np.ma.is_masked(leaf):
                 check_numbers(tree, name)
             with jax.ensure_compile_time_eval():  # known inside a trace too
                 return jnp.asarray(leaf)
@@ -40,13 +40,13 @@ def as_data(tree: PyTree, name: str) -> PyTree:
 
 
 def check_numbers(tree: PyTree, name: str) -> None:
-    """Raise for a NumPy array of text, dates or objects."""
+    """Raise for a NumPy array of text, dates or objects, or with masked entries."""
     for path, leaf in named_leaves(tree, name).items():
+        if np.ma.is_masked(leaf):
+            raise ValueError(f"{path} has masked entries, which JAX would use: fill them first.")
         if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in NO_NUMBERS:
-            raise TypeError(
-                f"{path} is {describe(leaf)}, which holds no numbers: encode it first, by "
-                "`np.unique(labels, return_inverse=True)` say."
-            )
+            what = f"{path} is {describe(leaf)}, which holds no numbers: encode it first"
+            raise TypeError(f"{what}, by `np.unique(labels, return_inverse=True)` say.")
 
 
 def describe(leaf: object) -> str:
@@ -117,10 +117,8 @@ def check_leading_axis(tree: PyTree, name: str, meaning: str = "the examples") -
     """Return the length of the leading axis that all leaves share, or raise."""
     leaves = named_leaves(tree, name)
     if isinstance(tree, list) and tree and not any(eqx.is_array(element) for element in tree):
-        raise TypeError(
-            f"{name} is a list of {len(tree)} batches. Stack them: "
-            f"`jax.tree.map(lambda *leaves: jnp.stack(leaves), *{name})`."
-        )
+        stack = f"jax.tree.map(lambda *leaves: jnp.stack(leaves), *{name})"
+        raise TypeError(f"{name} is a list of {len(tree)} batches. Stack them: `{stack}`.")
     if not leaves:
         raise ValueError(f"{name} holds no array; for none, give `FullBatch(None, steps=T)`.")
     for path, leaf in leaves.items():
@@ -170,9 +168,8 @@ def check_key(key: object, given: str) -> None:
     try:
         jax.eval_shape(jax.random.fold_in, key, 0)
     except Exception as error:
-        raise TypeError(
-            f"{given} must be one random key, `jax.random.key(0)` say; got {describe(key)}."
-        ) from error
+        what = f"{given} must be one random key, `jax.random.key(0)` say"
+        raise TypeError(f"{what}; got {describe(key)}.") from error
 
 
 def check_outside_programs(name: str, *given: PyTree) -> None:
@@ -180,10 +177,8 @@ def check_outside_programs(name: str, *given: PyTree) -> None:
     # Inside `jit` every array is traced, a new one too; inside `vmap` and `grad` those given are.
     leaves = [jnp.zeros(()), *jax.tree.leaves(given)]
     if any(isinstance(leaf, Tracer) for leaf in leaves):
-        raise TypeError(
-            f"{name} is a loop in Python: call it outside of jax.jit, jax.vmap and jax.grad. Inside a "
-            "program use an engine, or `RealTime.update`."
-        )
+        loop = f"{name} is a loop in Python: call it outside of jax.jit, jax.vmap and jax.grad"
+        raise TypeError(f"{loop}. Inside a program use an engine, or `RealTime.update`.")
 
 
 def check_mesh(mesh: object, given: str, axis: str | None = None) -> None:
@@ -201,10 +196,8 @@ def check_mesh(mesh: object, given: str, axis: str | None = None) -> None:
 def check_hparams(hparams: PyTree) -> PyTree[Float[Array, "..."]]:
     """Return the hyperparameters as arrays, or raise for a leaf that is not a float (array)."""
     _check_container(hparams, "hparams")
-    hparams = jax.tree.map(
-        lambda leaf: jnp.asarray(leaf, float) if isinstance(leaf, float) else leaf,
-        as_arrays(hparams, "hparams"),
-    )
+    hparams = as_arrays(hparams, "hparams")
+    hparams = jax.tree.map(lambda x: jnp.asarray(x, float) if isinstance(x, float) else x, hparams)
     if not jax.tree.leaves(hparams):
         raise ValueError("there are no hyperparameters: hparams has no leaf.")
     for path, leaf in named_leaves(hparams, "hparams").items():

@@ -10,7 +10,9 @@ over are inputs of the program, on the device once.
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable
+from typing import cast
 
 import equinox as eqx
 import jax
@@ -20,6 +22,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array
 
+from .._files.digests import digest
 from .arguments import Structure, flatten, unflatten
 from .checks import check_key, check_signature, describe
 from .definition import Definition
@@ -41,6 +44,11 @@ class Drawn(eqx.Module):
 
     def at(self, key: Array) -> "Drawn":
         return eqx.tree_at(lambda drawn: drawn.key, self, key)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what tells it from other draws; of the problem's functions nothing is known."""
+        program = re.sub("0x[0-9a-f]+", "", str(self.program))  # without addresses in memory
+        return {"draw": digest(program), "data of the draw": digest(self.constants)}
 
     def problem(self) -> Definition:
         """Return the problem; call it inside a trace."""
@@ -68,18 +76,20 @@ def as_problem(problem: object, key: Array | None = None) -> Definition | Drawn:
     except TypeError:
         message = f"a draw of {describe(problem)} cannot be hashed; give a function."
         raise TypeError(message) from None
-    closed, structure = _traced(problem, jax.eval_shape(lambda: key), jnp.result_type(float))
+    closed, structure = traced(cast(Draw, problem), key)
     return Drawn(key, closed.consts, closed.jaxpr, structure)
+
+
+def traced(draw: Draw, key: Array) -> tuple[ClosedJaxpr, Structure]:
+    """Return a draw as a program from the key to its problem's arrays, and the rest of the problem."""
+    return _traced(draw, jax.eval_shape(lambda: key), jnp.result_type(float))
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def _traced(
     draw: Draw, key: jax.ShapeDtypeStruct, precision: np.dtype
 ) -> tuple[ClosedJaxpr, Structure]:
-    """Return a draw as a program from the key to its problem's arrays, and the rest of the problem.
-
-    The program depends on `precision`, the type of Python's floats, which is a key of the cache.
-    """
+    # `precision`, the type of Python's floats, is a key of the cache: the program depends on it
     found: list[Structure] = []
     before = _random_states(draw)
 
@@ -104,8 +114,10 @@ def _traced(
             "the same in every draw. Take them from the key, `jax.random.normal(key, shape)` say."
         )
     (variable,) = closed.jaxpr.invars
-    used = [*closed.jaxpr.outvars, *(v for e in closed.jaxpr.eqns for v in e.invars)]
-    if not any(v is variable for v in used):
+    used = set(map(id, closed.jaxpr.outvars))
+    for step in reversed(closed.jaxpr.eqns):
+        used |= set(map(id, step.invars)) if used & set(map(id, step.outvars)) else set()
+    if id(variable) not in used:
         warn("draw(key) does not use its key: every draw is the same problem.")
     with jax.ensure_compile_time_eval():  # inside `jit` too: what is remembered is of no trace
         constants = [c if isinstance(c, Tracer) else jnp.asarray(c) for c in closed.consts]

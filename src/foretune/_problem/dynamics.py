@@ -4,8 +4,7 @@
     step(state, hparams, batch) -> state       Phi_t, with batch t as its data
 
 Both are pure functions that JAX can trace. Of the state, a pytree, the engines differentiate the
-floating-point leaves; integers and random keys are carried along, and anything else (a model's
-activation function, say) stays as it is. Real-time tuning watches a state's field `loss`.
+floating-point leaves. Real-time tuning watches a state's field `loss`.
 """
 
 import abc
@@ -92,10 +91,8 @@ def check_dynamics(dynamics: object) -> Dynamics:
     if isinstance(dynamics, type):
         raise TypeError(f"the dynamics is a class; give an instance, `{dynamics.__name__}(...)`.")
     if not isinstance(dynamics, Dynamics):
-        raise TypeError(
-            f"the dynamics is {describe(dynamics)}: give `foretune.Training(...)`, or an instance of "
-            "a subclass of `foretune.Dynamics`."
-        )
+        needed = "`foretune.Training(...)`, or an instance of a subclass of `foretune.Dynamics`"
+        raise TypeError(f"the dynamics is {describe(dynamics)}: give {needed}.")
     check_signature(dynamics.init, "dynamics.init(params, hparams)")
     check_signature(dynamics.step, "dynamics.step(state, hparams, batch)")
     try:

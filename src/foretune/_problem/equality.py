@@ -80,14 +80,7 @@ def closed_over(function: object) -> tuple[object, ...]:
 
 
 def reused(optimizer: Any) -> Any:
-    """Return an earlier optimizer that does the same for ever, or this one: its programs serve again.
-
-    >>> import optax
-    >>> reused(optax.adam(0.1)) is reused(optax.adam(0.1))
-    True
-    >>> reused(optax.adam(0.1)) is reused(optax.adam(0.2))
-    False
-    """
+    """Return an earlier optimizer that does the same for ever, whose programs serve, or this one."""
     if isinstance(optimizer, optax.GradientTransformation):
         for earlier in _OPTIMIZERS:
             if _constantly_same(earlier, optimizer):

@@ -12,14 +12,17 @@ from typing import Any, cast
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, PyTree
 
+from .arguments import unflatten
 from .batches import Batches, FullBatch, Minibatches
 from .checks import check_count, check_signature, describe, named_leaves
 from .definition import Definition
-from .draws import Draw
+from .draws import Draw, traced
 from .dynamics import Wrapper
 from .equality import same
+from .jaxprs import inputs_of
 from .problem import Problem
 
 OF_DRAWS = "The mean over n draws is `Mean.of_draws(draw, n)`."
@@ -60,25 +63,15 @@ class Mean(Problem):
     def __init__(self, problems: object, *n: object):
         if n:
             raise TypeError(f"Mean takes a list of problems alone. {OF_DRAWS}")
-        problems = _checked(problems)
-        self.count = len(problems)
-
-        def combined(name):
-            return _combine([getattr(p, name) for p in problems], name)
-
-        objective = combined("objective")
+        folds = problems if isinstance(problems, Folds) else _folds(_checked(problems))
+        self.count, objective = folds.count, folds.objective
         if isinstance(objective, dict):
             mean = {name: MeanObjective(f, self.count) for name, f in objective.items()}
         else:
             mean = MeanObjective(objective, self.count)
-        super().__init__(
-            MeanDynamics(combined("dynamics"), self.count),
-            mean,
-            combined("init"),
-            MeanBatches([p.batches for p in problems]),
-            combined("validation"),
-            trajectory=problems[0].trajectory,
-        )
+        rest = folds.init, folds.batches, folds.validation
+        dynamics = MeanDynamics(folds.dynamics, self.count)
+        super().__init__(dynamics, mean, *rest, trajectory=folds.trajectory)
 
     @staticmethod
     def of_draws(draw: Any, n: int) -> "MeanDraw":
@@ -97,7 +90,8 @@ class Mean(Problem):
         """
         if isinstance(draw, Definition) or not callable(draw):
             raise TypeError(f"Mean.of_draws takes a function draw(key), got {describe(draw)}.")
-        return MeanDraw(cast(Draw, draw), n)
+        check_signature(draw, "draw(key)")
+        return MeanDraw(cast(Draw, draw), check_count(n, f"Mean.of_draws(n={n!r})"))
 
     def start(self, hparams: PyTree) -> PyTree:
         """Return the stack of the s_0; a start that is a function may hold arrays of each problem."""
@@ -126,12 +120,18 @@ class MeanDraw(eqx.Module):
     draw: Draw = eqx.field(static=True)
     n: int = eqx.field(static=True)
 
-    def __check_init__(self):
-        check_count(self.n, f"Mean.of_draws(n={self.n!r})")
-        check_signature(self.draw, "draw(key)")
-
     def __call__(self, key: Array) -> Mean:
-        return Mean([self.draw(k) for k in jax.random.split(key, self.n)])
+        closed, structure = traced(self.draw, key)  # once, and then side by side
+        (one,) = _checked([unflatten(structure, closed.out_avals)])
+        jaxpr, n = closed.jaxpr, len(closed.out_avals)
+        axes = [0 if inputs_of(jaxpr, i)[0] else None for i in range(n)]
+        draws = jax.vmap(jaxpr_as_fun(closed), out_axes=axes)(jax.random.split(key, self.n))
+        parts = zip(draws, axes, strict=True)
+        arrays = [jnp.asarray(x) if axis is None else PerFold(x) for x, axis in parts]
+        each = unflatten(structure, arrays)
+        batches = MeanBatches(*_split(each.batches), one.steps)
+        start = each.dynamics, each.objective, each.init
+        return Mean(Folds(*start, batches, each.validation, one.trajectory, self.n))
 
 
 class PerFold(eqx.Module):
@@ -187,13 +187,8 @@ class MeanBatches(Batches):
     xs: PyTree  # x_1 .. x_T, the steps as the leading axis, then the problems where they differ
     steps: int = eqx.field(static=True)
 
-    def __init__(self, batches: Sequence[Batches]):
-        kinds = [f"{type(b).__name__} of {b.steps} steps" for b in batches]
-        if len(set(kinds)) > 1:
-            raise ValueError(f"the batches differ in kind or number of steps: {', '.join(kinds)}.")
-        self.steps = batches[0].steps
-        self.xs = _combine([b.xs for b in batches], "batches.xs", axis=1)
-        self.source = _combine([_source(b) for b in batches], "batches")
+    def __init__(self, source: Batches, xs: PyTree, steps: int):
+        self.source, self.xs, self.steps = source, xs, steps
 
     def batch(self, x: PyTree) -> PyTree:
         """Return what `MeanDynamics.step` takes: the source and the entry."""
@@ -204,11 +199,34 @@ class MeanBatches(Batches):
         return self.source, None
 
 
-def _source(batches: Batches) -> Batches:
+class Folds(Definition):
+    """The parts of all problems, with `PerFold` where their arrays differ."""
+
+    count: int = eqx.field(static=True)
+
+
+def _folds(problems: Sequence[Definition]) -> Folds:
+    first, batches = problems[0], [p.batches for p in problems]
+    kinds = [f"{type(b).__name__} of {b.steps} steps" for b in batches]
+    if len(set(kinds)) > 1:
+        raise ValueError(f"the batches differ in kind or number of steps: {', '.join(kinds)}.")
+    names = "dynamics", "objective", "init", "batches", "validation"
+    parts = {name: _combine([getattr(p, name) for p in problems], name) for name in names}
+    parts["batches"] = MeanBatches(*_split(parts["batches"]), first.steps)
+    return Folds(**parts, trajectory=first.trajectory, count=len(problems))
+
+
+def _split(batches: Batches) -> tuple[Batches, PyTree]:
+    """Return batches without what the loop scans over, and that, the steps as its leading axis."""
     if isinstance(batches, FullBatch):
-        return batches
+        return batches, None
     scanned = "indices" if isinstance(batches, Minibatches) else "xs"
-    return eqx.tree_at(lambda b: getattr(b, scanned), batches, None)
+    xs = jax.tree.map(
+        lambda leaf: PerFold(jnp.moveaxis(leaf.array, 1, 0)) if is_per_fold(leaf) else leaf,
+        getattr(batches, scanned),
+        is_leaf=is_per_fold,
+    )
+    return eqx.tree_at(lambda b: getattr(b, scanned), batches, None), xs
 
 
 def per_fold(tree: PyTree) -> PyTree:
@@ -249,7 +267,7 @@ def _checked(problems: object) -> list[Definition]:
     return list(problems)
 
 
-def _combine(parts: Sequence[PyTree], name: str, axis: int = 0) -> PyTree:
+def _combine(parts: Sequence[PyTree], name: str) -> PyTree:
     """Return one pytree for all problems, with `PerFold` where their arrays differ."""
     first, structure = named_leaves(parts[0], name), jax.tree.structure(parts[0])
     columns = [[leaf] for leaf in first.values()]
@@ -264,8 +282,7 @@ def _combine(parts: Sequence[PyTree], name: str, axis: int = 0) -> PyTree:
             _check_leaf(path, k, old, new)
             column.append(new)
     merged = [
-        c[0] if all(same(c[0], leaf) for leaf in c[1:]) else PerFold(jnp.stack(c, axis))
-        for c in columns
+        c[0] if all(same(c[0], leaf) for leaf in c[1:]) else PerFold(jnp.stack(c)) for c in columns
     ]
     return jax.tree.unflatten(structure, merged)
 

@@ -70,16 +70,7 @@ class Problem(Definition):
         return responded(self, hparams)
 
     def replace(self, **changes: object) -> "Problem":
-        """Return the problem with some of its arguments changed.
-
-        >>> import foretune as ft, jax.numpy as jnp, optax
-        >>> problem = ft.Problem(
-        ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-        ...     lambda state, h, x: (state.params - x) ** 2,
-        ...     jnp.array(0.0), ft.FullBatch(jnp.array(1.0), steps=3), jnp.array(1.0))
-        >>> problem.replace(batches=ft.FullBatch(jnp.array(1.0), steps=5)).steps
-        5
-        """
+        """Return the problem with some of its arguments changed, `replace(init=params)` say."""
         given = {name: getattr(self, name) for name in Definition.__dataclass_fields__}
         return Problem(**(given | changes))
 

@@ -40,10 +40,9 @@ def mesh(**axes: int) -> Mesh:
         check_count(size, f"mesh({given})")
     needed = math.prod(axes.values())
     if needed > len(devices) or (needed < len(devices) and jax.process_count() > 1):
-        raise ValueError(
-            f"mesh({given}) has {needed} devices, but there are {len(devices)}: the sizes must "
-            "multiply to that number, or less where there is one process."
-        )
+        what = f"mesh({given}) has {needed} devices, but there are {len(devices)}"
+        sizes = "the sizes must multiply to that number, or less where there is one process"
+        raise ValueError(f"{what}: {sizes}.")
     types = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices[:needed])
 
@@ -79,7 +78,7 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
     -2.0
     """
     check_mesh(mesh, "shard(what, mesh)")
-    placement = _Placement(mesh)
+    placement = Placement(mesh)
     if not isinstance(what, Problem):
         if params is not None:
             raise TypeError(f"shard(..., params=...) is for a problem; this is {describe(what)}.")
@@ -87,18 +86,14 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
             return _batches(placement, what)
         return placement.examples(as_arrays(what), 0, "the batch")
     new = {name: placement.whole(getattr(what, name)) for name in ("dynamics", "objective")}
-    new["init"] = (
-        placement.whole(what.init) if params is None else placement.specs(what.init, params)
-    )
+    new["init"] = placement.parameters(what.init, params)
     new["batches"] = _batches(placement, what.batches)
-    if isinstance(what, Mean):
-        new["validation"] = placement.whole(what.validation)
-    else:
-        new["validation"] = placement.examples(what.validation, 0, "validation")
+    v, folds = what.validation, isinstance(what, Mean)
+    new["validation"] = placement.whole(v) if folds else placement.examples(v, 0, "validation")
     return _replaced(lambda p: [getattr(p, name) for name in new], what, list(new.values()))
 
 
-def _batches(placement: "_Placement", batches: Batches) -> Batches:
+def _batches(placement: "Placement", batches: Batches) -> Batches:
     if isinstance(batches, FullBatch):
         return FullBatch(placement.examples(batches.data, 0, "batches.data"), batches.steps)
     if isinstance(batches, Minibatches):
@@ -115,7 +110,7 @@ def _replaced(where: Callable[[Any], PyTree], module: Any, new: PyTree) -> Any:
     return eqx.tree_at(where, module, new, is_leaf=lambda node: node is None)
 
 
-class _Placement:
+class Placement:
     """How arrays are placed on a mesh."""
 
     def __init__(self, mesh: Mesh):
@@ -159,8 +154,10 @@ class _Placement:
 
         return jax.tree.map(place, tree, is_leaf=is_per_fold)
 
-    def specs(self, init: PyTree, specs: PyTree) -> PyTree:
-        """Split parameters as a prefix of specs says."""
+    def parameters(self, init: PyTree, specs: PyTree) -> PyTree:
+        """Split parameters as a prefix of specs says, if there is one."""
+        if specs is None:
+            return self.whole(init)
 
         def is_spec(node):
             return node is None or isinstance(node, PartitionSpec)
@@ -168,10 +165,8 @@ class _Placement:
         given = jax.tree.leaves(specs, is_leaf=is_spec)
         if not all(map(is_spec, given)) or not any(map(eqx.is_array, jax.tree.leaves(init))):
             given, needed = describe_tree(specs, "params"), describe_tree(init, "init")
-            raise TypeError(
-                "shard(..., params=...) takes a `jax.sharding.PartitionSpec` for each initial "
-                f"parameter; got\n{given}\nfor\n{needed}"
-            )
+            what = "a `jax.sharding.PartitionSpec` for each initial parameter"
+            raise TypeError(f"shard(..., params=...) takes {what}; got\n{given}\nfor\n{needed}")
 
         def place(spec, part):
             sharding = NamedSharding(self.mesh, spec or PartitionSpec())

@@ -45,11 +45,8 @@ class System(NamedTuple):
 
     def run(self, hparams: PyTree) -> PyTree:
         """Return s_T: plain training."""
-
-        def step(s, x):
-            return self.step(s, hparams, x), None
-
-        return lax.scan(step, self.initial(hparams), self.xs, length=self.steps)[0]
+        s_0 = self.initial(hparams)
+        return lax.scan(lambda s, x: (self.step(s, hparams, x), None), s_0, self.xs, self.steps)[0]
 
     def value(self, errors: tuple[Float[Array, ""], ...]) -> PyTree[Float[Array, ""]]:
         """Return the error, or the dict of errors by hyperparameter name."""

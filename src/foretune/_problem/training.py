@@ -4,9 +4,8 @@
 
 with v the optimizer's accumulators.
 
-The adjoint of a step needs u' dg/dw and u' dg/dlambda of the gradient g = grad_w J. Since the Hessian
-is symmetric, both are the derivative of grad_{w, lambda} J along (u, 0): forward mode over reverse,
-which keeps nothing that the gradient itself does not keep (`transposable`).
+The adjoint of a step needs u' dg/dw and u' dg/dlambda of g = grad_w J. The Hessian is symmetric: they
+are forward mode over reverse, which keeps no more than the gradient itself does (`transposable`).
 """
 
 import contextlib

@@ -129,9 +129,8 @@ def _check_same_state(before: PyTree, after: PyTree) -> None:
             hint = "`step` must keep every shape and dtype."
             if not is_abstract(was):
                 hint = "Return it from `init` as an array, `jnp.asarray(...)`."
-            raise ValueError(
-                f"a step changes {path} from {describe(was)} to {describe(now)}. {hint}"
-            )
+            change = f"from {describe(was)} to {describe(now)}"
+            raise ValueError(f"a step changes {path} {change}. {hint}")
 
 
 def _check_scalar(value: Any, name: str) -> None:
@@ -141,10 +140,8 @@ def _check_scalar(value: Any, name: str) -> None:
         found = describe_tree(value, name)
         raise ValueError(f"the {name} must return one scalar, it returned\n{found}\n{remedy}")
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(
-            f"the {name} must return a floating-point scalar, it returned {describe(value)}. A "
-            "count of errors has no gradient: use a smooth loss."
-        )
+        found = f"the {name} must return a floating-point scalar, it returned {describe(value)}"
+        raise TypeError(f"{found}. A count of errors has no gradient: use a smooth loss.")
 
 
 def _check_dependence(problem: Definition, hparams: PyTree, smooth: bool) -> tuple[str, ...]:
@@ -178,10 +175,9 @@ def _check_dependence(problem: Definition, hparams: PyTree, smooth: bool) -> tup
     unused = [path for path, owner, i in named if not inputs_of(jaxpr, rows[owner])[i]]
     unused = [path for path in unused if path not in carried]
     if unused:
-        raise ValueError(
-            f"the response does not depend on {', '.join(unused)}: the hypergradient there would "
-            f"be 0 whatever its value. {_remedy(problem, len(unused) == len(paths))}"
-        )
+        what = f"the response does not depend on {', '.join(unused)}"
+        remedy = _remedy(problem, len(unused) == len(paths))
+        raise ValueError(f"{what}: the hypergradient there would be 0 whatever its value. {remedy}")
     if not smooth:
         return ()
     first = len(jax.tree.leaves(arrays))
@@ -195,10 +191,8 @@ def _remedy(problem: Definition, all_unused: bool) -> str:
         "needs `foretune.dropout`."
     )
     if all_unused:
-        remedy = (
-            "Does the objective depend on the trained state, and smoothly? An accuracy, a sign or an "
-            "argmax has no derivative."
-        )
+        hint = "An accuracy, a sign or an argmax has no derivative."
+        remedy = f"Does the objective depend on the trained state, and smoothly? {hint}"
     optimizer = problem.dynamics.optimizer if isinstance(problem.dynamics, Training) else None
     if isinstance(optimizer, optax.GradientTransformation):
         remedy += ' To tune the optimizer, give `optimizer=lambda h: optax.sgd(h["lr"])`.'

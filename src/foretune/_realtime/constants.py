@@ -82,10 +82,9 @@ def initial_constants(
     try:
         inspect.signature(optimizer).bind(**start)
     except TypeError as problem:
-        raise TypeError(
-            f"`{called}` cannot be called with {', '.join(start) or 'no constant'} alone: {problem}. "
-            f"Give what is not to be tuned by `functools.partial({called}, ...)`."
-        ) from None
+        how = f"Give what is not to be tuned by `functools.partial({called}, ...)`."
+        alone = f"with {', '.join(start) or 'no constant'} alone: {problem}"
+        raise TypeError(f"`{called}` cannot be called {alone}. {how}") from None
     except ValueError:  # a builtin, which has no signature
         pass
     instead = "Keep it in the loss: `functools.partial(loss, ...)`."
@@ -97,18 +96,15 @@ def constraints_of(start: Mapping[str, Array], given: Mapping[str, PyTree]) -> d
     unknown = [name for name in start if name not in given and name not in USUAL]
     if unknown:
         entries = ", ".join(f'"{name}": ft.Box(0.0, 1.0)' for name in unknown)
-        raise ValueError(
-            f"tuned knows no usual set for {', '.join(unknown)}: give `constraints={{{entries}}}`, "
-            "or whatever set it is, or None for any number."
-        )
+        what = f"tuned knows no usual set for {', '.join(unknown)}: give one, say"
+        raise ValueError(f"{what} `constraints={{{entries}}}`, or None for any number.")
     usual = {name: USUAL[name] for name in start if name not in given}
     for name, where in usual.items():
         value = start[name]
         if not isinstance(value, Tracer) and not where.contains(value):
-            raise ValueError(
-                f"tuned({name}={np.asarray(value)}) starts outside {where}, the usual set of this "
-                f'name. For another give `constraints={{"{name}": ...}}`.'
-            )
+            outside = f"tuned({name}={np.asarray(value)}) starts outside {where}"
+            other = f'give `constraints={{"{name}": ...}}`'
+            raise ValueError(f"{outside}, the usual set of this name. For another {other}.")
     return usual | dict(given)
 
 

@@ -23,11 +23,8 @@ KEPT = "The state before the window is kept, in the attribute `state` of this er
 
 def without_infinities(train: PyTree) -> PyTree:
     """Return the training state with 0 for an optimizer's infinite accumulators: they are no fault."""
-
-    def tolerated(leaf):
-        return jnp.where(jnp.isinf(leaf), 0, leaf) if eqx.is_inexact_array(leaf) else leaf
-
-    begun = jax.tree.map(tolerated, train)
+    floats, rest = eqx.partition(train, eqx.is_inexact_array)
+    begun = eqx.combine(jax.tree.map(lambda x: jnp.where(jnp.isinf(x), 0, x), floats), rest)
     return begun._replace(params=train.params) if isinstance(train, TrainState) else begun
 
 

@@ -88,10 +88,8 @@ class UpdateProgram:
         xs = window.indices if isinstance(window, Minibatches) else window
         steps = check_leading_axis(xs, "window", "the minibatches") if jax.tree.leaves(xs) else 0
         if steps == 0:
-            raise ValueError(
-                f"the window is empty:\n{describe_tree(xs, 'window')}\nLeave it out. Where steps need "
-                "no data, give `FullBatch(None, steps=...)`."
-            )
+            remedy = "Leave it out. Where steps need no data, give `FullBatch(None, steps=...)`."
+            raise ValueError(f"the window is empty:\n{describe_tree(xs, 'window')}\n{remedy}")
         leaves, structure = flatten(xs)
         key = structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
         if key not in self._longest:

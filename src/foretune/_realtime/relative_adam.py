@@ -5,8 +5,7 @@
     lambda_i <- lambda_i - step_size * r_i * Adam(r_i df/dlambda_i).
 
 Far from 0 a step changes an entry by a factor; near 0 by a share of o_i, the change that would take
-away the share UNIT of the error if it were linear. The first gradient is trusted up to 100 times the
-starting value, or up to 1 from 0. Under a `Box`, steps shrink towards the upper bound.
+away the share UNIT of the error if it were linear.
 """
 
 import math

@@ -86,8 +86,17 @@ class Tuning(Stepper):
         )
 
     def noted(self, run: Run) -> None:
-        """Warn of what has happened."""
-        _warn_where_all_is_rolled_back(run)
+        """Warn of what has happened; once, when many windows in a row have been rolled back."""
+        recent = [record["rolled_back"] for record in run.history[-IN_A_ROW - 1 :]]
+        # One more, and it has been said.
+        if recent[-IN_A_ROW:] == [True] * IN_A_ROW and recent != [True] * (IN_A_ROW + 1):
+            warn(
+                f"the last {IN_A_ROW} windows were rolled back, because training diverged; the last "
+                f"ran with {run.record['hparams']!r:.200}. Start from a smaller learning rate, and "
+                "look at the scale of the inputs and initial parameters. `RealTime(rollback=None)` "
+                "says where it is not finite.",
+                RuntimeWarning,
+            )
         warn_of_dropped(run.carry, self.log)
 
     def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
@@ -106,17 +115,3 @@ def _record(log: dict[str, PyTree]) -> dict[str, PyTree]:
         norm = np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
     noted = {name: numbers[name] for name in NOTED}
     return {"value": numbers["value"], "gradient_norm": norm, **noted}
-
-
-def _warn_where_all_is_rolled_back(run: Run) -> None:
-    """Warn once, when many windows in a row have been rolled back."""
-    recent = [record["rolled_back"] for record in run.history[-IN_A_ROW - 1 :]]
-    # One more, and it has been said.
-    if recent[-IN_A_ROW:] != [True] * IN_A_ROW or recent == [True] * (IN_A_ROW + 1):
-        return
-    warn(
-        f"the last {IN_A_ROW} windows were rolled back, because training diverged; the last ran with "
-        f"{run.record['hparams']!r:.200}. Start from a smaller learning rate, and look at the scale of "
-        "the inputs and initial parameters. `RealTime(rollback=None)` says where it is not finite.",
-        RuntimeWarning,
-    )

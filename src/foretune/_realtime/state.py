@@ -18,7 +18,7 @@ from .._outer.update import Outer
 from .._problem.checks import describe, named_leaves
 from .._problem.dynamics import Continued, Dynamics
 from .._problem.problem import Problem
-from .._problem.sharding import TANGENTS
+from .._problem.sharding import TANGENTS, Placement
 from .._problem.training import Training, TrainState
 
 Objective = Callable[..., Array] | dict[str, Callable[..., Array]]
@@ -142,27 +142,16 @@ def check_not_donated(tree: PyTree) -> None:
     """Raise where an `update` has reused the memory of a state."""
     arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
     if any(not isinstance(array, Tracer) and array.is_deleted() for array in arrays):
-        raise ValueError(
-            "this state was given to an `update` that reused its memory (`donate=True`). Continue "
-            "from the state that it returned, or leave `donate` out."
-        )
+        why = "this state was given to an `update` that reused its memory (`donate=True`)"
+        raise ValueError(f"{why}. Continue from the state that it returned, or leave `donate` out.")
 
 
 def placed(state: RealTimeState, mesh: Mesh) -> RealTimeState:
     """Return the state on a mesh, with the columns of Z split over `tangents`, if it has that axis."""
     m, size = ravel_pytree(state.hparams)[0].size, mesh.shape.get(TANGENTS, 1)
     if m % size:
-        raise ValueError(
-            f"RealTime(mesh=...): the {m} columns of Z, one for each hyperparameter, cannot be split "
-            f"evenly over the {size} devices of the mesh's axis 'tangents'."
-        )
-
-    def put(leaf):  # what its user has placed on the mesh stays there
-        where = getattr(leaf, "sharding", None)
-        if not eqx.is_array(leaf) or (isinstance(where, NamedSharding) and where.mesh == mesh):
-            return leaf
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
-
-    others = jax.tree.map(put, state._replace(Z=None))
+        what = f"the {m} columns of Z, one for each hyperparameter, cannot be split evenly over"
+        raise ValueError(f"RealTime(mesh=...): {what} the {size} devices of the axis 'tangents'.")
+    others = Placement(mesh).whole(state._replace(Z=None))
     columns = PartitionSpec(TANGENTS) if TANGENTS in mesh.shape else PartitionSpec()
     return others._replace(Z=jax.device_put(state.Z, NamedSharding(mesh, columns)))

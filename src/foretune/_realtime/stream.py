@@ -1,8 +1,4 @@
-"""Streams of minibatches, cut into windows.
-
-A stream is any iterable of batches, of any length: a list, a generator, a Grain or PyTorch loader. A
-batch is a pytree of what NumPy can read; all batches of a stream have the same shapes.
-"""
+"""Streams of minibatches, cut into windows: any iterable of pytrees that NumPy can read."""
 
 from collections.abc import Iterable, Iterator
 
@@ -103,8 +99,5 @@ def following(iterator: Iterator[PyTree]) -> PyTree:
     batch = next(iterator, END)
     if batch is END:
         return END
-
-    def put(leaf):  # what is on devices stays there: other processes may have parts of it
-        return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
-
-    return jax.tree.map(put, batch)
+    # What is on devices stays there: other processes may have parts of it.
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), batch)

@@ -1,7 +1,4 @@
-"""Real-time tuning as an optimizer, for a training loop that is there already.
-
-It is `RealTime` with its window spread over calls, one for each minibatch.
-"""
+"""Real-time tuning as an optimizer: `RealTime`, with a window spread over calls, a minibatch each."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -179,14 +176,17 @@ class Tuned:
         calls = self._calls
         calls.append((names, dropped, data))
         while calls and (len(calls) > self._every or calls[0][1].news.is_ready()):
-            _look(*calls.popleft())
+            names, dropped, data = calls.popleft()
+            if dropped.news:
+                fault = first_nonfinite(jax.device_get(data), "data") if dropped.failed else None
+                tell(names, dropped, f" (here {fault[0]})" if fault else "")
         return after, value
 
     def _as_data(
         self, state: TunedState, given: dict[str, PyTree]
     ) -> tuple[dict[str, PyTree], list[str]]:
         """Return the data as arrays, and the leaves' names, after the checks that new shapes need."""
-        data = jax.tree.map(_as_array, given)
+        data = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asanyarray(x), given)
         leaves, structure = flatten(data)
         key = jax.tree.structure(state), structure, tuple((x.shape, x.dtype) for x in leaves)
         if key in self._checked:
@@ -195,10 +195,8 @@ class Tuned:
             check_data(tree, name)
             check_numbers(data[name], name)
         if set(state.hparams) != set(self._start):
-            raise ValueError(
-                f"this state is of another optimizer: it has {sorted(state.hparams)}, this one tunes "
-                f"{sorted(self._start)}. Begin with `init` of this one."
-            )
+            why = f"it has {sorted(state.hparams)}, this one tunes {sorted(self._start)}"
+            raise ValueError(f"this state is of another optimizer: {why}. Begin anew with `init`.")
         anchor, settings = state.begun(), self._tuner.settings
         check_state(settings, anchor)
         validated(settings.problem(anchor.train, *_window_of(data)), state.hparams)
@@ -241,18 +239,6 @@ class Tuned:
         return TunedState(log, new, following, state.rest), now.loss, dropped
 
 
-def _look(names: list[str], dropped: Dropped, data: dict[str, PyTree]) -> None:
-    """Warn of a call that has ended, where there is something to say."""
-    if dropped.news:
-        fault = first_nonfinite(jax.device_get(data), "data") if dropped.failed else None
-        tell(names, dropped, f" (here {fault[0]})" if fault else "")
-
-
 def _window_of(data: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
     """Return the window of one minibatch, and the validation data."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], data["batch"]), data["validation"]
-
-
-def _as_array(leaf: object) -> Array | np.ndarray:
-    """Return an array of what NumPy can read."""
-    return leaf if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)

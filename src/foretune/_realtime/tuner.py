@@ -9,8 +9,7 @@ constant lambda: exact in the first window, an estimate after an update. So betw
 discounted, Z <- gamma Z, and forgets after about 1 / (1 - gamma) windows. The paper has gamma = 1.
 
 A window in which training diverges is rolled back: the training state returns to where the window
-began, Z to 0, and the hyperparameters back off against the derivative of the loss. A single minibatch
-with a loss far above all before it is skipped.
+began, Z to 0, and the hyperparameters back off against the derivative of the loss.
 
 Time: about that of 1 + 2m training runs for m hyperparameters, however many updates. Memory: Z, m
 states, and one more state to return to, whatever the number of steps.
@@ -125,15 +124,7 @@ class RealTime:
     def paper(
         cls, dynamics: object, objective: Objective, *, constraints: PyTree = None
     ) -> "RealTime":
-        """Return the paper's setting: Adam(0.005) on the hyperparameters, Z never forgotten.
-
-        >>> import foretune as ft, jax.numpy as jnp, optax
-        >>> tuner = ft.RealTime.paper(
-        ...     ft.Training(lambda w, h, x: (w - x) ** 2, lambda h: optax.sgd(h["lr"])),
-        ...     objective=lambda state, h, x: (state.params - x) ** 2)
-        >>> tuner.settings.discount, tuner.settings.rollback
-        (1.0, None)
-        """
+        """Return the paper's setting: Adam(0.005) on the hyperparameters, Z never forgotten."""
         adam = optax.adam(0.005)
         return cls(dynamics, objective, adam, constraints=constraints, discount=1.0, rollback=None)
 

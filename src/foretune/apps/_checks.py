@@ -2,42 +2,64 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import date
+from numbers import Number
+from typing import Any
 
 import numpy as np
 from scipy import sparse
 
+PLAIN = (str, bytes, Number, np.generic, date)
 OFF_BY = 1e-2
 """Rows of probabilities may sum to 1 with this error, as half precision has it."""
 
 
-def plain_labels(labels: object, name: str) -> np.ndarray:
+def plain_labels(labels: Any, name: str) -> np.ndarray:
     """Return labels of any type as an array of numbers or strings, or raise where one is missing."""
     if sparse.issparse(labels):
         raise ValueError(f"{name} is a sparse matrix: give one label for each row.")
-    array = np.asarray(labels)
-    missing = (
-        np.flatnonzero([_is_missing(label) for label in array]) if array.ndim == 1 else np.zeros(0)
-    )
+    try:
+        array, mask = np.asarray(labels), np.ma.getmask(labels)
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"{name} has lists among its labels: give one for each row.") from None
+    if array.ndim != 1:
+        return array
+    missing = np.flatnonzero(np.array([_is_missing(label) for label in array], bool) | mask)
     if len(missing):
         raise ValueError(
             f"{name} has {len(missing)} rows without a label, the first is row {missing[0]}: give it "
             "one, or leave the row out."
         )
-    if array.dtype != object or array.ndim != 1:
+    if array.dtype != object:
         return array
-    kinds = {isinstance(label, str): i for i, label in reversed([*enumerate(array)])}
+    kinds = {_kind(label): i for i, label in reversed([*enumerate(array)])}
+    for i in (i for i in kinds.values() if not isinstance(array[i], PLAIN)):
+        raise ValueError(f"{name} has {array[i]!r:.80} in row {i}: give numbers or text.")
     if len(kinds) > 1:  # as one array the number 1 and the text "1" would be one label
-        (_, i), (_, j) = sorted(kinds.items())
+        (a, i), (b, j), *_ = sorted(kinds.items())
         raise ValueError(
-            f"{name} has numbers and text, {array[i]!r} in row {i} and {array[j]!r} in row {j}: give "
-            "labels of one type."
+            f"{name} has {a} and {b}, {array[i]!r} in row {i} and {array[j]!r} in row {j}: give labels "
+            "of one type."
         )
     return np.asarray(array.tolist())
 
 
 def _is_missing(label: object) -> bool:
     """None, NaN, and pandas's NA, whose comparisons have no truth value."""
-    return label is None or type(label).__name__ == "NAType" or bool(label != label)
+    if not isinstance(label, PLAIN):
+        return label is None or type(label).__name__ == "NAType"
+    return bool(label != label)
+
+
+def _kind(label: object) -> str:
+    names = {"text": str, "numbers": Number | np.number | np.bool_}
+    return next((k for k, kind in names.items() if isinstance(label, kind)), type(label).__name__)
+
+
+def check_unmasked(given: object, name: str) -> None:
+    """Raise where a masked array has masked entries: their numbers would be taken."""
+    if np.ma.is_masked(given):
+        raise ValueError(f"{name} has masked entries: fill them in, or leave those rows out.")
 
 
 def positions(labels: object, classes: np.ndarray, name: str, of: str) -> np.ndarray:
@@ -74,10 +96,23 @@ def by_name(given: object, what: str) -> dict[str, object]:
     return named
 
 
+def numbers_of_rows(labels: Any, X: Any) -> np.ndarray:
+    """Return the numbers of a data frame's rows by their labels, an index."""
+    if labels.dtype == bool:
+        return labels.to_numpy()  # a mask
+    if not X.index.is_unique:
+        raise ValueError("checked is an index, and X has labels of rows twice: give row numbers.")
+    unknown = labels[~labels.isin(X.index)].tolist()
+    if len(unknown):
+        raise ValueError(f"checked has the row {unknown[0]!r:.80}, which the index of X has not.")
+    return X.index.get_indexer(labels)
+
+
 def verified_rows(checked: object, answers: object, n: int) -> np.ndarray:
     """Return the numbers of the verified rows, given by number or as a mask."""
     if (checked is None) != (answers is None):
         raise ValueError("give checked and checked_labels together, or neither.")
+    check_unmasked(checked, "checked")
     rows = np.zeros(0, int) if checked is None else np.asarray(checked)
     if rows.dtype == bool:
         if rows.shape != (n,):
@@ -93,7 +128,7 @@ def verified_rows(checked: object, answers: object, n: int) -> np.ndarray:
         raise ValueError("checked names a row twice.")
     if len(rows) == n:
         raise ValueError("every row is checked: there is nothing left to judge.")
-    shape = np.asarray(answers).shape
+    shape = plain_labels(answers, "checked_labels").shape
     if answers is not None and shape[:1] != rows.shape:
         raise ValueError(f"{len(rows)} rows are checked, and checked_labels has {shape}.")
     return rows.astype(int)
@@ -103,6 +138,7 @@ def probabilities(
     name: str, array: object, classes: np.ndarray, observed: np.ndarray
 ) -> np.ndarray:
     """Return out-of-fold probabilities (rows, classes) in the order of the classes, or raise."""
+    check_unmasked(array, name)
     array = _in_order(name, array, classes)
     try:
         given = np.asarray(array)
@@ -110,9 +146,7 @@ def probabilities(
             raise TypeError
         p = given.astype(np.float64)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{name} must be numbers, a real array of shape (rows, classes)."
-        ) from None
+        raise ValueError(f"{name} must be numbers, a real array (rows, classes).") from None
     n, K = len(observed), len(classes)
     if p.shape != (n, K):
         raise ValueError(

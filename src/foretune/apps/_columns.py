@@ -12,7 +12,7 @@ label is used.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -63,6 +63,18 @@ def is_mixed(X: Rows) -> TypeGuard[DataFrame]:
     )
 
 
+def check_frame(X: DataFrame) -> list[object]:
+    """Return the names of the columns, or raise where two are the same or one holds lists."""
+    names = list(X.columns)
+    if len(set(names)) < len(names) or X.columns.nlevels > 1:
+        raise ValueError(f"X has the columns {listed(names)}: give each one name of its own.")
+    for name in names:
+        lists = X[name].dtype == object and [x for x in X[name] if not isinstance(x, Hashable)]
+        if lists:
+            raise ValueError(f"X[{name!r}] has {lists[0]!r:.60}: give numbers, text or dates.")
+    return names
+
+
 class Encoder:
     """Learns the columns of rows, and returns the two views of these and others."""
 
@@ -104,7 +116,9 @@ class Encoder:
         return np.asarray(X.toarray() if sparse.issparse(X) else X, np.float64)
 
     def _fit_frame(self, X: DataFrame) -> None:
-        columns = list(getattr(X, "columns", ()))
+        if not is_frame(X):
+            raise ValueError(f"text={list(self.text)} names columns: give X as a data frame.")
+        columns = list(X.columns)
         unknown = [name for name in self.text if name not in columns]
         if unknown:
             raise ValueError(f"there is no column {unknown[0]!r}, only {listed(columns)}.")

@@ -113,9 +113,8 @@ class Labelled(NamedTuple):
             found[some] = kernel.unseen_
             return in_all_classes(found, kernel.classes_, self.classes)
         found = np.zeros((n, self.classes))
-        for k in track(
-            np.unique(self.fold), f"{name}, by folds", disable=self.quiet, transient=True
-        ):
+        folds, shown = np.unique(self.fold), f"{name}, by folds"
+        for k in track(folds, shown, disable=self.quiet, transient=True):
             held, rest = np.flatnonzero(self.fold == k), np.flatnonzero(self.fold != k)
             model = self.trained(member, rest if member.view is None else self.sample(rest))
             p = model.predict_proba(_safe_indexing(X, held))

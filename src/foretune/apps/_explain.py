@@ -123,6 +123,7 @@ def trained(
     batch = min(BATCH, len(y))
     steps = settings.steps or max(LEAST, EPOCHS * len(y) // batch)
     key = jax.random.key(settings.seed)
+    order = jax.random.fold_in(key, 1)
 
     def loss(params, hparams, examples):
         scores = scores_of(params, examples[0])
@@ -132,9 +133,7 @@ def trained(
         Training(loss, lambda h: optax.sgd(h["lr"], MOMENTUM)),
         lambda state, hparams, examples: loss(state.params, hparams, examples),
         init=start(settings.model, key, z.shape[1], classes),
-        batches=Minibatches.shuffled(
-            (z, y), batch_size=batch, steps=steps, key=jax.random.fold_in(key, 1)
-        ),
+        batches=Minibatches.shuffled((z, y), batch_size=batch, steps=steps, key=order),
         validation=(z[:1], y[:1]),
     )
     hparams = {"lr": jnp.array(settings.rate or RATES[settings.model])}
@@ -211,9 +210,8 @@ def described(folder: RunFolder, shown: Explained) -> dict[str, object]:
     rows = []
     for k in order:
         sides = [", ".join(map(str, side)) for side in shown.sides(k).values()]
-        rows.append(
-            [str(k), str(shown.labels[k]), str(shown.predicted[k]), float(errors[k]), *sides]
-        )
+        names = map(str, (k, shown.labels[k], shown.predicted[k]))
+        rows.append([*names, float(errors[k]), *sides])
     first = f" The {len(order)} with the largest errors are shown." if len(order) < K else ""
     columns = ["query", "label", "predicted", "error", "helped", "harmed"]
     title = "Queries and the rows that matter most to them"

@@ -2,6 +2,7 @@
 
 import io
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,15 @@ from . import LabelCleaner
 from ._checks import positions
 from ._columns import is_frame
 from ._shown import cell, columns_note, row_shown, write_csv
-from ._tables import DataError, Table, check_columns, read_table, with_labels_alike
+from ._tables import (
+    AS_TEXT,
+    DataError,
+    Table,
+    check_columns,
+    read_frame,
+    read_table,
+    with_labels_alike,
+)
 
 SHOWN = 24
 FEW_KINDS = 20
@@ -43,13 +52,18 @@ def run(out: str | Path, settings: Settings) -> Path:
     whole = read_table(settings.train, *options)
     check_classes(whole)
     files = [settings.train]
+    if settings.id is not None and settings.checked is None:
+        raise DataError(f"--id {settings.id} finds the rows of --checked: give that file, too.")
     table, checked = whole, {}
     if settings.checked is not None:
         files.append(settings.checked)
         table, checked = verified(whole, settings)
     tables = [table]
     if settings.clean is not None:
-        tables = [*with_labels_alike(table, read_table(settings.clean, *options))]
+        more = read_table(settings.clean, *options)
+        if is_frame(more.x) and settings.id is not None:
+            more = more._replace(x=more.x.drop(columns=settings.id, errors="ignore"))
+        tables = [*with_labels_alike(table, more)]
         files.append(settings.clean)
     check_columns(tables)
     rows, labels = tables[0].x, tables[0].y
@@ -64,8 +78,9 @@ def run(out: str | Path, settings: Settings) -> Path:
     folder = RunFolder(out, kind="clean", title=title, settings=asked, files=files)
     if folder.result is None:
         cleaner.fit(rows, labels, *clean, **checked)
-        write_lists(folder, cleaner, whole._replace(y=labels))
-        write_cleaned(folder, cleaner, whole, settings.relabel)
+        written = whole.as_written()
+        write_lists(folder, cleaner, written._replace(y=labels), checked.get("checked", ()))
+        write_cleaned(folder, cleaner, written, settings.relabel)
         result = summary(cleaner, tables[0], trusted)
         result |= {"figures": draw(folder, cleaner), "gallery": gallery(folder, cleaner, tables[0])}
         folder.write("result.json", result)
@@ -78,11 +93,8 @@ def verified(table: Table, settings: Settings) -> tuple[Table, dict[str, np.ndar
     The file of these has a column of labels, and one that finds the row: of the name `--id`, which both
     files have, or of row numbers, as the list of suspects has them.
     """
-    import pandas as pd
-
-    name, path = settings.id or ROW, settings.checked
-    assert path is not None
-    frame: Any = pd.read_csv(path, dtype=str, keep_default_na=False)
+    name, path = settings.id or ROW, Path(settings.checked or "")
+    frame: Any = read_frame(path, **AS_TEXT)
     lacking = [column for column in (name, table.label) if column not in frame.columns]
     if lacking:
         raise DataError(
@@ -92,7 +104,7 @@ def verified(table: Table, settings: Settings) -> tuple[Table, dict[str, np.ndar
     if settings.id is None:
         known = {str(i): i for i in range(len(table.y))}
     elif is_frame(table.x) and settings.id in table.x.columns:
-        values: Any = table.x[settings.id].astype(str)
+        values: Any = table.as_written().x[settings.id].astype(str)
         if values.duplicated().any():
             twice = values[values.duplicated()].iloc[0]
             raise DataError(f"{table.path}: {settings.id!r} is {twice!r} in more than one row.")
@@ -101,11 +113,13 @@ def verified(table: Table, settings: Settings) -> tuple[Table, dict[str, np.ndar
     else:
         raise DataError(f"{table.path} has no column {settings.id!r} to find rows by.")
     frame = frame[frame[table.label] != ""]
+    if not len(frame):
+        raise DataError(f"{path} has no verified row: no row has a label.")
     unknown = [value for value in frame[name] if value not in known]
     if unknown:
         raise DataError(f"{path}: {table.path} has no row whose {name} is {unknown[0]!r}.")
     classes = np.unique(table.y)
-    labels = positions(frame[table.label].to_numpy(str), classes.astype(str), path, table.path)
+    labels = positions(frame[table.label].to_numpy(str), classes.astype(str), str(path), table.path)
     rows = np.array([known[value] for value in frame[name]], int)
     return table, {"checked": rows, "checked_labels": classes[labels]}
 
@@ -126,35 +140,28 @@ def check_classes(table: Table) -> None:
         )
 
 
-def write_lists(folder: RunFolder, found: LabelCleaner, table: Table) -> None:
+def write_lists(
+    folder: RunFolder, found: LabelCleaner, table: Table, checked: Iterable[Any] = ()
+) -> None:
     """Write suspects.csv, the most suspicious first, and weights.csv, every row in its order.
 
-    A suspect has the columns of its row too, unless it is an image. Values are as in the file that was
-    read, but for one thing: text that a spreadsheet would take for a formula gets an apostrophe before
-    it (`cell`).
+    Both mark the verified rows. A suspect has the columns of its row too, unless it is an image.
+    Values are as in the file, but text that a spreadsheet would run gets an apostrophe (`cell`).
     """
+    known = set(checked)
 
-    def judged(i: int) -> list[str]:
-        return [cell(table.y[i]), cell(found.suggested_[i]), f"{found.probability_wrong_[i]:.6f}"]
+    def judged(i: int) -> list[object]:
+        doubt = f"{found.probability_wrong_[i]:.6f}"
+        return [cell(table.y[i]), cell(found.suggested_[i]), doubt, int(i in known)]
 
     suspects = [int(i) for i in found.ranking_ if found.suspects_[i]]
-    columns = [ROW, "observed", "suggested", "probability_wrong"]
-    write_csv(
-        folder.path / "suspects.csv",
-        ["rank", *columns, *([] if table.image_shape else map(cell, table.columns))],
-        (
-            [rank, i, *judged(i), *map(cell, _values(table, i))]
-            for rank, i in enumerate(suspects, start=1)
-        ),
-    )
-    write_csv(
-        folder.path / "weights.csv",
-        [*columns, "weight", "suspect"],
-        (
-            [i, *judged(i), f"{found.weights_[i]:.6f}", int(found.suspects_[i])]
-            for i in range(len(table.y))
-        ),
-    )
+    columns = [ROW, "observed", "suggested", "probability_wrong", "verified"]
+    names = ["rank", *columns, *([] if table.image_shape else map(cell, table.columns))]
+    lines = ([k, i, *judged(i), *map(cell, _values(table, i))] for k, i in enumerate(suspects, 1))
+    write_csv(folder.path / "suspects.csv", names, lines)
+    marks = enumerate(zip(found.weights_, found.suspects_, strict=True))
+    lines = ([i, *judged(i), f"{weight:.6f}", int(mark)] for i, (weight, mark) in marks)
+    write_csv(folder.path / "weights.csv", [*columns, "weight", "suspect"], lines)
 
 
 def _values(table: Table, i: int) -> list[object]:
@@ -219,15 +226,10 @@ def _expected(found: LabelCleaner) -> str:
 
 def draw(folder: RunFolder, found: LabelCleaner) -> list[dict[str, str]]:
     """Draw the weights."""
-    groups = {
-        "suspects": found.weights_[found.suspects_],
-        "others": found.weights_[~found.suspects_],
-    }
-    histogram(
-        folder.figures / "weights.svg",
-        {name: values for name, values in groups.items() if len(values)},
-        xlabel="weight: the probability that the label is right",
-    )
+    masks = {"suspects": found.suspects_, "others": ~found.suspects_}
+    groups = {name: found.weights_[mask] for name, mask in masks.items() if mask.any()}
+    xlabel = "weight: the probability that the label is right"
+    histogram(folder.figures / "weights.svg", groups, xlabel=xlabel)
     return [{"file": "figures/weights.svg", "title": "Weights", "caption": "All rows."}]
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from copy import copy
 from numbers import Integral
 from typing import Any, NamedTuple, cast
 
@@ -12,8 +13,8 @@ from sklearn.utils._param_validation import Interval
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _num_samples, check_is_fitted, column_or_1d, validate_data
 
-from ._checks import listed, plain_labels, positions, verified_rows
-from ._columns import Encoder, Rows, is_frame, is_mixed, row_order, stack_rows
+from ._checks import check_unmasked, listed, numbers_of_rows, plain_labels, positions, verified_rows
+from ._columns import Encoder, Rows, check_frame, is_frame, is_mixed, row_order, stack_rows
 from ._ensemble import (
     FORESTS,
     Ensemble,
@@ -26,8 +27,7 @@ from ._ensemble import (
 from ._label_model import judge
 from ._predictions import FoundLabels
 
-LEAST_TRAINED = 2
-"""Rows of each class that the final model is trained on, whatever is held of their labels."""
+LEAST_TRAINED = 2  # rows of each class that the final model is trained on
 
 
 class Inputs(NamedTuple):
@@ -115,6 +115,9 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         "random_state": ["random_state"],
     }
 
+    _final: Ensemble
+    _seed: int
+
     def __init__(
         self,
         estimator: object = "ensemble",
@@ -145,19 +148,21 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         Verified labels are those of some rows of X, `checked` (numbers, or a mask), or of other rows,
         (X_clean, y_clean). The former teach more: they show how observed labels go wrong.
         """
-        inputs = self.inputs(X, y, (X_clean, y_clean), (checked, checked_labels))
-        self._seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
+        new = copy(self)  # an interrupt, or an error, leaves an earlier fit as it was
+        inputs = new.inputs(X, y, (X_clean, y_clean), (checked, checked_labels))
+        new._seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         order = row_order(inputs.rows, inputs.labels)
         order = order[np.argsort(inputs.observed[order] < 0, kind="stable")]
         observed, true = inputs.observed[order], inputs.true[order]
-        training, members = self._training(inputs, order)
+        training, members = new._training(inputs, order)
         q = np.stack([training.unseen(name, member) for name, member in members.items()])
-        found = judge(q, observed, true, self._seed)
+        found = judge(q, observed, true, new._seed)
         back = np.argsort(order[: len(found.right)])
         by_row = ("right", "suspects", "likely", "probabilities")
         found = found._replace(**{name: getattr(found, name)[back] for name in by_row})
-        self._conclude(found, members)
-        self._final = self._without_suspects(inputs)
+        new._conclude(found, members)
+        new._final = new._without_suspects(inputs)
+        self.__dict__ = new.__dict__
         return self
 
     def _without_suspects(self, inputs: Inputs) -> Ensemble:
@@ -201,7 +206,9 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
     ) -> Inputs:
         """Return what `fit` works on, or raise where it would."""
         self._validate_params()
-        self._own = own_classifier(self.estimator)
+        self._own, text = own_classifier(self.estimator), cast(Any, self.text)
+        if isinstance(text, str) or not isinstance(text, Iterable):
+            raise ValueError(f"text={text!r:.60}: give a list of columns' names.")
         if y is None:
             raise ValueError("requires y to be passed, but the target y is None.")
         rows, observed = self._rows(X, reset=True), self._observed(y)
@@ -209,16 +216,12 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
         if n != _num_samples(rows):
             raise ValueError(f"y has {n} labels, and X has {_num_samples(rows)} rows.")
         numbers, answers = checked
-        if hasattr(numbers, "get_indexer") and hasattr(X, "index"):  # pandas' labels of rows
-            numbers = cast(Any, X).index.get_indexer(numbers)
+        if is_frame(X) and hasattr(numbers, "get_indexer"):
+            numbers = numbers_of_rows(numbers, X)
         verified, true = verified_rows(numbers, answers, n), np.full(n, -1)
         if len(verified):
             true[verified] = positions(checked[1], self.classes_, "checked_labels", "y")
-        encoder = (
-            None
-            if self._own is not None
-            else Encoder(tuple(cast(Iterable[str], self.text))).fit(rows)
-        )
+        encoder = None if self._own is not None else Encoder(tuple(text)).fit(rows)
         if (clean[0] is None) != (clean[1] is None):
             raise ValueError("give X_clean and y_clean together, or neither.")
         if clean[0] is not None:
@@ -231,6 +234,8 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
                 )
             rows, true = stack_rows(rows, more), np.concatenate([true, labels])
             observed = np.concatenate([observed, np.full(len(labels), -1)])
+        if encoder is not None and encoder.mixed:  # the order of rows is not to depend on these
+            rows = rows.drop(columns=encoder.names["identifiers"])
         inputs = Inputs(rows, observed, true, encoder)
         counts = np.bincount(inputs.labels, minlength=len(self.classes_))
         if np.sum(counts > 1) < 2:
@@ -262,7 +267,14 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
                 self.feature_names_in_ = np.asarray(X.columns, object)
             shape = getattr(X, "shape", ())
             self.n_features_in_ = shape[1] if len(shape) > 1 else 0  # texts are one column of none
+        check_unmasked(X, f"{where}X")
         if self._as_it_is:
+            names = check_frame(X) if is_frame(X) else []
+            self._names = names if reset else self._names
+            odd = sorted(set(names) ^ set(self._names), key=str)
+            if odd and (where or names or self._own is None):
+                what = f"give a data frame with the columns of X; in one only: {listed(odd)}."
+                raise ValueError(f"{where}{what}")
             return indexable(X)[0]
         try:
             given: Any = X

@@ -15,14 +15,21 @@ At the prior's centre p is the plain (geometric) average of the classifiers. How
 leave it, s, is the value under which labels of the other half of the rows are more likely: where there
 is no evidence for other weights, they stay equal.
 
-A label is weighed against its best alternative,
+A label is weighed against the others, by s_k = p(k | x) N_ky^belief, scaled to a sum of 1:
 
-    right = s_y / (s_y + max_{k != y} s_k),   s_k = p(k | x) N_ky^belief.
+    right = s_y + split (1 - s_y - max_{k != y} s_k).
 
-With belief 1 this is Bayes' rule for labels that go wrong by class alone. Where it is hard rows that
-get wrong labels, belief 0 is right: the observed label tells nothing that x does not. What is between,
-0.35, did best on development data. Verified rows whose observed label is known tell how far to believe
-it, and correct the log-odds of `right` by a line, both under a prior.
+Belief 1 and split 0 are Bayes' rule for labels that go wrong by class, or by chance. Belief 0 and split
+1/2 are for hard rows that get the likeliest other label. Which it is follows from a second fit, in
+which N' has one rate e for all that is off its diagonal:
+
+    c = expit(250 G / (n + 500) - 1.25),         u = min(1, 5 e),
+    belief = 0.175 + 1/2 (c + (1 - c) u),       split = (1 - u) (1 - c/2) / 2.
+
+Where noise is by class, N makes labels of the other half of n rows likelier than N' does, by G. Where
+it is by chance, e is its rate; by instance e is 0, for p(k | x) is as uncertain as the labels are. N
+becomes c N + (1 - c) N'. The constants did best on development data. Verified rows with an observed
+label change the belief, and correct the log-odds of `right` by a line, both under a prior.
 
 Suspects are as many of the lowest weights as make the expected F1 greatest,
 
@@ -31,12 +38,13 @@ Suspects are as many of the lowest weights as make the expected F1 greatest,
 but in no class more than the labels with which the plain average of the classifiers disagrees.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from scipy import sparse
 from scipy.optimize import minimize
-from scipy.special import expit, log_softmax
+from scipy.special import expit, log_softmax, softmax
 
 TINY = 1e-12
 FLOOR = 1e-3
@@ -45,16 +53,14 @@ SPREADS = (0.1, 1.0)
 """The standard deviations s that are tried."""
 RIGHT, STRENGTH, MEAN_SPREAD, BIAS_SPREAD = 0.8, 20.0, 0.5, 0.3
 """Of the prior."""
-BELIEF, BELIEF_SPREAD, LINE_SPREAD = 0.35, 0.2, 0.5
-"""The belief, and what verified rows may change: the belief, and the line's height and log slope."""
-FEW, FOLDS = 20, 5
-"""Fewer verified rows than this change neither; the folds in which they are judged unseen."""
-RARE = 3
-"""A class of fewer rows is not judged."""
+BELIEF_SPREAD, LINE_SPREAD = 0.2, 0.5
+"""What verified rows may change: the belief, and the line's height and log slope."""
+FEW, FOLDS, RARE = 20, 5, 3
+"""Fewer verified rows change nothing; the folds that judge them; a class of fewer is not judged."""
 MOST_ROWS, MOST_ENTRIES = 20_000, 2_000_000
 """Rows, and rows times classes, that the parameters are fitted on."""
 STEPS, MANY = 60, 50
-"""Of L-BFGS; a quarter of them with more classes than this, whose models have equal weights."""
+"""Of L-BFGS; a quarter of them with more classes than this, of which nothing is tried on halves."""
 
 
 class Parameters(NamedTuple):
@@ -66,19 +72,15 @@ class Parameters(NamedTuple):
 
     def p(self, log_q: np.ndarray) -> np.ndarray:
         """Return p(k | x), above 0."""
-        score = np.tensordot(np.exp(self.a), log_q, 1) + self.b
-        score -= score.max(1, keepdims=True)
-        p = np.exp(score, out=score)
-        p += TINY
-        p /= p.sum(1, keepdims=True)
-        return p
+        p = softmax(np.tensordot(np.exp(self.a), log_q, 1) + self.b, axis=1) + TINY
+        return p / p.sum(1, keepdims=True)
 
     @classmethod
-    def of(cls, flat: np.ndarray, classifiers: int) -> "Parameters":
-        """Return parameters from one array."""
-        a, rest = np.split(flat, [classifiers])
-        classes = round((np.sqrt(1 + 4 * len(rest)) - 1) / 2)  # b and a square matrix
-        return cls(a, rest[:classes], log_softmax(rest[classes:].reshape(classes, -1), axis=1))
+    def of(cls, flat: np.ndarray, classifiers: int, classes: int) -> "Parameters":
+        """Return parameters from one array; of N it has all entries, or one for the diagonal."""
+        a, b, noise = np.split(flat, [classifiers, classifiers + classes])
+        square = noise * np.eye(classes) if len(noise) == 1 else noise.reshape(classes, -1)
+        return cls(a, b, log_softmax(square, axis=1))
 
 
 class Figure(NamedTuple):
@@ -114,7 +116,8 @@ class LabelJudgement(NamedTuple):
 class Calibration(NamedTuple):
     """How labels are weighed; what verified rows tell of it, and how they fare when judged unseen."""
 
-    belief: float = BELIEF
+    belief: float
+    split: float
     height: float = 0.0
     slope: float = 1.0
     unseen: np.ndarray = np.zeros(0)
@@ -123,10 +126,12 @@ class Calibration(NamedTuple):
 
     def right(self, log_p: np.ndarray, log_noise: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Return the probability that labels are right, from log N_ky of each row."""
-        score, i = log_p + self.belief * log_noise, np.arange(len(y))
-        own = score[i, y]
-        score[i, y] = -np.inf
-        return expit(self.height + self.slope * (own - score.max(1)))
+        s, i = softmax(log_p + self.belief * log_noise, axis=1), np.arange(len(y))
+        own = s[i, y]
+        s[i, y] = 0
+        rest = s.sum(1) - (best := s.max(1))
+        odds = np.log(own + self.split * rest) - np.log(best + (1 - self.split) * rest)
+        return expit(self.height + self.slope * odds)
 
 
 def judge(q: np.ndarray, observed: np.ndarray, true: np.ndarray, seed: int) -> LabelJudgement:
@@ -137,14 +142,20 @@ def judge(q: np.ndarray, observed: np.ndarray, true: np.ndarray, seed: int) -> L
     """
     q, rng = np.maximum(np.asarray(q, np.float64), FLOOR), np.random.default_rng(seed)
     log_q = np.log(q / q.sum(axis=-1, keepdims=True))
-    spread = _best_spread(log_q, observed, true, rng)
-    parameters = fit(log_q, observed, true, spread, rng)
-    known = Calibration()
+    spread, gain = _best_spread(log_q, observed, true, rng)
+    parameters, alike = (fit(log_q, observed, true, spread, tied) for tied in (False, True))
+    c, tied = expit(250 * gain - 1.25), np.exp(alike.log_noise)
+    u = min(5 * (1 - tied[0, 0]), 1.0)
+    known = Calibration(0.175 + 0.5 * (c + (1 - c) * u), 0.5 * (1 - u) * (1 - c / 2))
+
+    def noise(now: Parameters) -> np.ndarray:
+        return np.log(c * np.exp(now.log_noise) + (1 - c) * tied + TINY)
+
     if np.sum((true >= 0) & (observed >= 0)) >= FEW:
-        known = _calibrated(log_q, observed, true, spread, rng)
+        known = _calibrated(log_q, observed, true, spread, rng, known, noise)
     n = np.sum(observed >= 0)
     y, true, log_q = observed[:n], true[:n], log_q[:, :n]
-    log_p, log_noise = np.log(parameters.p(log_q)), parameters.log_noise.T[y]
+    log_p, log_noise = np.log(parameters.p(log_q)), noise(parameters).T[y]
     right = known.right(log_p, log_noise, y)
     judged = true < 0
     rare = judged & (np.bincount(y)[y] < RARE)
@@ -158,7 +169,7 @@ def judge(q: np.ndarray, observed: np.ndarray, true: np.ndarray, seed: int) -> L
     p = np.where(judged[:, None], np.exp(log_p), np.eye(log_p.shape[1])[true])
     rate, unflagged = _figures(right, suspects, judged, known)
     if not len(known.unseen):
-        ends = [Calibration(belief).right(log_p, log_noise, y) for belief in (1.0, 0.0)]
+        ends = [known._replace(belief=end).right(log_p, log_noise, y) for end in (1.0, 0.0)]
         means = [rate.value, *(float(1 - end[judged].mean()) for end in ends)]
         rate = Figure(rate.value, min(means), max(means))
     return LabelJudgement(
@@ -166,7 +177,7 @@ def judge(q: np.ndarray, observed: np.ndarray, true: np.ndarray, seed: int) -> L
         suspects=suspects,
         likely=np.where(judged, np.where(suspects, other.argmax(1), y), true),
         probabilities=p,
-        noise=np.exp(parameters.log_noise),
+        noise=np.exp(noise(parameters)),
         ensemble=np.exp(parameters.a),
         noise_rate=rate,
         unflagged=unflagged,
@@ -190,29 +201,25 @@ def most_suspicious(right: np.ndarray, y: np.ndarray, plain: np.ndarray) -> np.n
 
 
 def fit(
-    log_q: np.ndarray,
-    observed: np.ndarray,
-    true: np.ndarray,
-    spread: float,
-    rng: np.random.Generator,
+    log_q: np.ndarray, observed: np.ndarray, true: np.ndarray, spread: float, tied: bool = False
 ) -> Parameters:
-    """Return the parameters of greatest posterior probability, by L-BFGS."""
+    """Return the parameters of greatest posterior probability, by L-BFGS; `tied` is for N'."""
     C, _, K = log_q.shape
     seen = np.flatnonzero((true < 0) & (observed >= 0))
     most = min(MOST_ROWS, max(MOST_ENTRIES // K, 1000))
     if len(seen) > most:
-        seen = np.sort(rng.permutation(seen)[:most])
+        seen = np.sort(np.random.default_rng(0).permutation(seen)[:most])
     verified = np.flatnonzero(true >= 0)
     both = verified[observed[verified] >= 0]
     L, y, L_true = log_q[:, seen], observed[seen], log_q[:, verified]
     labels = np.eye(K)[true[verified]]
     by_label = sparse.csr_matrix((np.ones(len(y)), (y, np.arange(len(y)))), (K, len(y)))
     centre = np.where(np.eye(K) > 0, RIGHT, (1 - RIGHT) / max(K - 1, 1))
-    counts = STRENGTH * centre
+    counts = STRENGTH * centre / (K if tied else 1)
     np.add.at(counts, (true[both], observed[both]), 1.0)
 
     def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        now = Parameters.of(flat, C)
+        now = Parameters.of(flat, C, K)
         weights = np.exp(now.a)
         p, p_true = now.p(L), now.p(L_true)
         r = p * np.exp(now.log_noise).T[y]
@@ -229,32 +236,36 @@ def fit(
         d_b += now.b / BIAS_SPREAD**2
         expected = counts + (by_label @ r).T
         d_noise = np.exp(now.log_noise) * expected.sum(1, keepdims=True) - expected
-        return float(value), np.concatenate([d_a, d_b, d_noise.ravel()])
+        entries = [d_noise.trace()] if tied else d_noise.ravel()
+        return float(value), np.concatenate([d_a, d_b, entries])
 
-    start = np.concatenate([np.full(C, -np.log(C)), np.zeros(K), np.log(centre).ravel()])
+    entries = [np.log(centre[0, 0] / centre[0, 1])] if tied else np.log(centre).ravel()
+    start = np.concatenate([np.full(C, -np.log(C)), np.zeros(K), entries])
     steps = STEPS if K <= MANY else STEPS // 4
     found = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": steps})
-    return Parameters.of(found.x, C)
+    return Parameters.of(found.x, C, K)
 
 
 def _best_spread(
     log_q: np.ndarray, observed: np.ndarray, true: np.ndarray, rng: np.random.Generator
-) -> float:
-    """Return the spread of the exponents under which labels of the other half are most likely."""
-    if len(log_q) == 1 or log_q.shape[2] > MANY:
-        return SPREADS[0]
-    half = rng.permutation(len(observed)) % 2 == 0
+) -> tuple[float, float]:
+    """Return the spread under which labels of the other half are most likely, and G / (n + 500)."""
+    if log_q.shape[2] > MANY:
+        return SPREADS[0], 0.0
+    order = rng.permutation(len(observed))
+    halves = [np.flatnonzero((order % 2 == k) & (order < 2 * MOST_ROWS)) for k in (0, 1)]
+    unseen = [half[(observed[half] >= 0) & (true[half] < 0)] for half in halves]
 
-    def likelihood(spread: float) -> float:
+    def likelihood(spread: float, tied: bool = False) -> float:
         total = 0.0
-        for use in (half, ~half):
-            now = fit(log_q[:, use], observed[use], true[use], spread, np.random.default_rng(0))
-            rest = ~use & (observed >= 0) & (true < 0)
+        for use, rest in zip(halves, unseen[::-1], strict=True):
+            now = fit(log_q[:, use], observed[use], true[use], spread, tied)
             joint = now.p(log_q[:, rest]) * np.exp(now.log_noise).T[observed[rest]]
             total += np.log(joint.sum(1)).sum()
         return total
 
-    return max(SPREADS, key=likelihood)
+    best, spread = max((likelihood(s), s) for s in SPREADS[: len(log_q)])
+    return spread, (best - likelihood(spread, True)) / (sum(map(len, unseen)) + 500)
 
 
 def _calibrated(
@@ -263,6 +274,8 @@ def _calibrated(
     true: np.ndarray,
     spread: float,
     rng: np.random.Generator,
+    start: Calibration,
+    noise: Callable[[Parameters], np.ndarray],
 ) -> Calibration:
     """Judge verified rows by parameters that were fitted without knowing them, and learn from it."""
     rows = np.flatnonzero((true >= 0) & (observed >= 0))
@@ -273,19 +286,21 @@ def _calibrated(
     for k in range(FOLDS):
         hidden = true.copy()
         hidden[rows[fold == k]] = -1
-        now = fit(log_q, observed, hidden, spread, rng)
+        now = fit(log_q, observed, hidden, spread)
         log_p[fold == k] = np.log(now.p(log_q[:, rows[fold == k]]))
-        log_noise[fold == k] = now.log_noise.T[y[fold == k]]
+        log_noise[fold == k] = noise(now).T[y[fold == k]]
+
+    def calibration(v: np.ndarray) -> Calibration:
+        return Calibration(float(v[0]), start.split, float(v[1]), float(np.exp(v[2])))
 
     def loss(v: np.ndarray) -> float:
-        p = Calibration(v[0], v[1], np.exp(v[2])).right(log_p, log_noise, y)
+        p = calibration(v).right(log_p, log_noise, y)
         fits = -np.log(np.maximum(np.where(wrong, 1 - p, p), 1e-12)).sum()
-        belief, line = (v[0] - BELIEF) / BELIEF_SPREAD, v[1:] / LINE_SPREAD
+        belief, line = (v[0] - start.belief) / BELIEF_SPREAD, v[1:] / LINE_SPREAD
         return float(fits + (belief**2 + line @ line) / 2)
 
     bounds = [(0.0, 1.0), (None, None), (-2.0, 2.0)]
-    v = minimize(loss, [BELIEF, 0.0, 0.0], method="L-BFGS-B", bounds=bounds).x
-    found = Calibration(float(v[0]), float(v[1]), float(np.exp(v[2])))
+    found = calibration(minimize(loss, [start.belief, 0, 0], method="L-BFGS-B", bounds=bounds).x)
     return found._replace(unseen=found.right(log_p, log_noise, y), wrong=wrong)
 
 

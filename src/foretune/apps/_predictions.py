@@ -60,7 +60,7 @@ def clean_labels(
     Parameters
     ----------
     labels : array of n
-        The observed labels, of any type.
+        The observed labels: numbers, text or dates.
     pred_probs : array (n, classes), or a dict or list of them
         Out-of-fold probabilities: each row by a model that was trained without it. The columns are the
         classes in sorted order, unless `classes` says otherwise, or a data frame whose columns have

@@ -22,6 +22,7 @@ from ._columns import DataFrame, Encoder, Rows, is_frame, is_mixed
 from ._optional import needs
 
 ROWS = ("x", "X", "data", "images")
+AS_TEXT: Any = {"dtype": str, "keep_default_na": False}
 LABELS = ("label", "labels", "y", "target", "class")
 
 
@@ -46,6 +47,12 @@ class Table(NamedTuple):
 
     def _checked(self) -> np.ndarray:
         return check_array(self.x, dtype="float32", input_name=self.path)
+
+    def as_written(self) -> "Table":
+        """Return the table with the cells of a .csv file as its text: 007 is not 7."""
+        if not self.path.endswith(".csv"):
+            return self
+        return self._replace(x=read_frame(Path(self.path), **AS_TEXT)[self.columns])
 
     @property
     def columns(self) -> list[str]:
@@ -125,22 +132,31 @@ def _read_npz(path: Path, label: str | None, labelled: bool) -> Table:
     return Table(flat, _labels(y, path), shape, str(path), name or "label")
 
 
-def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: bool) -> Table:
+def read_frame(path: Path, **options: Any) -> DataFrame:
+    """Return the rows of a .parquet file; or of a .csv file, whose columns have names of their own."""
     with needs("data", f"reading {path.suffix} files"):
         import pandas as pd
-
-    is_csv = path.suffix == ".csv"
     try:
+        if path.suffix == ".parquet":
+            return pd.read_parquet(path)
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)
-            frame = pd.read_csv(path, index_col=False) if is_csv else pd.read_parquet(path)
+            first = pd.read_csv(path, header=None, nrows=1, **AS_TEXT).iloc[0]
+            if (twice := first[first.duplicated() & (first != "")].tolist()) != []:
+                raise ValueError(f"two columns have the name {twice[0]!r}.")
+            return pd.read_csv(path, index_col=False, **options)
     except pd.errors.ParserWarning:
         more = ValueError("rows have more cells than the first line has names.")
         raise _unreadable(path, more) from None
     except Exception as error:  # parsers raise many kinds
         raise _unreadable(path, error) from error
+
+
+def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: bool) -> Table:
+    frame = read_frame(path)
     frame.columns = [str(name) for name in frame.columns]
-    columns, name = ", ".join(frame.columns[:20]), _label_name(frame.columns, label)
+    may_be = [name for name in frame.columns if name not in drop or name == label]
+    columns, name = ", ".join(frame.columns[:20]), _label_name(may_be, label)
     if name is None and labelled:
         wanted = "none named " + ", ".join(LABELS) if label is None else f"no {label!r}"
         raise DataError(f"{path} has the columns {columns}, {wanted}: name it with --label COLUMN.")
@@ -156,9 +172,8 @@ def _read_frame(path: Path, label: str | None, drop: tuple[str, ...], labelled: 
     if name is None:
         return Table(frame.drop(columns=[*drop]), np.zeros(0), None, str(path))
     rows, labels = frame.drop(columns=[name, *drop]), frame[name]
-    if is_csv:  # as text, of which nothing but "" is missing
-        as_text: Any = {"dtype": str, "keep_default_na": False, "index_col": False}
-        labels = pd.read_csv(path, usecols=[name], **as_text)[name]
+    if path.suffix == ".csv":  # as text, of which nothing but "" is missing
+        labels = read_frame(path, usecols=[name], **AS_TEXT)[name]
         labels = labels.where(labels.str.strip() != "")
     values = labels.astype(object).where(labels.notna(), None).to_numpy()
     if labels.dtype.kind not in "ifub":  # text, categories, dates
@@ -182,9 +197,7 @@ def _labels(values: np.ndarray, path: Path) -> np.ndarray:
 def with_labels_alike(first: Table, second: Table) -> tuple[Table, Table]:
     """Return both tables with labels that can be compared: numbers of one as text beside text."""
     if "U" in (first.y.dtype.kind, second.y.dtype.kind):
-        first, second = (
-            table._replace(y=np.array(list(map(str, table.y)))) for table in (first, second)
-        )
+        first, second = (t._replace(y=np.array([*map(str, t.y)])) for t in (first, second))
     return first, second
 
 

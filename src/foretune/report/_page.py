@@ -1,9 +1,8 @@
 """From a run's folder to one HTML page that needs nothing beside itself.
 
-A folder has `config.json`, `metrics.jsonl` and, once the run is finished, `result.json` and the
-figures it names. All text is escaped, nothing is fetched, no script runs, and the same folder gives
-the same bytes. Figures are images with their bytes in the page: in an image a browser runs no script,
-follows no link and fetches nothing, whatever an SVG holds. Control codes are written out.
+All text is escaped, nothing is fetched, no script runs, and the same folder gives the same bytes.
+Figures are images with their bytes in the page: in an image a browser runs no script, follows no link
+and fetches nothing, whatever an SVG holds. Control codes are written out.
 """
 
 import base64
@@ -15,7 +14,7 @@ from importlib import resources
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from .._files.digests import digest
+from .._files.digests import digest_of_json
 from .._files.files import write_whole
 from ._text import shown
 
@@ -54,12 +53,6 @@ def write_page(folder: str | Path) -> Path:
 
     A run without `result.json` gets a page that says that it is unfinished. A figure that is not
     there leaves a note in its place; anything else that is missing or broken raises `ReportError`.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = Path(folder, "config.json").write_text('{"title": "Cleaning"}')
-    ...     "Cleaning" in write_page(folder).read_text()
-    True
     """
     import jinja2  # pyright: ignore[reportMissingImports]
     from markupsafe import Markup  # pyright: ignore[reportMissingImports]
@@ -115,20 +108,19 @@ def signed(content: object) -> str:
     """Return content as JSON; a dict with a digest, by which `parsed` knows that it is whole."""
     content = json.loads(json.dumps(content))  # as it is read: all keys are text
     if isinstance(content, dict):
-        content["sha256"] = _digest(content)
+        content["sha256"] = digest_of_json(content)
     return json.dumps(content, indent=2) + "\n"
 
 
 def parsed(text: str) -> Any:
     """Return what JSON holds, or raise `ValueError`; a dict without a digest is taken as it is."""
     content = json.loads(text)
-    if isinstance(content, dict) and content.pop("sha256", None) not in (None, _digest(content)):
+    if isinstance(content, dict) and content.pop("sha256", None) not in (
+        None,
+        digest_of_json(content),
+    ):
         raise ValueError("its content is not what was written: the digest is of something else")
     return content
-
-
-def _digest(content: Json) -> str:
-    return digest(json.dumps(content, sort_keys=True))
 
 
 def _fill(value: Any, shape: Any, where: str) -> Any:
@@ -152,10 +144,8 @@ def _prepare(folder: Path, result: Json) -> None:
     for table in result["tables"]:
         width = len(table["columns"])
         if any(len(row) != width for row in table["rows"]):
-            raise ReportError(
-                f"{folder / 'result.json'}: table {table['title']!r} has a row that is not as long "
-                f"as its {width} columns. Make them equal."
-            )
+            what = f"table {table['title']!r} has a row that is not as long as its {width} columns"
+            raise ReportError(f"{folder / 'result.json'}: {what}. Make them equal.")
         cells = [[(_number(x), _is_number(x)) for x in row] for row in table["rows"]]
         table["cells"] = cells
         table["numeric"] = [bool(cells) and all(row[i][1] for row in cells) for i in range(width)]
@@ -230,10 +220,8 @@ def _embed(folder: Path, name: str, alt: str) -> str:
     path = next((p for p in (folder / name, folder / "figures" / name) if p.is_file()), None)
     outside = path and not path.resolve().is_relative_to(folder.resolve())
     if parts.anchor or ".." in parts.parts or outside:
-        raise ReportError(
-            f"{folder / 'result.json'} names {name!r}, which is outside the run's folder. Name "
-            "figures relative to that folder, without '..'."
-        )
+        what = f"{folder / 'result.json'} names {name!r}, which is outside the run's folder"
+        raise ReportError(f"{what}. Name figures relative to that folder, without '..'.")
     data = path.read_bytes() if path else b""
     kind = "png" if data.startswith(b"\x89PNG") else "svg+xml" if b"<svg" in data else None
     if kind is None:
