@@ -53,7 +53,7 @@ class Drawn(eqx.Module):
     def problem(self) -> Definition:
         """Return the problem; call it inside a trace."""
         arrays = jaxpr_as_fun(ClosedJaxpr(self.program, self.constants))(self.key)
-        return unflatten(self.structure, arrays)
+        return unflatten(self.structure, list(map(jnp.asarray, arrays)))  # a literal is none yet
 
 
 def as_problem(problem: object, key: Array | None = None) -> Definition | Drawn:
