@@ -1,6 +1,8 @@
 """LabelCleaner: it finds wrong labels, on any kind of input, and says what is wrong with others."""
 
 import types
+from datetime import date
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -200,10 +202,12 @@ def test_bad_input(changes, options, message):
         LabelCleaner(**options).fit(*arguments)
 
 
-@pytest.mark.parametrize("kind", [int, bool, str])
+@pytest.mark.parametrize("kind", [int, bool, str, Decimal, lambda y: date(2020, 1, 1 + y)])
 def test_labels_as_objects(blobs, kind):
     x, observed, _, trusted_x, trusted = blobs
-    labels, checks = ((y > 0).astype(kind) for y in (observed, trusted))
+    labels, checks = (
+        np.array([*map(kind, (y > 0).astype(int).tolist())]) for y in (observed, trusted)
+    )
     plain = quick().fit(x, labels, trusted_x, checks)
     objects = quick().fit(x, labels.astype(object), trusted_x, checks.astype(object))
     np.testing.assert_array_equal(objects.classes_, plain.classes_)

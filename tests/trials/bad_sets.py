@@ -13,6 +13,7 @@ ROWS = [
     ("a box of NaN", lambda: ft.Box(NAN, 1.0), ValueError, "Box(nan, 1.0)", "NaN is no bound"),
     ("a box up to NaN", lambda: ft.Box(0.0, NAN), ValueError, "NaN is no bound"),
     ("a box with NaN in an array", lambda: ft.Box(np.array([0.0, NAN]), 1.0), ValueError, "NaN is no bound"),
+    ("a box with a masked entry", lambda: ft.Box(np.ma.array([0.0, 1.0], mask=[True, False]), 2.0), ValueError, "no masked entry"),
     ("a box upside down", lambda: ft.Box(1.0, 0.0), ValueError, "an empty set: Box(1.0, 0.0)"),
     ("a box upside down in one entry", lambda: ft.Box(np.array([0.0, 2.0]), 1.0), ValueError, "an empty set"),
     ("a box beyond infinity", lambda: ft.Box(INF, INF), ValueError, "an empty set"),

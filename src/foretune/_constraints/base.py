@@ -217,6 +217,6 @@ def numbers_in(given: str, value: Number, *, one: bool = False) -> np.ndarray | 
     if not real or (one and array.ndim):
         needed = "a real number" if one else "real numbers, or arrays of them,"
         raise TypeError(f"{given}: {needed} expected, got {describe(value)}.")
-    if np.isnan(array).any():
-        raise ValueError(f"{given}: NaN is no bound.")
+    if np.isnan(array).any() or np.ma.is_masked(value):
+        raise ValueError(f"{given}: NaN is no bound, and no masked entry is.")
     return array.astype(np.float64)

@@ -249,7 +249,8 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
     def _observed(self, y: object) -> np.ndarray:
         """Set the classes, and return the labels as their numbers."""
         array = column_or_1d(plain_labels(y, "y"), warn=True)
-        check_classification_targets(array)
+        if array.dtype != object:  # of dates and the like scikit-learn knows no type
+            check_classification_targets(array)
         self.classes_, observed = np.unique(array, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(
