@@ -110,6 +110,8 @@ class Descent(Stepper):
 
     def report(self, run: Run, step: int, hyper: Hypergradient) -> None:
         """Raise where the start is not finite; warn, once, of a step that is rejected for it."""
+        if self._warned:
+            return
         smooth = self.engine.differentiates
         arrays, structure = validated(self.problem_at(step), run.carry.hparams, smooth=smooth)
         problem, hparams = opened(structure, arrays)
