@@ -87,7 +87,7 @@ class PairedDescent(Descent):
         hyper = self.evaluated(step, hparams)
         carry, finite, norm = _moved(self.outer, carry, hyper.value, hyper.grad)
         if not finite:
-            self.report(run, step, hyper)
+            self.report(run, step, hparams, hyper)
         record = {"value": hyper.value, "gradient_norm": norm, "rejected": ~finite}
         if len(jax.tree.leaves(hyper.value)) == 1:
             if run.begins:
