@@ -9,8 +9,9 @@ glyphs       16 tasks of five letters, one image of each (14 x 14), 5 inner step
 
 Adam outside. All draw tasks of the same distribution and make the same number of steps from the same
 weights. `minimize` stores what the program by hand stores, `Reverse("everything", unroll=5)`; beside it
-its default, and first order. Programs come one after another in each round, and a ratio is taken
-between neighbours. Seconds are of the processor, so that other programs on the machine do not count.
+its default, which does the same for so few steps, and first order. Programs come one after another in
+each round, and a ratio is taken between neighbours. Seconds are of the processor, so that other
+programs on the machine do not count.
 The errors are those on 1,000 fresh tasks after 1, 5 and 10 inner steps, with standard errors; `--long
 N` is one run of N steps by `minimize` on sinusoids, nothing beside it.
 """

@@ -81,7 +81,7 @@ class Descent(Stepper):
         hyper = self.evaluated(step, hparams)
         carry, finite, accepts, norm = _next(self.outer, run.carry, hyper.value, hyper.grad)
         if not finite:
-            self.report(run, step, hyper)
+            self.report(run, step, hparams, hyper)
         record = {"value": hyper.value, "gradient_norm": norm, "rejected": ~accepts}
         return Evaluation(carry, hparams, *hyper, record)
 
@@ -108,10 +108,12 @@ class Descent(Stepper):
         with check_finite(False):
             return self.engine(self.problem_at(step), hparams)
 
-    def report(self, run: Run, step: int, hyper: Hypergradient) -> None:
+    def report(self, run: Run, step: int, hparams: PyTree, hyper: Hypergradient) -> None:
         """Raise where the start is not finite; warn, once, of a step that is rejected for it."""
+        if self._warned:
+            return
         smooth = self.engine.differentiates
-        arrays, structure = validated(self.problem_at(step), run.carry.hparams, smooth=smooth)
+        arrays, structure = validated(self.problem_at(step), hparams, smooth=smooth)
         problem, hparams = opened(structure, arrays)
         why = explain(problem, hparams, hyper, self.engine.other_mode)
         if run.begins:  # there is nothing to go back to
@@ -119,15 +121,10 @@ class Descent(Stepper):
             where = f"step {step} of minimize, with {shown(hparams)}"
             error.add_note(f"foretune: this was {where}. Start from others.")
             raise error
-        self.warn_once(run, step, f", with {shown(hparams)}", why)
-
-    def warn_once(self, run: Run, step: int, place: str = "", why: str = "") -> None:
-        """Warn of the first step that is not finite."""
-        run.nan_reported = True  # the score's NaN is no news
-        if not self._warned:
-            self._warned = True
-            what = f"the error or the hypergradient at step {step} of minimize is not finite{place}"
-            warn(f"{what}. Such steps are rejected and shortened. {why}", RuntimeWarning)
+        self._warned = run.nan_reported = True  # the score's NaN is no news
+        what = f"the error or the hypergradient at step {step} of minimize is not finite"
+        rejected = "Such steps are rejected and shortened."
+        warn(f"{what}, with {shown(hparams)}. {rejected} {why}", RuntimeWarning)
 
     def fingerprint(self, hparams: PyTree) -> dict[str, str]:
         """Return what tells this run from others; functions cannot be compared."""

@@ -8,13 +8,13 @@ accepted, in n draws that both share,
     d_i = f_i(lambda) - f_i(incumbent),    m = mean of d,    e = t std(d) / sqrt(n)
 
 - m < -e: lambda is the new incumbent, steps may be twice as long, up to the optimizer's own, and the
-  next span is an eighth of all steps so far, or as long as this one;
+  next span is a quarter of all steps so far, or as long as this one;
 - m > e', of a larger t, and again in 32 draws: lambda is rejected; the descent goes on from the
   incumbent, the optimizer anew, with steps of a quarter;
 - else noise decides: on, and the next span is twice as long and compared in twice as many draws.
 
 So an optimizer that descends is left alone. Between two comparisons, unless callbacks want to see each,
-the steps are one program.
+the steps are one program; what is not finite ends it, and is evaluated again by itself.
 """
 
 from typing import NamedTuple, cast
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from .._engines.base import TracedEngine
 from .._engines.nonfinite import check_finite, is_finite
@@ -37,8 +37,8 @@ from .drive import Evaluation
 from .run import Run
 from .update import Outer, select, times
 
-SPAN = 8  # steps to the first comparison
-SHARE = 8  # of the steps so far, a span is at least the eighth part
+SPAN = 16  # steps to the first comparison
+SHARE = 4  # of the steps so far, a span is at least the fourth part
 QUANTILES = {4: (2.35, 4.54), 8: (1.89, 3.00), 16: (1.75, 2.60), 32: (1.70, 2.45)}
 """n -> t of n - 1 degrees of freedom, one side of 95 % and of 99 %."""
 FEWEST = 4  # n
@@ -81,13 +81,13 @@ class PairedDescent(Descent):
         before = []
         if run.coarse and not run.begins and isinstance(self.engine, TracedEngine):
             ahead = min(int(carry.span - carry.since), cast(int, run.steps) - step + 1, MOST) - 1
-            carry, before = self._many(run, carry, step, ahead)
-            step += ahead
+            carry, before = self._many(carry, step, ahead)
+            step += len(before)
         hparams = carry.hparams
         hyper = self.evaluated(step, hparams)
         carry, finite, norm = _moved(self.outer, carry, hyper.value, hyper.grad)
         if not finite:
-            self.report(run, step, hyper)
+            self.report(run, step, hparams, hyper)
         record = {"value": hyper.value, "gradient_norm": norm, "rejected": ~finite}
         if len(jax.tree.leaves(hyper.value)) == 1:
             if run.begins:
@@ -111,19 +111,15 @@ class PairedDescent(Descent):
         hparams = carry.last if lower else carry.incumbent
         return hparams, *responded(self.problem_at(run.step), hparams)
 
-    def _many(
-        self, run: Run, carry: Paired, step: int, count: int
-    ) -> tuple[Paired, list[dict[str, PyTree]]]:
-        """Make `count` steps in one program, and return their records."""
+    def _many(self, carry: Paired, step: int, count: int) -> tuple[Paired, list[dict[str, PyTree]]]:
+        """Make `count` steps in one program, or those before one that is not finite; and records."""
         if count < 1:
             return carry, []
         place = jnp.array([step, count], jnp.int32)
         with check_finite(False):
-            carry, rows = _steps(self.engine, self.outer, self.source, carry, place)
-        rows = jax.tree.map(lambda leaf: np.asarray(leaf)[:count], rows)
-        if rows["rejected"].any():
-            self.warn_once(run, step + int(np.argmax(rows["rejected"])))
-        return carry, [jax.tree.map(lambda leaf, i=i: leaf[i], rows) for i in range(count)]
+            carry, made, rows = _steps(self.engine, self.outer, self.source, carry, place)
+        rows = jax.device_get(rows)
+        return carry, [jax.tree.map(lambda leaf, i=i: leaf[i], rows) for i in range(int(made))]
 
     def _difference(
         self, step: int, hparams: PyTree, other: PyTree, draws: int
@@ -131,8 +127,9 @@ class PairedDescent(Descent):
         """Return the mean difference of the errors in draws of a step's own, and its deviation."""
         pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), hparams, other)
         at_step = self.problem_at(step)
-        keys = jax.random.split(jax.random.fold_in(at_step.key, 1), draws)
-        errors = np.array([errors_of(at_step.at(key), pair) for key in keys], float)
+        groups = draws // FEWEST, FEWEST  # of draws: one program, however many they are
+        keys = jax.random.split(jax.random.fold_in(at_step.key, 1), groups)
+        errors = np.concatenate([_in_draws(at_step, some, pair) for some in keys], dtype=float)
         with np.errstate(invalid="ignore"):  # NaN, where both are infinite, counts as no gain
             differences = errors[:, 0] - errors[:, 1]
             deviation = np.std(differences, ddof=1) / np.sqrt(draws)
@@ -163,13 +160,18 @@ def _moved(
 ) -> tuple[Paired, Bool[Array, ""], Float[Array, ""]]:
     """Return the carry for lambda_{k+1}; whether lambda_k is finite; its gradient norm."""
     finite = is_finite((value, grad))
+    ahead = _ahead(outer, carry, value, grad)
+    back = _back(outer, carry, carry.finite)._replace(finite=carry.incumbent)
+    carry = select(finite, ahead, back)._replace(last=carry.hparams)
+    return carry, finite, optax.tree.norm(grad)
+
+
+def _ahead(outer: Outer, carry: Paired, value: PyTree, grad: PyTree) -> Paired:
+    """Return the carry after a step by the optimizer."""
     direction, opt_state = outer.direction(carry.hparams, carry.opt_state, value, grad)
     moved = outer.moved(carry.hparams, times(carry.share, direction))
-    ahead = carry._replace(hparams=moved, opt_state=opt_state, since=carry.since + 1)
-    back = _back(outer, carry, carry.finite)
-    goes_back_to = select(finite, carry.hparams, carry.incumbent)
-    carry = select(finite, ahead, back)._replace(last=carry.hparams, finite=goes_back_to)
-    return carry, finite, optax.tree.norm(grad)
+    since = carry.since + 1
+    return carry._replace(hparams=moved, opt_state=opt_state, finite=carry.hparams, since=since)
 
 
 def _back(outer: Outer, carry: Paired, to: PyTree) -> Paired:
@@ -186,24 +188,31 @@ def _back(outer: Outer, carry: Paired, to: PyTree) -> Paired:
 @filtered
 def _steps(
     engine: TracedEngine, outer: Outer, source: Drawn, carry: Paired, place: Int[Array, " 2"]
-) -> tuple[Paired, dict[str, PyTree]]:
-    """Make the steps from a first one on, a number of them; return the carry and their records."""
+) -> tuple[Paired, Int[Array, ""], dict[str, PyTree]]:
+    """Make the steps from a first one on, a number of them, while they are finite.
+
+    Returns the carry, how many were made, and their records. One that is not finite is not made.
+    """
     first, count = place
 
-    def step(i, carried):
-        carry, rows = carried
+    def step(carried):
+        carry, i, rows, _ = carried
         drawn = source.at(jax.random.fold_in(source.key, first + i))
         value, grad, _ = engine(drawn, carry.hparams)
-        carry, finite, norm = _moved(outer, carry, value, grad)
+        norm = optax.tree.norm(grad)
+        finite = is_finite((value, norm))  # a norm that overflows is none here
         row = {"value": value, "gradient_norm": norm, "rejected": ~finite}
-        return carry, jax.tree.map(lambda rows, leaf: rows.at[i].set(leaf), rows, row)
+        rows = jax.tree.map(lambda rows, leaf: rows.at[i].set(leaf), rows, row)
+        carry = select(finite, _ahead(outer, carry, value, grad), carry)
+        return carry, i + finite.astype(i.dtype), rows, finite
 
     def shapes():
         value, grad, _ = engine(source, carry.hparams)
         return {"value": value, "gradient_norm": optax.tree.norm(grad), "rejected": jnp.array(True)}
 
     rows = jax.tree.map(lambda leaf: jnp.zeros(MOST, leaf.dtype), jax.eval_shape(shapes))
-    return lax.fori_loop(0, count, step, (carry, rows))
+    begin = carry, jnp.zeros((), jnp.int32), rows, jnp.array(True)
+    return lax.while_loop(lambda carried: carried[3] & (carried[1] < count), step, begin)[:3]
 
 
 @filtered
@@ -216,3 +225,11 @@ def errors_of(drawn: Drawn, tried: PyTree) -> Float[Array, " tried"]:
         return total(system.value(system.errors(system.run(hparams), hparams)))
 
     return lax.map(error, tried)
+
+
+@filtered
+def _in_draws(
+    drawn: Drawn, keys: Key[Array, " draws"], tried: PyTree
+) -> Float[Array, "draws tried"]:
+    """Return the errors of several hyperparameters in each of some draws."""
+    return lax.map(lambda key: errors_of(drawn.at(key), tried), keys)
