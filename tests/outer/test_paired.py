@@ -55,8 +55,8 @@ def test_what_draws_add_to_the_error_does_not_matter():
 
 
 def test_it_ends_at_its_lowest_point():
-    """An optimizer that turns about between two comparisons, and climbs."""
-    optimizer = optax.sgd(lambda step: jnp.where(step < 40, 0.05, -0.2))
+    """An optimizer that turns about, and climbs."""
+    optimizer = optax.sgd(lambda step: jnp.where(step < 24, 0.05, -0.2))
     result = descend(steps=60, optimizer=optimizer)
     assert jnp.sum(result.hparams["x"] ** 2) < 0.2
 

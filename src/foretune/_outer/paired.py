@@ -37,7 +37,7 @@ from .drive import Evaluation
 from .run import Run
 from .update import Outer, select, times
 
-SPAN = 16  # steps to the first comparison
+SPAN = 8  # steps to the first comparison
 SHARE = 4  # of the steps so far, a span is at least the fourth part
 QUANTILES = {4: (2.35, 4.54), 8: (1.89, 3.00), 16: (1.75, 2.60), 32: (1.70, 2.45)}
 """n -> t of n - 1 degrees of freedom, one side of 95 % and of 99 %."""
