@@ -601,7 +601,7 @@ def distillation(
         typer.Option(min=1, max=MOST_SEEDS, help="Sets of images to average over; by default 1."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="One image of each class, 10 x 60 steps, width 8.")
+        bool, typer.Option("--quick", help="One image of each class, 10 x 120 steps, width 8.")
     ] = False,
     out: Out = None,
     debug: Debug = False,

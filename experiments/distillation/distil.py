@@ -7,7 +7,7 @@ The hyperparameters are the images, the logits of their labels and the logarithm
 each from where the one before ended; the last rates are then repeated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,9 +68,13 @@ def perceptron(width: int) -> Architecture:
     return Architecture(draw, logits)
 
 
-def start(images: np.ndarray, labels: np.ndarray) -> PyTree:
-    """Return real images and logits of their labels, to begin with."""
-    return {"images": jnp.asarray(images), "labels": 4 * jax.nn.one_hot(labels, CLASSES)}
+def start(images: np.ndarray, labels: np.ndarray, steps: int, rate: float) -> PyTree:
+    """Return real images, logits of their labels and rates, to begin with."""
+    return {
+        "images": jnp.asarray(images),
+        "labels": 4 * jax.nn.one_hot(labels, CLASSES),
+        "log": jnp.full(steps, np.log(rate), float),
+    }
 
 
 def longer(hparams: PyTree, steps: int) -> PyTree:
@@ -165,11 +169,11 @@ def judge(network: Architecture, steps: int) -> Judge:
     return lambda hparams, images, keys: np.array([accuracy(hparams, images, k) for k in keys])
 
 
-def best_rate(judged: Callable[[PyTree], np.ndarray], sets: Sequence[PyTree], steps: int) -> PyTree:
-    """Return the hyperparameters, of some, with the one rate, of nine, that do best."""
-    rates = [jnp.full(steps, -k / 2 * np.log(10), float) for k in range(1, 10)]
-    tried = [hparams | {"log": log} for hparams in sets for log in rates]
-    return max(tried, key=lambda hparams: float(np.mean(judged(hparams))))
+def best_rate(judged: Callable[[PyTree], np.ndarray], hparams: PyTree, steps: int) -> PyTree:
+    """Return hyperparameters with the one rate, of nine, that does best."""
+    rates = [10.0 ** (-k / 2) for k in range(1, 10)]
+    tried = [hparams | {"log": jnp.full(steps, np.log(rate), float)} for rate in rates]
+    return max(tried, key=lambda h: float(np.mean(judged(h))))
 
 
 def chosen(

@@ -1,15 +1,13 @@
 """Distilled data: one or ten learnt images of each digit, and what networks trained on them know.
 
 The images, soft labels and step sizes are learnt through whole trainings of 10 steps, then of more,
-each from weights drawn anew. They begin as real images, random ones or those nearest to the mean of
-their class, with one rate of nine: whichever is best on images held out. They are judged by networks
-trained from fresh weights, of the same kind and of others, beside real images of both kinds with the
+each from weights drawn anew. They are judged by networks trained from fresh weights, of the same kind
+and of others, beside real images: random ones, and those nearest to the mean of their class, with the
 best of nine rates. No image of MNIST's test set is used before that; 10,000 of the training set are
-held out for these choices.
+held out for the choice of rates.
 """
 
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +35,7 @@ from .distil import (
 from .page import describe
 
 HELD = 10_000  # training images
+INNER_RATE = 0.05  # to begin with
 RANDOM, NEAREST = "random", "nearest to the mean"
 
 
@@ -55,7 +54,7 @@ class Settings(NamedTuple):
     quick: bool = False
 
 
-QUICK = Settings(each=(1,), stages=((10, 60),), width=8, draws=1, batch=128, judges=3, quick=True)
+QUICK = Settings(each=(1,), stages=((10, 120),), width=8, draws=1, batch=128, judges=3, quick=True)
 
 
 def architectures(width: int) -> dict[str, Architecture]:
@@ -120,10 +119,9 @@ def learnt(
     network = next(iter(kinds.values()))
     key, judge_key = jax.random.split(jax.random.key(seed))
     keys = jax.random.split(judge_key, settings.judges)
-    sets = [start(*chosen(data["train"], each, kind, seed)) for kind in (RANDOM, NEAREST)]
-    steps = settings.stages[0][0]
-    judges = {name: judge(kind, steps) for name, kind in kinds.items()}
-    hparams: Any = best_rate(tuned(next(iter(judges.values())), data, keys), sets, steps)
+    images, labels = chosen(data["train"], each, RANDOM, seed)
+    hparams: Any = start(images, labels, settings.stages[0][0], INNER_RATE)
+    judges: dict[str, Judge] = {}
     found: dict[str, Any] = {
         "each": each,
         "seed": seed,
@@ -133,8 +131,6 @@ def learnt(
     }
     for k, (inner, outer) in enumerate(settings.stages):
         began = time.monotonic()
-        if inner != steps:
-            steps, judges = inner, {name: judge(kind, inner) for name, kind in kinds.items()}
         hparams, errors = distilled(
             network,
             data["train"],
@@ -148,6 +144,7 @@ def learnt(
         )
         found["seconds"][str(inner)] = time.monotonic() - began
         found["errors"][str(inner)] = errors[:: max(1, len(errors) // 200)]
+        judges = {name: judge(kind, inner) for name, kind in kinds.items()}
         right = next(iter(judges.values()))(hparams, data["test"], keys)
         found["accuracy"][str(inner)] = right.tolist()
         say(f"  T = {inner}: {100 * right.mean():.2f} ± {100 * right.std():.2f} %")
@@ -156,25 +153,22 @@ def learnt(
     return found | {name: np.round(hparams[name], 4).tolist() for name in names}
 
 
-def tuned(judged: Judge, data: dict[str, Any], keys: jax.Array) -> Callable[[Any], np.ndarray]:
-    """Return the judge of rates: fewer networks, on images held out."""
-    return partial(judged, images=data["held"], keys=keys[: max(2, len(keys) // 4)])
-
-
 def compared(
     judges: dict[str, Judge], data: dict[str, Any], hparams: Any, each: int, keys: jax.Array
 ) -> dict[str, dict[str, list[float]]]:
     """Return accuracies of all kinds of networks on learnt images and on real ones."""
-    steps, sets = len(hparams["log"]), {"learnt": hparams}
+    steps, few = len(hparams["log"]), max(2, len(keys) // 4)
+    sets = {"learnt": hparams}
     for kind in (RANDOM, NEAREST):
-        real = start(*chosen(data["train"], each, kind, 100))
+        images, labels = chosen(data["train"], each, kind, 100)
+        real = start(images, labels, steps, 0.1)
         sets[kind] = real | {"labels": 5 * real["labels"]}  # hard ones
     found: dict[str, dict[str, list[float]]] = {}
     for name, judged in judges.items():
         found[name] = {}
         for kind, h in sets.items():
             if kind != "learnt":
-                h = best_rate(tuned(judged, data, keys), [h], steps)
+                h = best_rate(partial(judged, images=data["held"], keys=keys[:few]), h, steps)
             found[name][kind] = judged(h, data["test"], keys).tolist()
             say(f"  {name}, {kind}: {100 * np.mean(found[name][kind]):.2f} %")
     return found

@@ -51,7 +51,7 @@ def test_a_run_compares_and_continues(tmp_path, monkeypatch):
 def test_images_are_learnt_that_teach_a_network():
     network = distil.perceptron(16)
     x, y = distil.chosen(DATA["train"], 1, experiment.RANDOM, 0)
-    hparams = distil.start(x, y) | {"log": np.full(5, np.log(0.01), np.float32)}
+    hparams = distil.start(x, y, 5, 0.01)
     stage = distil.Stage(5, 40)
     learnt, errors = distil.distilled(
         network, DATA["train"], hparams, stage, jax.random.key(0), draws=2, batch=32, rate=0.05
@@ -79,6 +79,7 @@ def test_a_network_of_convolutions_learns_from_images():
 
 
 def test_more_steps_go_on_with_the_last_rates():
-    longer = distil.longer({"log": np.full(3, np.log(0.1), np.float32)}, 5)
+    hparams = distil.start(*distil.chosen(DATA["train"], 1, experiment.RANDOM, 0), 3, 0.1)
+    longer = distil.longer(hparams, 5)
     np.testing.assert_allclose(np.exp(longer["log"]), 0.1, rtol=1e-5)
     assert len(longer["log"]) == 5
