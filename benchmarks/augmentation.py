@@ -8,7 +8,7 @@ network anew, from four starts, judged on the test set. Every training is whole:
 `--steps` minibatches of 64. Six changes: rotation, shift, scale, shear, brightness, noise.
 
 none          no augmentation.
-learnt        `minimize` on the mean of four draws, forward mode: all six strengths by hypergradients.
+learnt        `minimize` on the mean of four draws, reverse mode: all six strengths by hypergradients.
 RandAugment   n of the six for each image, all at magnitude m of 10, the sign at random: n and m by 20
               random trials.
 TPE           Optuna's, on the same six strengths, for as long as `learnt` took, compilation included.
@@ -180,7 +180,7 @@ def learnt(cell: Cell) -> Hparams:
         dict.fromkeys(NAMES, jnp.array(START)),  # at 0 the derivative is 0
         key=jax.random.fold_in(cell.key, 3),
         steps=cell.scale.iterations,
-        engine=ft.Forward(),
+        engine=ft.Reverse(),
         optimizer=optax.adam(0.15),
         constraints=dict.fromkeys(NAMES, ft.Log()),
     ).hparams
@@ -237,10 +237,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=FULL.steps, help="of each training")
     parser.add_argument("--iterations", type=int, default=FULL.iterations, help="of minimize")
+    parser.add_argument("--widths", nargs="+", type=int, default=FULL.widths, help="of layers")
     parser.add_argument("--processes", type=int, default=1, help="cells at a time")
     parser.add_argument("--quick", action="store_true", help="small sizes, to try")
     arguments = parser.parse_args()
-    scale = FULL._replace(steps=arguments.steps, iterations=arguments.iterations)
+    scale = FULL._replace(
+        steps=arguments.steps, iterations=arguments.iterations, widths=tuple(arguments.widths)
+    )
     cells = [(n, seed, scale) for n in arguments.labels for seed in range(arguments.seeds)]
     if arguments.quick:
         cells = [(50, 0, QUICK)]

@@ -495,7 +495,7 @@ def language(
 
 @app.command(
     epilog="Examples:\n\n"
-    "`python -m experiments fewshot --quick` — a small network, three minutes on two CPU cores\n\n"
+    "`python -m experiments fewshot --quick` — a small network, two minutes on two CPU cores\n\n"
     "`python -m experiments fewshot --processes 4` — all methods and sizes of tasks, on a GPU\n\n"
     "`python -m experiments fewshot --data mine.npz` — tested on classes of your own"
 )

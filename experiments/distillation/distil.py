@@ -25,6 +25,7 @@ from ..networks import convolutional, cross_entropy, dense, linear, pooled
 CLASSES = 10
 MOMENTUM = 0.9
 Rows = tuple[Float[Array, "n 28 28 1"], Int[Array, " n"]]
+Judge = Callable[[PyTree, Rows, Array], np.ndarray]  # hyperparameters, images, keys -> accuracies
 
 
 class Architecture(NamedTuple):
@@ -72,7 +73,7 @@ def start(images: np.ndarray, labels: np.ndarray, steps: int, rate: float) -> Py
     return {
         "images": jnp.asarray(images),
         "labels": 4 * jax.nn.one_hot(labels, CLASSES),
-        "log": jnp.full(steps, jnp.log(rate)),
+        "log": jnp.full(steps, np.log(rate), float),
     }
 
 
@@ -144,41 +145,35 @@ def distilled(
     return result.hparams, [record["value"] for record in result.history]
 
 
-def judge(
-    network: Architecture, test: Rows, steps: int, count: int
-) -> Callable[[PyTree, Array], np.ndarray]:
-    """Return the test accuracies of networks trained from fresh weights, as a function."""
-    x, y = map(jnp.asarray, test)
+def judge(network: Architecture, steps: int) -> Judge:
+    """Return the accuracies on images of networks from fresh weights, one for each key, as a function.
+
+    It is compiled once for all hyperparameters, and for all sets of as many images.
+    """
     training = training_of(network)
 
     @jax.jit
-    def accuracies(hparams, key):
-        def one(key):
-            problem = ft.Problem(
-                training, lambda s, h, _: s.loss + 0 * jnp.sum(h["images"]), network.draw(key),
-                ft.FullBatch(None, steps),
-            )  # fmt: skip
-            weights = problem.response(hparams)[1].params
-            parts = x.reshape(10, -1, *x.shape[1:])
-            guess = lax.map(
-                lambda x: jnp.argmax(network.logits(weights, x / jnp.float32(255)), 1), parts
-            )
-            return jnp.mean(guess.reshape(-1) == y)
+    def accuracy(hparams, images, key):
+        problem = ft.Problem(
+            training, lambda s, h, _: s.loss + 0 * jnp.sum(h["images"]), network.draw(key),
+            ft.FullBatch(None, steps),
+        )  # fmt: skip
+        weights = problem.response(hparams)[1].params
+        x, y = images
+        parts = x.reshape(10, -1, *x.shape[1:])
+        guess = lax.map(
+            lambda x: jnp.argmax(network.logits(weights, x / jnp.float32(255)), 1), parts
+        )
+        return jnp.mean(guess.reshape(-1) == y)
 
-        return lax.map(one, jax.random.split(key, count))
-
-    return lambda hparams, key: np.asarray(accuracies(hparams, key))
+    return lambda hparams, images, keys: np.array([accuracy(hparams, images, k) for k in keys])
 
 
-def best_rate(
-    network: Architecture, held: Rows, hparams: PyTree, steps: int, count: int, key: Array
-) -> PyTree:
-    """Return hyperparameters with the one rate, of nine, that does best on images held out."""
-    judged = judge(network, held, steps, count)
+def best_rate(judged: Callable[[PyTree], np.ndarray], hparams: PyTree, steps: int) -> PyTree:
+    """Return hyperparameters with the one rate, of nine, that does best."""
     rates = [10.0 ** (-k / 2) for k in range(1, 10)]
-    tried = [hparams | {"log": jnp.full(steps, jnp.log(rate))} for rate in rates]
-    scores = [float(np.mean(judged(h, key))) for h in tried]
-    return tried[int(np.argmax(scores))]
+    tried = [hparams | {"log": jnp.full(steps, np.log(rate), float)} for rate in rates]
+    return max(tried, key=lambda h: float(np.mean(judged(h))))
 
 
 def chosen(

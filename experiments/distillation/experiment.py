@@ -8,6 +8,7 @@ held out for the choice of rates.
 """
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ..datasets import load
 from ..runs import Phases, RunFolder
 from .distil import (
     Architecture,
+    Judge,
     Stage,
     best_rate,
     chosen,
@@ -100,11 +102,11 @@ def split(name: str, quick: bool) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     found = load(name)
     x = np.round(255 * found.x).astype(np.uint8).reshape(-1, 28, 28, 1)
     last = len(x) - 10_000
-    held, test = (1000, 2000) if quick else (HELD, 10_000)
+    count = 1000 if quick else HELD
     return {
         "train": (x[: last - HELD], found.y[: last - HELD]),
-        "held": (x[last - HELD :][:held], found.y[last - HELD :][:held]),
-        "test": (x[last:][:test], found.y[last:][:test]),
+        "held": (x[last - HELD :][:count], found.y[last - HELD :][:count]),
+        "test": (x[last:][:count], found.y[last:][:count]),
     }
 
 
@@ -113,10 +115,13 @@ def learnt(
 ) -> dict[str, Any]:
     """Return the images of a cell and the accuracies of networks trained on them."""
     kinds = architectures(settings.width)
+    kinds = dict(list(kinds.items())[: 1 if settings.quick else None])
     network = next(iter(kinds.values()))
     key, judge_key = jax.random.split(jax.random.key(seed))
+    keys = jax.random.split(judge_key, settings.judges)
     images, labels = chosen(data["train"], each, RANDOM, seed)
     hparams: Any = start(images, labels, settings.stages[0][0], INNER_RATE)
+    judges: dict[str, Judge] = {}
     found: dict[str, Any] = {
         "each": each,
         "seed": seed,
@@ -139,36 +144,31 @@ def learnt(
         )
         found["seconds"][str(inner)] = time.monotonic() - began
         found["errors"][str(inner)] = errors[:: max(1, len(errors) // 200)]
-        right = judge(network, data["test"], inner, settings.judges)(hparams, judge_key)
+        judges = {name: judge(kind, inner) for name, kind in kinds.items()}
+        right = next(iter(judges.values()))(hparams, data["test"], keys)
         found["accuracy"][str(inner)] = right.tolist()
         say(f"  T = {inner}: {100 * right.mean():.2f} ± {100 * right.std():.2f} %")
-    found["others"] = compared(kinds, data, settings, hparams, each, judge_key)
+    found["others"] = compared(judges, data, hparams, each, keys)
     names = ("images", "labels", "log")
     return found | {name: np.round(hparams[name], 4).tolist() for name in names}
 
 
 def compared(
-    kinds: dict[str, Architecture],
-    data: dict[str, Any],
-    settings: Settings,
-    hparams: Any,
-    each: int,
-    key: jax.Array,
+    judges: dict[str, Judge], data: dict[str, Any], hparams: Any, each: int, keys: jax.Array
 ) -> dict[str, dict[str, list[float]]]:
     """Return accuracies of all kinds of networks on learnt images and on real ones."""
-    steps, few = len(hparams["log"]), max(2, settings.judges // 4)
+    steps, few = len(hparams["log"]), max(2, len(keys) // 4)
     sets = {"learnt": hparams}
     for kind in (RANDOM, NEAREST):
         images, labels = chosen(data["train"], each, kind, 100)
         real = start(images, labels, steps, 0.1)
         sets[kind] = real | {"labels": 5 * real["labels"]}  # hard ones
     found: dict[str, dict[str, list[float]]] = {}
-    for name, network in list(kinds.items())[: 2 if settings.quick else None]:
-        judged = judge(network, data["test"], steps, settings.judges)
+    for name, judged in judges.items():
         found[name] = {}
         for kind, h in sets.items():
             if kind != "learnt":
-                h = best_rate(network, data["held"], h, steps, few, key)
-            found[name][kind] = judged(h, key).tolist()
+                h = best_rate(partial(judged, images=data["held"], keys=keys[:few]), h, steps)
+            found[name][kind] = judged(h, data["test"], keys).tolist()
             say(f"  {name}, {kind}: {100 * np.mean(found[name][kind]):.2f} %")
     return found

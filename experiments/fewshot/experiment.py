@@ -49,7 +49,7 @@ class Settings(NamedTuple):
 
 
 QUICK = Settings(
-    methods=(MAML, HEAD, PROTOTYPES), sizes=((5, 1),), inner=(), steps=30, tasks=4, widths=(8, 16),
+    methods=(MAML, PROTOTYPES), sizes=((5, 1),), inner=(), steps=30, tasks=4, widths=(8, 16),
     test=100, quick=True,
 )  # fmt: skip
 
@@ -159,8 +159,8 @@ def found_in(cell: Cell, settings: Settings, paths: tuple[Path, Path]) -> dict[s
     method = made(cell, size, budget.widths, start_key)
     learnt = jax.block_until_ready(method.learn(letters.train, size, budget, learn_key))
     seconds = time.monotonic() - began
-    test = judge(method.accuracy, letters.test, size, test_key, settings.test)
-    found = {cell.method: test(learnt)}
+    judged = judge(method.accuracy)
+    found = {cell.method: judged(learnt, letters.test, size, test_key, settings.test)}
     rates = jax.tree.map(lambda x: float(jnp.exp(x)), learnt["log"])
     return {"accuracy": found, "seconds": seconds, "rates": rates}
 
@@ -182,21 +182,20 @@ def made(
     return methods.maml(key, size, widths, cell.inner, means=means, exact=exact)
 
 
-def judge(
-    accuracy: methods.Accuracy, images: Images, size: Size, key: jax.Array, count: int
-) -> Callable[[Any], dict[str, float]]:
+tasks = jax.jit(jax.vmap(sampled, (0, None, None)), static_argnums=2)  # keys, images, size
+
+
+def judge(accuracy: methods.Accuracy) -> Callable[..., dict[str, float]]:
     """Return the mean accuracy over random tasks, and its standard error, as a function."""
-    images = jnp.asarray(images)
 
     @jax.jit
-    def one_of_each(learnt, keys):
-        def of_task(key):
-            return accuracy(learnt, *sampled(key, images, size))
+    def of_tasks(learnt, support, query):
+        return jax.vmap(accuracy, (None, 0, 0))(learnt, support, query)
 
-        return jax.lax.map(of_task, keys, batch_size=min(count, 50))
-
-    def judged(learnt):
-        right = np.asarray(one_of_each(learnt, jax.random.split(key, count)))
+    def judged(learnt, images: Images, size: Size, key: jax.Array, count: int):
+        keys, images = jax.random.split(key, count), jnp.asarray(images)
+        parts = [keys[i : i + 50] for i in range(0, count, 50)]
+        right = np.concatenate([of_tasks(learnt, *tasks(part, images, size)) for part in parts])
         return {"mean": float(right.mean()), "error": float(right.std(ddof=1) / np.sqrt(count))}
 
     return judged
@@ -212,9 +211,10 @@ def with_own_heads(
     }
     found = {}
     for name, (accuracy, options) in heads.items():
-        test = judge(accuracy, letters.test, size, key, settings.test)
-        validate = judge(accuracy, letters.validation, size, key, max(50, settings.test // 5))
-        tried = [validate((layers, option))["mean"] for option in options]
+        judged, few = judge(accuracy), max(50, settings.test // 5)
+        learnt = [(layers, option) for option in options]
+        tried = [judged(each, letters.validation, size, key, few)["mean"] for each in learnt]
         of_size = f"{PRETRAINED}, {name}, {size.ways} ways, {size.shots} shots"
-        found[of_size] = test((layers, options[int(np.argmax(tried))]))
+        best = learnt[int(np.argmax(tried))]
+        found[of_size] = judged(best, letters.test, size, key, settings.test)
     return found
