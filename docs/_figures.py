@@ -301,7 +301,7 @@ def peers(figure: Any) -> None:
     plain_numbers(axes.xaxis)
     axes.set_yticks(range(4), tasks.values())
     axes.invert_yaxis()
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=5)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3)
 
 
 @picture()
@@ -439,10 +439,12 @@ def on_page_content(text: str, page: Page, config: MkDocsConfig, files: Files) -
             _INK, "currentColor"
         )
         width = float((re.search(r'viewBox="0 0 ([\d.]+)', svg) or [0, 400])[1])
-        label = f'<svg role="img" aria-label="{html.escape(alt)}"'
+        least = f"min-width:{min(0.8 * width, 480):.0f}px"  # below, its box scrolls
+        label = f'<svg role="img" aria-label="{html.escape(alt)}" style="{least}"'
         svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", svg, count=1)
-        style = f"max-width:{1.25 * width:.0f}px;min-width:{min(0.8 * width, 480):.0f}px"
-        return f'<span class="figure" style="{style}">{svg.replace("<svg", label, 1)}</span>'
+        kind = "wide figure" if width > 72 * SMALL[0] else "figure"
+        box = f'<span class="{kind}" style="max-width:{1.25 * width:.0f}px">'
+        return f"{box}{svg.replace('<svg', label, 1)}</span>"
 
     return re.sub(r"<img [^>]*>", inlined, text)
 
