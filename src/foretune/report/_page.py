@@ -119,7 +119,7 @@ def parsed(text: str) -> Any:
         None,
         digest_of_json(content),
     ):
-        raise ValueError("its content is not what was written: the digest is of something else")
+        raise ValueError("its content is not what was written: its digest does not match")
     return content
 
 
