@@ -68,7 +68,7 @@ def dots(figure: Any, rows: Mapping[str, Sequence[float]], xlabel: str, ours: st
 def plain_numbers(*axes: Any) -> None:
     """Label logarithmic axes with numbers, not powers."""
     for axis in axes:
-        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
+        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 10 else f"{x:g}")
         axis.set_minor_formatter(lambda *_: "")
 
 

@@ -85,7 +85,7 @@ def logarithmic(axes: Axes, which: str = "xy") -> None:
         low, high = axis.get_view_interval()
         subs = (1, 2, 5) if high < 100 * low else (1,)
         axis.set_major_locator(ticker.LogLocator(subs=subs))
-        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
+        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 10 else f"{x:g}")
         axis.set_minor_formatter(ticker.NullFormatter())
 
 
