@@ -164,7 +164,7 @@ def mixture(figure: Any) -> None:
     axes = figure.add_subplot(xlabel="step of the descent", ylabel="share of the training text")
     found = of_gallery("mixture")
     shares = np.transpose(found["shares"])
-    colours = (GREY, BLUE, OLIVE, ORANGE)
+    colours = (GREY, BLUE, GREEN, ORANGE)
     axes.stackplot(range(shares.shape[1]), shares, labels=found["sources"], colors=colours)
     axes.set(xlim=(0, shares.shape[1] - 1), ylim=(0, 1))
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4)
