@@ -24,8 +24,8 @@ else:  # which takes long to import
 
 Curve = Mapping[str, Any]  # a panel of `curves`, or a line of it
 _INK = "#1d1c1a"
-# With a contrast of 3 or more on white. The colour-blind can tell the first four apart, and the lines of
-# the others by their dashes.
+# With a contrast of 3 or more on white. The colour-blind can tell the first four apart; lines of the
+# others are dashed.
 _COLOURS = ("#2b7bba", "#d55e00", "#00936b", "#b8609a", "#947a00", "#7d7d85")
 _STYLE = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "grid.color"), _INK),
