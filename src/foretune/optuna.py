@@ -131,7 +131,7 @@ class Pruning(Callback):
 def prune_nonfinite(trial: Trial) -> Iterator[None]:
     """Turn a `NonFiniteError` into a pruned trial, with the reason among its user attributes.
 
-    The study continues, and its sampler learns to stay away (it would learn nothing from a failed trial).
+    The study continues, and its sampler learns to stay away (a failed trial would teach it nothing).
 
     >>> import foretune as ft, foretune.optuna as fo, optuna
     >>> def objective(trial):

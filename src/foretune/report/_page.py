@@ -38,7 +38,7 @@ _RESULT: Json = {
     "gallery": {"title": str, "note": str, "items": [_ITEM]},
     "comparisons": [{"title": str, "note": str, "groups": [{"title": str, "items": [_EXAMPLE]}]}],
 }
-_NUMERIC = re.compile(r"[-+\u2212<>]?\s?\d[\d.,eE+\u2212-]*\s?%?(\s?[±(].*)?")
+_NUMERIC = re.compile(r"[-+\u2212<>]?\s?\d[\d.,eE+\u2212-]*\s?%?(\s?[±(].*|\sto\s.*)?")
 _WIDTH = re.compile(rb"viewBox=\"[\d.]+ [\d.]+ (\d{1,5})")
 
 _WHICH = "Give a folder of `foretune clean`, `foretune attribute` or of an experiment"
