@@ -80,7 +80,7 @@ def curves(
             elif whole:
                 axes.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore
             # Beside the lines a legend would hide some of them sooner or later: it goes below.
-            if not shared:
+            if not shared and any(labels[i]):
                 place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.2)}
                 axes.legend(handles, labels[i], ncols=_ncols(labels[i], 46), **place)
             elif i == 0 and any(labels[0]):
