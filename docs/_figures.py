@@ -68,7 +68,7 @@ def dots(figure: Any, rows: Mapping[str, Sequence[float]], xlabel: str, ours: st
 def plain_numbers(*axes: Any) -> None:
     """Label logarithmic axes with numbers, not powers."""
     for axis in axes:
-        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
+        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 10 else f"{x:g}")
         axis.set_minor_formatter(lambda *_: "")
 
 
@@ -164,7 +164,7 @@ def mixture(figure: Any) -> None:
     axes = figure.add_subplot(xlabel="step of the descent", ylabel="share of the training text")
     found = of_gallery("mixture")
     shares = np.transpose(found["shares"])
-    colours = (GREY, BLUE, OLIVE, ORANGE)
+    colours = (GREY, BLUE, GREEN, ORANGE)
     axes.stackplot(range(shares.shape[1]), shares, labels=found["sources"], colors=colours)
     axes.set(xlim=(0, shares.shape[1] - 1), ylim=(0, 1))
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=4)
@@ -301,7 +301,7 @@ def peers(figure: Any) -> None:
     plain_numbers(axes.xaxis)
     axes.set_yticks(range(4), tasks.values())
     axes.invert_yaxis()
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=5)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3)
 
 
 @picture()
@@ -439,10 +439,12 @@ def on_page_content(text: str, page: Page, config: MkDocsConfig, files: Files) -
             _INK, "currentColor"
         )
         width = float((re.search(r'viewBox="0 0 ([\d.]+)', svg) or [0, 400])[1])
-        label = f'<svg role="img" aria-label="{html.escape(alt)}"'
+        least = f"min-width:{min(0.8 * width, 480):.0f}px"  # below, its box scrolls
+        label = f'<svg role="img" aria-label="{html.escape(alt)}" style="{least}"'
         svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", svg, count=1)
-        style = f"max-width:{1.25 * width:.0f}px;min-width:{min(0.8 * width, 480):.0f}px"
-        return f'<span class="figure" style="{style}">{svg.replace("<svg", label, 1)}</span>'
+        kind = "wide figure" if width > 72 * SMALL[0] else "figure"
+        box = f'<span class="{kind}" style="max-width:{1.25 * width:.0f}px">'
+        return f"{box}{svg.replace('<svg', label, 1)}</span>"
 
     return re.sub(r"<img [^>]*>", inlined, text)
 

@@ -71,7 +71,7 @@ def cleaning(
         float, typer.Option(min=0, max=0.9, callback=_number, help="Share of wrong labels.")
     ] = 0.5,
     quick: Annotated[
-        bool, typer.Option("--quick", help="1 seed, 100 steps, 80 hyper-iterations: takes seconds.")
+        bool, typer.Option("--quick", help="1 seed, 100 steps, 80 hyper-iterations.")
     ] = False,
     out: Out = None,
     debug: Debug = False,
@@ -451,8 +451,8 @@ def language(
         typer.Option(
             min=1,
             max=16,
-            help="How many times as wide, and trained as long, the network is that tests the "
-            "mixtures again; by default 4; 1 for no such test.",
+            help="Test the mixtures again in a network this many times as wide, trained this many "
+            "times as long; by default 4; 1 for no such test.",
         ),
     ] = None,
     processes: Annotated[

@@ -75,16 +75,17 @@ class Phases:
         say(f"[{self.done}/{self.count}] {what}")
 
 
-def logarithmic(axes: Axes) -> None:
-    """Make both axes of a figure logarithmic."""
+def logarithmic(axes: Axes, which: str = "xy") -> None:
+    """Make axes of a figure logarithmic, with plain numbers."""
     from matplotlib import ticker
 
-    axes.set(xscale="log", yscale="log")
-    for axis in (axes.xaxis, axes.yaxis):
+    for name in which:
+        axis = getattr(axes, f"{name}axis")
+        axes.set(**{f"{name}scale": "log"})
         low, high = axis.get_view_interval()
         subs = (1, 2, 5) if high < 100 * low else (1,)
         axis.set_major_locator(ticker.LogLocator(subs=subs))
-        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
+        axis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 10 else f"{x:g}")
         axis.set_minor_formatter(ticker.NullFormatter())
 
 

@@ -103,7 +103,7 @@ def draw(
     )
     histogram(
         folder.figures / "weights.svg",
-        {"wrong labels": weights[first.wrong], "right labels": weights[~first.wrong]},
+        {"right labels": weights[~first.wrong], "wrong labels": weights[first.wrong]},
         xlabel=f"weight after the last hyper-iteration (DH-{budgets[0]}, first seed)",
     )
     return [

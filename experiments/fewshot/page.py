@@ -1,5 +1,6 @@
 """Tables and figures of few-shot learning."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 
 from foretune.report import curves, picture
 
-from ..runs import RunFolder
+from ..runs import RunFolder, logarithmic
 from .tasks import Letters, Size, sampled
 
 Records = list[dict[str, Any]]
@@ -35,7 +36,7 @@ def describe(
         f"{100 * scores[PROTOTYPES]:.1f} % by prototypical networks.",
         "notes": [
             f"Accuracy on {settings.test:,} tasks of classes that were not seen; ± is the standard "
-            f"error over tasks, of {settings.seeds} seed(s). Each method made {settings.steps:,} steps "
+            f"error over tasks, seeds: {settings.seeds}. Each method made {settings.steps:,} steps "
             f"of {settings.tasks} tasks (20 ways: a quarter of them) with the same layers "
             f"({'-'.join(map(str, settings.widths))}), normalised per image: no image sees another of "
             f"its query. Learnt from {len(letters.train):,} classes, tested on {len(letters.test):,}.",
@@ -65,12 +66,12 @@ def results(settings: Any, cells: Cells, usual: dict[str, int]) -> dict[str, Any
     for method, inner in usual.items():
         found = [cells[method, ways, shots, inner] for ways, shots in settings.sizes]
         seconds = np.mean([r["seconds"] for r in found[0]])
-        rows.append([method, inner or "-", *(shown(f, method) for f in found), round(seconds)])
+        rows.append([method, inner or None, *(shown(f, method) for f in found), round(seconds)])
     pretrained = next(rs for (m, *_), rs in cells.items() if m == "pretrained")
     for head in ("own head", "nearest mean"):
         names = [f"pretrained, {head}, {w} ways, {s} shots" for w, s in settings.sizes]
         seconds = round(np.mean([r["seconds"] for r in pretrained]))
-        rows.append([f"pretrained, {head}", "-", *(shown(pretrained, n) for n in names), seconds])
+        rows.append([f"pretrained, {head}", None, *(shown(pretrained, n) for n in names), seconds])
     columns = ["method", "inner steps", *(str(Size(w, s, 0)) for w, s in settings.sizes), "seconds"]
     note = "Seconds of learning at the first size, compilation included."
     return {"title": "Accuracy in per cent", "note": note, "columns": columns, "rows": rows}
@@ -117,8 +118,8 @@ def draw_steps(folder: RunFolder, settings: Any, cells: Cells) -> list[dict[str,
         y = [100 * mean_of(rs, method)[0] for _, rs in found]
         lines.append({"label": method, "x": [i for i, _ in found], "y": y})
     panel = {"title": str(Size(ways, shots, 0)), "ylabel": "accuracy in %", "lines": lines}
-    scale = lambda axes: axes.set(xscale="log")  # noqa: E731
-    curves(folder.figures / "steps.svg", [panel], xlabel="inner steps", scale=scale)
+    log = partial(logarithmic, which="x")
+    curves(folder.figures / "steps.svg", [panel], xlabel="inner steps", scale=log)
     title = "What more steps on a task do"
     return [
         {"file": "figures/steps.svg", "title": title, "caption": "Learnt and tested with them."}

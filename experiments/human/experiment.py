@@ -119,7 +119,7 @@ def score(labels: Labels, checked: int, seed: int) -> dict[str, Any]:
     """Return what each method finds among the rows that were not verified."""
     n, classes = labels.log_p.shape
     if checked >= n:
-        raise RunError(f"{checked:,} verified labels, and {labels.name} has {n:,}.")
+        raise RunError(f"{checked:,} verified labels, but {labels.name} has {n:,}.")
     verified = np.sort(np.random.default_rng(seed).permutation(n)[:checked])
     rest = np.setdiff1d(np.arange(n), verified)
     given, log_p, i = labels.given[rest], labels.log_p[rest], np.arange(len(rest))

@@ -51,7 +51,7 @@ def table(cells: dict[Any, Records], measure: str, title: str) -> dict[str, Any]
         for name in names:
             values = [r[measure][name] for r in records if name in r[measure]]
             error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else 0.0
-            shown.append(f"{np.mean(values):.4f} ± {error:.4f}" if values else "-")
+            shown.append(f"{np.mean(values):.4f} ± {error:.4f}" if values else None)
         rows.append([data, checked, round(records[0]["wrong"], 3), *shown])
     return {"title": title, "columns": ["data", "verified", "wrong", *names], "rows": rows}
 

@@ -93,7 +93,7 @@ def results(text: Text, parts: Parts) -> dict[str, Any]:
             [
                 name,
                 spread(test),
-                "-" if name == OURS else spread(test - ours),
+                None if name == OURS else spread(test - ours),
                 spread(validation),
                 round(float(np.mean([part["trainings"] for part in found])), 1),
             ]
@@ -128,7 +128,7 @@ def transfer(text: Text, parts: Parts) -> dict[str, Any]:
     rows = []
     for name, found in late.items():
         test = losses_of(found, text.target)
-        below = "-" if name == "uniform" else spread(even - test)
+        below = None if name == "uniform" else spread(even - test)
         rows.append([name, spread(test), below, found[0]["rate"]])
     return {
         "title": "The same mixtures in a longer training of a wider network",

@@ -56,9 +56,9 @@ def read(data: str | None = None, target: str | None = None) -> Text:
         halves, name = _target(Path(target)), Path(target).stem.removeprefix("target-")
     for part, array in (*sources.items(), (f"{name}, validation", halves[0]), (name, halves[1])):
         if len(array) < LEAST:
-            raise RunError(f"{part} has {len(array):,} bytes; {LEAST:,} are the least.")
+            raise RunError(f"{part} has {len(array):,} bytes; {LEAST:,} are needed.")
     if len(sources) < 2:
-        raise RunError(f"{folder} has {len(sources)} sources beside the target; two are the least.")
+        raise RunError(f"{folder} has {len(sources)} sources beside the target; it needs two.")
     length = np.array([len(source) for source in sources.values()], np.int32)
     first = np.concatenate([[0], np.cumsum(length)[:-1]]).astype(np.int32)
     return Text(
@@ -110,6 +110,6 @@ def _file(path: Path) -> np.ndarray:
 def _bytes(array: np.ndarray, name: str) -> np.ndarray:
     if array.dtype != np.uint8 or array.ndim != 1:
         raise RunError(
-            f"{name} is {array.dtype} of shape {array.shape}; uint8 of shape (n,) is read."
+            f"{name} is {array.dtype} of shape {array.shape}; expected uint8 of shape (n,)."
         )
     return array

@@ -17,7 +17,7 @@ def plot_task_graph(
         axes: what is drawn on.
         edges: the number of edges to draw; by default twice the number of classes.
     """
-    K, colour = len(graph), "#2b6cb0"
+    K, colour = len(graph), "#2b7bba"
     if graph.shape != (K, K) or not np.allclose(graph, graph.T) or len(names) != K:
         raise ValueError(f"{len(names)} names, and a graph of shape {graph.shape}: not symmetric.")
     angle = 2 * np.pi * np.arange(K) / K

@@ -93,7 +93,7 @@ def clean(
 ) -> None:
     """Find the wrong labels in TRAIN, with the help of a few verified rows or without.
 
-    Writes a ranked list of suspects, the weights of all rows, the rows without them, and a report.
+    Writes a ranked list of suspects, all rows' weights, the rows without suspects, and a report.
     """
     out = out or Path("runs") / f"clean-{train.stem}"
     with plain_errors(debug, out):

@@ -131,7 +131,7 @@ class Pruning(Callback):
 def prune_nonfinite(trial: Trial) -> Iterator[None]:
     """Turn a `NonFiniteError` into a pruned trial, with the reason among its user attributes.
 
-    The study continues, and its sampler learns to stay away (of a failed trial it would learn nothing).
+    The study continues, and its sampler learns to stay away (a failed trial would teach it nothing).
 
     >>> import foretune as ft, foretune.optuna as fo, optuna
     >>> def objective(trial):
@@ -160,7 +160,7 @@ def keep(trial: Trial, result: Result | PyTree, value: object = None) -> float:
         value: the number that the study compares, an accuracy say. By default the error: after
             `RealTime.run` that of the trained weights, after `minimize` the lowest score.
 
-    Kept are, after `minimize`, the hyperparameters of the lowest score; after `RealTime.run` their mean
+    After `minimize` the hyperparameters of the lowest score are kept; after `RealTime.run` their mean
     over the windows up to the one with the lowest error, without those that were rolled back: at its
     end a learning rate has often gone to 0. They are stored as JSON, for some thousands of numbers.
 

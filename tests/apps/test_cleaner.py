@@ -226,10 +226,10 @@ def test_labels_of_rows_find_the_verified_ones(blobs):
     by_label = fit(frame, y[order], checked=frame.index[:10], checked_labels=y[order[:10]])
     by_number = fit(frame, y[order], checked=np.arange(10), checked_labels=y[order[:10]])
     np.testing.assert_array_equal(by_label.weights_, by_number.weights_)
-    with pytest.raises(ValueError, match="has the row 99, which the index of X has not"):
+    with pytest.raises(ValueError, match="has the row 99, which is not in the index of X"):
         fit(frame, y, checked=pd.Index([99]), checked_labels=y[:1])
     frame.index = [0] * 80
-    with pytest.raises(ValueError, match="labels of rows twice: give row numbers"):
+    with pytest.raises(ValueError, match="has a row twice: give checked as row numbers"):
         fit(frame, y, checked=pd.Index([0]), checked_labels=y[:1])
 
 

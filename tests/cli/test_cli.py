@@ -134,7 +134,7 @@ def test_clean_needs_no_trusted_rows(iris, tmp_path):
     rows = list(csv.DictReader((tmp_path / "out" / "suspects.csv").read_text().splitlines()))
     assert wrong[[int(row["row"]) for row in rows]].mean() > 0.5
     assert (
-        "Judged without trusted rows, each row by models that have not seen it: estimator ("
+        "judged without trusted rows, each by models that have not seen its row: estimator ("
         in (tmp_path / "out" / "report.html").read_text()
     )
 

@@ -63,8 +63,11 @@ def test_the_site_builds_without_warnings(tmp_path):
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_links_lead_somewhere(page):  # those between pages of the site are checked by its build
-    links = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text())
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
+        assert (ROOT / (path or page)).exists(), path
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / (path or page)).read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}
 
 
 def test_every_recorded_figure_has_a_command():

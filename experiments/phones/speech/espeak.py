@@ -65,7 +65,7 @@ class _Espeak:
         data = espeakng_loader.get_data_path().encode()
         self.rate = self._library.espeak_Initialize(_SYNCHRONOUS, 0, data, _PHONEME_EVENTS)
         if self.rate <= 0:
-            raise DataError(f"espeak-ng could not begin, with its data in {data.decode()}.")
+            raise DataError(f"espeak-ng could not start with its data in {data.decode()}.")
         self._library.espeak_Synth.argtypes = [
             ctypes.c_char_p,
             ctypes.c_size_t,

@@ -59,7 +59,7 @@ def shard(what: Any, mesh: Any, params: PyTree = None) -> Any:
 
     Examples are split over the axis `data`, where the mesh has it: the rows of `FullBatch` and of
     `validation`, the second axis of stacked batches (T, examples, ...), and the indices of
-    `Minibatches`. Of `Mean`, the folds are split instead. All else every device has, but an array
+    `Minibatches`. Of `Mean`, the folds are split instead. Every device has all else, but an array
     that lies on this mesh already stays as you placed it. Results change by rounding only.
 
     In a run of several processes, each gives the same arrays; where each has its own share of the

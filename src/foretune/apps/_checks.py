@@ -101,10 +101,10 @@ def numbers_of_rows(labels: Any, X: Any) -> np.ndarray:
     if labels.dtype == bool:
         return labels.to_numpy()  # a mask
     if not X.index.is_unique:
-        raise ValueError("checked is an index, and X has labels of rows twice: give row numbers.")
+        raise ValueError("the index of X has a row twice: give checked as row numbers.")
     unknown = labels[~labels.isin(X.index)].tolist()
     if len(unknown):
-        raise ValueError(f"checked has the row {unknown[0]!r:.80}, which the index of X has not.")
+        raise ValueError(f"checked has the row {unknown[0]!r:.80}, which is not in the index of X.")
     return X.index.get_indexer(labels)
 
 

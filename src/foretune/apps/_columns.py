@@ -187,8 +187,8 @@ def columns_by_kind(X: DataFrame, text: tuple[str, ...] = ()) -> dict[str, list[
         found["text" if name in text else _kind(X.loc[:, name])].append(name)
     if found["identifiers"]:
         warnings.warn(
-            f"left out: {', '.join(map(repr, found['identifiers']))}, of which each row has its own "
-            "word: like an identifier, it has nothing to tell about other rows.",
+            f"left out: {', '.join(map(repr, found['identifiers']))}. Each row has its own word there, "
+            "as in an identifier, so nothing can be learnt from it about other rows.",
             stacklevel=5,
         )
     if len(found["identifiers"]) == len(X.columns):

@@ -60,8 +60,8 @@ def run(out: str | Path, settings: ExplainSettings) -> Path:
     if len(classes) < 2 or (len(y) >= 20 and len(classes) > len(y) / 2):
         raise DataError(
             f"{table.path}: {len(y):,} rows have {len(classes):,} labels, {str(classes[0])!r} and "
-            "others. `foretune attribute` explains classes, two or more, of several rows each: name "
-            "their column by --label."
+            "others. `foretune attribute` explains classes of several rows each: name their column "
+            "with --label."
         )
     asked = None
     if len(queries.y):
@@ -79,7 +79,7 @@ def run(out: str | Path, settings: ExplainSettings) -> Path:
         np.argmax(scores_of(state.params, jnp.asarray(x)), 1) for x in (z_queries, z)
     )
     say(
-        f"trained on {len(y):,} rows, of which it gets {np.mean(fitted == y):.1%} right; "
+        f"trained on {len(y):,} rows: {np.mean(fitted == y):.1%} of them are predicted right; "
         f"{len(z_queries):,} queries go back through {problem.steps:,} steps"
     )
     explained = predicted if asked is None else asked
@@ -140,7 +140,7 @@ def trained(
     value, state = problem.response(hparams)
     if not np.isfinite(value):
         raise DataError(
-            f"the training diverges at a rate of {float(hparams['lr']):g}: give a lower one, --rate."
+            f"the training diverges at a rate of {float(hparams['lr']):g}: give a lower --rate."
         )
     return problem, hparams, state
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._files.files import write_whole
-from ..report import RunFolder, histogram, write_page
+from ..report import RunFolder, histogram, say, write_page
 from . import LabelCleaner
 from ._checks import positions
 from ._columns import is_frame
@@ -77,6 +77,7 @@ def run(out: str | Path, settings: Settings) -> Path:
     title = f"Suspicious labels in {Path(settings.train).name}"
     folder = RunFolder(out, kind="clean", title=title, settings=asked, files=files)
     if folder.result is None:
+        say(f"judging {len(labels):,} labels, each by models that have not seen its row")
         cleaner.fit(rows, labels, *clean, **checked)
         written = whole.as_written()
         write_lists(folder, cleaner, written._replace(y=labels), checked.get("checked", ()))
@@ -197,7 +198,7 @@ def summary(found: LabelCleaner, table: Table, trusted: int) -> dict[str, object
             labels, counts = np.unique(found.suggested_[suspects], return_counts=True)
             likely = str(labels[np.argmax(counts)])
         count, n = int(suspects.sum()), int(mine.sum())
-        rows.append([str(name), n, count, count / n, likely])
+        rows.append([str(name), n, count, f"{count / n:.1%}", likely])
     count, n = int(found.suspects_.sum()), len(table.y)
     helped = f"with the help of {trusted:,} trusted rows" if trusted else "without trusted rows"
     members = ", ".join(f"{name} ({weight:.2f})" for name, weight in found.ensemble_.items())
@@ -205,10 +206,10 @@ def summary(found: LabelCleaner, table: Table, trusted: int) -> dict[str, object
     return {
         "headline": f"{count:,} of {n:,} labels are suspicious ({count / n:.1%}).",
         "notes": [
-            f"Judged {helped}, each row by models that have not seen it: {members}. Rows count from 0, "
-            "without a header. suspects.csv lists the suspects, weights.csv every row, cleaned.csv (or "
-            ".npz) has the rows without the suspects, or with --relabel their suggested labels.",
-            "The suspects are as many as balance false alarms against misses: look at one before you "
+            f"The labels were judged {helped}, each by models that have not seen its row: {members}. "
+            "Rows count from 0, without a header. suspects.csv lists the suspects, weights.csv every "
+            "row, cleaned.csv (or .npz) the rows without the suspects, or all with --relabel.",
+            "The number of suspects balances false alarms against misses: look at each before you "
             f"change it. {_expected(found)}",
         ],
         "tables": [{"title": "Suspects by observed label", "columns": columns, "rows": rows}],
@@ -219,14 +220,14 @@ def _expected(found: LabelCleaner) -> str:
     low, high = found.noise_rate_interval_
     wrong = f"Between {low:.1%} and {high:.1%} of all labels are expected to be wrong"
     if found.unflagged_ is None or found.unflagged_interval_ is None:
-        return f"{wrong}; how many of them are no suspects cannot be told without verified rows."
+        return f"{wrong}. Verified rows would show how many of them are not suspected."
     low, high = found.unflagged_interval_
-    return f"{wrong}, {low:.0f} to {high:.0f} of them no suspects."
+    return f"{wrong}; {low:.0f} to {high:.0f} of the wrong labels are not suspected."
 
 
 def draw(folder: RunFolder, found: LabelCleaner) -> list[dict[str, str]]:
     """Draw the weights."""
-    masks = {"suspects": found.suspects_, "others": ~found.suspects_}
+    masks = {"others": ~found.suspects_, "suspects": found.suspects_}
     groups = {name: found.weights_[mask] for name, mask in masks.items() if mask.any()}
     xlabel = "weight: the probability that the label is right"
     histogram(folder.figures / "weights.svg", groups, xlabel=xlabel)

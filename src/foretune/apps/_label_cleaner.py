@@ -67,7 +67,7 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
     weights_ : array of n, in [0, 1]
         The probability that each label is right; 0 or 1 for verified ones.
     suspects_ : bool array of n
-        The labels held to be wrong: as many of the lowest weights as make the expected F1 greatest.
+        The suspected labels: those of the lowest weights, as many as give the greatest expected F1.
     ranking_ : int array of n
         Indices, the most suspicious first.
     suggested_ : array of n
@@ -77,9 +77,9 @@ class LabelCleaner(FoundLabels, ClassifierMixin, BaseEstimator):
     noise_rate_, noise_rate_interval_ : float, pair of floats
         The share of wrong labels, and where it may be. With 20 verified rows or more whose observed
         labels are known the interval has a probability of about 95 %, if these were drawn at random;
-        without them it only shows what other suppositions on the noise would give.
+        without them it only shows what other assumptions on the noise would give.
     unflagged_, unflagged_interval_ : float, pair of floats, or None
-        How many labels are wrong that are no suspects; None without 20 such rows.
+        How many wrong labels are not suspected; None without 20 such rows.
     noise_matrix_ : array (n_classes, n_classes)
         p(observed label | true label) as learnt.
     ensemble_ : dict

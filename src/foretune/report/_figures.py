@@ -24,7 +24,8 @@ else:  # which takes long to import
 
 Curve = Mapping[str, Any]  # a panel of `curves`, or a line of it
 _INK = "#1d1c1a"
-# Distinct for the colour-blind, and with a contrast of 3 or more on white.
+# With a contrast of 3 or more on white. The colour-blind can tell the first four apart; lines of the
+# others are dashed.
 _COLOURS = ("#2b7bba", "#d55e00", "#00936b", "#b8609a", "#947a00", "#7d7d85")
 _STYLE = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "grid.color"), _INK),
@@ -68,7 +69,7 @@ def curves(
                 x, y = (np.asarray(line[name], float) for name in "xy")
                 y, whole = np.where(np.isfinite(y), y, np.nan), whole and np.all(x == np.round(x))
                 colour = _COLOURS[k % len(_COLOURS)]
-                dash = ("-", "--", ":", "-.")[k // len(_COLOURS) % 4]
+                dash = ("-", "--", ":", "-.")[k // 4 % 4]
                 dot = "o" if scale or np.isfinite(y).sum() == 1 else None
                 handles += axes.plot(x, y, dash, color=colour, lw=1.6, marker=dot, ms=4)
                 if (band := line.get("band")) is not None:
@@ -79,7 +80,7 @@ def curves(
             elif whole:
                 axes.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore
             # Beside the lines a legend would hide some of them sooner or later: it goes below.
-            if not shared:
+            if not shared and any(labels[i]):
                 place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.2)}
                 axes.legend(handles, labels[i], ncols=_ncols(labels[i], 46), **place)
             elif i == 0 and any(labels[0]):

@@ -38,7 +38,7 @@ _RESULT: Json = {
     "gallery": {"title": str, "note": str, "items": [_ITEM]},
     "comparisons": [{"title": str, "note": str, "groups": [{"title": str, "items": [_EXAMPLE]}]}],
 }
-_NUMERIC = re.compile(r"[-+\u2212<>]?\s?\d[\d.,eE+\u2212-]*\s?%?(\s?[±(].*)?")
+_NUMERIC = re.compile(r"[-+\u2212<>]?\s?\d[\d.,eE+\u2212-]*\s?%?(\s?[±(].*|\sto\s.*)?")
 _WIDTH = re.compile(rb"viewBox=\"[\d.]+ [\d.]+ (\d{1,5})")
 
 _WHICH = "Give a folder of `foretune clean`, `foretune attribute` or of an experiment"
@@ -119,7 +119,7 @@ def parsed(text: str) -> Any:
         None,
         digest_of_json(content),
     ):
-        raise ValueError("its content is not what was written: the digest is of something else")
+        raise ValueError("its content is not what was written: its digest does not match")
     return content
 
 
@@ -161,15 +161,20 @@ def _prepare(folder: Path, result: Json) -> None:
     gallery["others"] = [item for item in gallery["items"] if not item["image"]]
     gallery["columns"] = _columns(gallery["others"])
     for comparison in result["comparisons"]:
-        for group in comparison["groups"]:
-            for item in group["items"]:
-                item["html"] = _pictured(folder, item, item["label"])
-                item["score"] = None if item["score"] is None else _number(item["score"])
-            group["columns"] = _columns(group["items"])
+        items = [item for group in comparison["groups"] for item in group["items"]]
+        for item in items:
+            item["html"] = _pictured(folder, item, item["label"])
+            item["score"] = None if item["score"] is None else _number(item["score"])
+        comparison |= {"pictured": any(x["html"] for x in items), "columns": _columns(items)}
 
 
-def _columns(items: list[Json]) -> list[str]:
-    return list(dict.fromkeys(name for item in items for name in item["row"]))
+def _columns(items: list[Json]) -> list[tuple[str, str]]:
+    """The columns of rows, each with the attribute that puts numbers to the right."""
+    from markupsafe import Markup  # pyright: ignore[reportMissingImports]
+
+    names = dict.fromkeys(name for item in items for name in item["row"])
+    numbers = {name: all(_is_number(x["row"].get(name)) for x in items) for name in names}
+    return [(name, Markup(' class="n"' if numbers[name] else "")) for name in names]
 
 
 def _pictured(folder: Path, item: Json, label: object) -> str:

@@ -49,7 +49,7 @@ class Bridge:
     def __init__(self, module: torch.nn.Module):
         if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
             name = type(module).__name__
-            raise TypeError(f"the module is compiled ({name}). Give the one it was made of.")
+            raise TypeError(f"the module is compiled ({name}). Give the one before compilation.")
         self.module = module
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for name, x in tensors.items():
