@@ -261,7 +261,7 @@ def ours(cell: Cell) -> Any:
     from foretune.apps import LabelCleaner
 
     class Judge(LabelCleaner):
-        def _without_suspects(self, inputs):
+        def _without_suspects(self, inputs):  # pyright: ignore[reportIncompatibleMethodOverride]
             return None
 
     verified = np.arange(len(cell.true))[cell.judged.stop :]

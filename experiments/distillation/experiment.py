@@ -8,7 +8,6 @@ held out for the choice of rates.
 """
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,7 +167,7 @@ def compared(
         found[name] = {}
         for kind, h in sets.items():
             if kind != "learnt":
-                h = best_rate(partial(judged, images=data["held"], keys=keys[:few]), h, steps)
+                h = best_rate(lambda h, of=judged: of(h, data["held"], keys[:few]), h, steps)
             found[name][kind] = judged(h, data["test"], keys).tolist()
             say(f"  {name}, {kind}: {100 * np.mean(found[name][kind]):.2f} %")
     return found
