@@ -174,7 +174,7 @@ def quick_compilation(request):
 def test_forward_equals_reverse_equals_differences(name, variant):
     problem, hparams = problem_and_hparams((ALIASES | OTHERS)[name], variant)
     with ft.check_finite(False):
-        value, grad, state = ft.Reverse("states")(problem, hparams)
+        value, grad, state = ft.Reverse()(problem, hparams)
     # Columns in chunks are the same code for every optimizer: one row shows it.
     engines = ENGINES if name == "sgd" else {"forward": ft.Forward()}
     for engine_name, engine in engines.items():
@@ -190,7 +190,7 @@ def test_forward_equals_reverse_equals_differences(name, variant):
     for leaf, at in hparams.items():
         direction = rng.choice([-1.0, 1.0], at.shape) * np.abs(at)
         with ft.check_finite(False):  # the program that is compiled already
-            expected = difference(problem, hparams, leaf, direction, ft.Reverse("states"))
+            expected = difference(problem, hparams, leaf, direction, ft.Reverse())
         assert_close(np.vdot(grad[leaf], direction), expected, 1e-5, f"differences {leaf}")
 
 
@@ -201,7 +201,7 @@ def test_reasons_for_exclusion_still_hold(name):
     """An engine that cannot differentiate an optimizer says so; one that can is right."""
     row, right, _ = NOT_DIFFERENTIABLE[name]
     problem, hparams = problem_and_hparams(row, "plain")
-    for mode, engine in {"forward": ft.Forward(), "reverse": ft.Reverse("states")}.items():
+    for mode, engine in {"forward": ft.Forward(), "reverse": ft.Reverse()}.items():
         if mode == right:
             grad = engine(problem, hparams).grad
             for leaf, at in hparams.items():

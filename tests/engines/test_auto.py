@@ -88,7 +88,7 @@ def test_budgets_are_respected():
         assert whole(choice.engine, problem, hparams) <= budget
         stores.append(choice.engine.store)
         assert_trees_close(ft.Auto(budget)(problem, hparams).grad, exact, 1e-3, 1e-6)
-    assert stores[:2] == [None, "segments"]
+    assert stores[:2] == ["states", "segments"]
     assert stores[2] < 25
 
 
@@ -126,7 +126,7 @@ def test_it_says_what_it_chose_and_from_what():
 
 
 def test_only_what_was_compiled_is_said_to_be_too_large():
-    sizes = {None: 900.0, "segments": 100.0, 2: 800.0, 1: 500.0}
+    sizes = {"states": 900.0, "segments": 100.0, 2: 800.0, 1: 500.0}
     found = [auto.Candidate(ft.Reverse(store=s), size) for s, size in sizes.items()]
     compiled = {found[3].name: 1500, found[1].name: 700}
     choice = auto.Choice(found[1].engine, 700, 1000.0, 150, found, compiled)
@@ -143,11 +143,11 @@ def test_free_memory_is_read_at_each_call(monkeypatch):
     two = [auto.Candidate(ft.Reverse(), 1.0), auto.Candidate(ft.Reverse("segments"), 1.0)]
     monkeypatch.setattr(auto, "candidates", lambda *_: (99, two, []))
     monkeypatch.setattr(auto, "flatten", lambda engine: ([], engine))
-    sizes = {None: 4_000_000, "segments": 1_000_000}
+    sizes = {"states": 4_000_000, "segments": 1_000_000}
     lowered = lambda engine, *_: SimpleNamespace(compile=lambda: engine.store)  # noqa: E731
     monkeypatch.setattr(auto, "compute", SimpleNamespace(lower=lowered))
     monkeypatch.setattr(auto, "program_bytes", sizes.get)
-    for free, store in ((5e6, None), (2e6, "segments"), (5e6, "segments")):
+    for free, store in ((5e6, "states"), (2e6, "segments"), (5e6, "segments")):
         monkeypatch.setattr(auto, "free_bytes", lambda free=free: free)
         assert ft.Auto().explain(problem, hparams).engine == ft.Reverse(store=store)
     monkeypatch.setattr(auto, "free_bytes", lambda: 5e5)

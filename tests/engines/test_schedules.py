@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import foretune as ft
-from foretune._engines import schedules
 from foretune._engines.schedules import binomial_plan
 from foretune._engines.segments import segments_of
 
@@ -27,22 +26,12 @@ def by_everything(problem, hparams):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("steps", [1, 7, later(64)])
-@pytest.mark.parametrize("store", [None, "states", *STORES[1:], 7])
+@pytest.mark.parametrize("store", ["states", *STORES[1:], 7])
 def test_all_schedules_give_the_same(store, steps):
     problem, hparams = regression(steps=steps, dtype=np.float64)
     found, expected = ft.Reverse(store=store)(problem, hparams), by_everything(problem, hparams)
     assert_trees_close(found.grad, expected.grad, 1e-12)
     assert_trees_close(found.value, expected.value, 1e-14)
-
-
-def test_a_few_small_steps_are_stored_whole(monkeypatch):
-    def program(steps, *options, **named):
-        return ft.Reverse(*options, **named).lower(*regression(steps=steps)).as_text()
-
-    assert program(8) == program(8, "everything", unroll=8)
-    assert program(9) == program(9, "states")
-    monkeypatch.setattr(schedules, "SMALL", 1000)
-    assert program(7) == program(7, "states")
 
 
 @pytest.mark.usefixtures("x64")

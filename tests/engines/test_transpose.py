@@ -12,7 +12,7 @@ import foretune as ft
 
 from ..problems import assert_trees_close, regression, squared_error, squares
 
-ORDINARY = ft.Reverse("states", transpose="reverse")
+ORDINARY = ft.Reverse(transpose="reverse")
 T = 5
 later = functools.partial(pytest.param, marks=pytest.mark.second_tier)
 FIRST = ("plain", "adam", "batch_statistics", "random_numbers")
@@ -137,7 +137,7 @@ PROBLEMS = {f.__name__: f for f in [*FEW, trajectory, folds, subclass, layers]}
 def test_it_equals_the_ordinary_transpose_and_forward_mode(name):
     problem, hparams = PROBLEMS[name]()
     expected = ORDINARY(problem, hparams)
-    found = ft.Reverse("states")(problem, hparams)
+    found = ft.Reverse()(problem, hparams)
     largest = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(expected.grad))
     assert_trees_close(found.grad, expected.grad, 1e-12, 1e-14 * largest)
     assert_trees_close(found.value, expected.value, 1e-14)
@@ -170,7 +170,7 @@ def test_a_derivative_of_the_hypergradient():
 
     found, expected = (
         jax.grad(functools.partial(slope, engine))(jnp.array(0.1))
-        for engine in (ft.Reverse("states"), ORDINARY)
+        for engine in (ft.Reverse(), ORDINARY)
     )
     np.testing.assert_allclose(found, expected, rtol=1e-11)
 
@@ -226,7 +226,7 @@ def test_it_holds_less_inside_a_step():
     def temporary(engine):
         return engine.lower(*deep()).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporary(ft.Reverse("states")) < 0.8 * temporary(ORDINARY)
+    assert temporary(ft.Reverse()) < 0.8 * temporary(ORDINARY)
 
 
 def test_bad_options():

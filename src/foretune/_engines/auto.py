@@ -48,7 +48,7 @@ class Candidate(NamedTuple):
     def name(self) -> str:
         if isinstance(self.engine, Forward):
             return "Forward()" if self.engine.chunk is None else f"Forward({self.engine.chunk})"
-        return "Reverse()" if self.engine.store is None else f"Reverse({self.engine.store!r})"
+        return "Reverse()" if self.engine.store == "states" else f"Reverse({self.engine.store!r})"
 
 
 class Choice(NamedTuple):
@@ -190,7 +190,7 @@ def candidates(
     T, m, split = facts["T"], facts["m"], facts["split"]
     state, gradient = tree_bytes(s), tree_bytes(params)
     few = states_in_segments(T, gradient / max(state, 1), split is not None)
-    stores = {None: T * state, "segments": few * state}
+    stores = {"states": T * state, "segments": few * state}
     if split is not None:
         stores = {"gradients": T * (state + gradient), **stores}
     stores |= {c: c * state for c in _halved(T) if c < T}

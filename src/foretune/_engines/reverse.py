@@ -24,7 +24,7 @@ from .._problem.system import System, make_system
 from .base import Solution, TracedEngine
 from .nonfinite import FORWARD
 from .products import error_gradients, pull_rows
-from .schedules import Adjoint, Binomial, Everything, Gradients, Loop, Schedule, Small, States
+from .schedules import Adjoint, Binomial, Everything, Gradients, Loop, Schedule, States
 from .segments import Segments
 
 STORES = dict(everything=Everything, gradients=Gradients, states=States, segments=Segments)
@@ -37,8 +37,7 @@ class Reverse(TracedEngine):
 
     Args:
         store: what is stored on the way forward; the rest is computed again. All give the same result.
-            By default "everything", of at most 8 steps and 64 MiB, and else "states".
-            "states": the T states, each step computed once more.
+            "states" (default): the T states, each step computed once more.
             "gradients": also the gradients of `Training`'s loss, so that only the optimizer's part of a
             step is computed again.
             "everything": also what is inside the steps; nothing is computed again.
@@ -65,7 +64,7 @@ class Reverse(TracedEngine):
     """
 
     other_mode: ClassVar[str | None] = FORWARD
-    store: Any = None  # a name or a number
+    store: Any = "states"  # a name or a number
     transpose: str = eqx.field(default="forward", kw_only=True)
     unroll: int = eqx.field(default=1, kw_only=True)
     first_order: bool = eqx.field(default=False, kw_only=True)
@@ -73,7 +72,7 @@ class Reverse(TracedEngine):
     def __check_init__(self):
         check_count(self.unroll, f"Reverse(unroll={self.unroll})")
         check_flag(self.first_order, "Reverse's first_order")
-        if self.store not in (None, *STORES) and not (type(self.store) is int and self.store >= 1):
+        if self.store not in tuple(STORES) and not (type(self.store) is int and self.store >= 1):
             names = "a number of states, 1 or more, or one of " + ", ".join(map(repr, STORES))
             raise ValueError(f"Reverse(store={self.store!r}): give {names}.")
         if self.transpose not in ("forward", "reverse"):
@@ -81,9 +80,6 @@ class Reverse(TracedEngine):
 
     @property
     def schedule(self) -> Schedule:
-        """How it stores, if not `Small`: what that has stored stays in one program."""
-        if self.store is None:
-            return States()
         return STORES[self.store]() if self.store in STORES else Binomial(self.store)
 
     def loop(self, system: System, hparams: PyTree) -> Loop:
@@ -97,7 +93,6 @@ class Reverse(TracedEngine):
             plain = eqx.tree_at(lambda p: p.dynamics, problem, problem.dynamics.first_order())
             system = make_system(plain, hparams)
         schedule, loop = self.schedule, self.loop(system, hparams)
-        schedule = Small() if self.store is None else schedule
         s_0, pull_initial = eqx.filter_vjp(system.initial, hparams)
         s_T, stored = schedule.forward(loop, s_0)
         errors, alpha_T, g = error_gradients(system, s_T, hparams)

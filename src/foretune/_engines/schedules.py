@@ -30,10 +30,7 @@ from jaxtyping import Array, PyTree
 
 from .._problem.system import System
 from .._problem.training import GRADIENT
-from .memory import tree_bytes
 from .products import pull_rows
-
-FEW, SMALL = 8, 2**26  # steps, and bytes, of which everything is stored
 
 Index = int | np.integer | np.ndarray | Array  # of a step or a slot, maybe traced
 
@@ -140,22 +137,6 @@ class States(Schedule):
 
     def backward(self, loop: Loop, stored: PyTree, adjoint: Adjoint) -> Adjoint:
         return loop.sweep(stored, adjoint, 0, loop.system.steps)
-
-
-class Small(States):
-    """Store each state; or everything, of a few small steps: the fastest, and still little."""
-
-    def forward(self, loop: Loop, s_0: PyTree) -> tuple[PyTree, PyTree]:
-        if loop.system.steps <= FEW and loop.system.steps * tree_bytes(s_0) <= SMALL:
-            s_T, pull = Everything().forward(loop._replace(unroll=FEW), s_0)
-            if tree_bytes(pull) <= SMALL:
-                return s_T, (pull, None)
-        s_T, states = super().forward(loop, s_0)
-        return s_T, (None, states)
-
-    def backward(self, loop: Loop, stored: PyTree, adjoint: Adjoint) -> Adjoint:
-        pull, states = stored
-        return super().backward(loop, states, adjoint) if pull is None else pulled(pull, adjoint)
 
 
 class Binomial(Schedule):
