@@ -1,6 +1,6 @@
 """Outer steps per second of MAML, by `minimize` and by a `lax.scan` written by hand.
 
-    python -m benchmarks.meta [--cases sinusoids glyphs] [--steps 2000] [--rounds 3] [--out FILE.json]
+    python -m benchmarks.meta [--cases sinusoids glyphs] [--steps N] [--rounds 2] [--out FILE.json]
     python -m benchmarks.meta --long 70000 [--out FILE.json]
 
 sinusoids    25 tasks of ten points, 5 inner steps, a network 1-40-40-1.
@@ -8,10 +8,10 @@ glyphs       16 tasks of five letters, one image of each (14 x 14), 5 inner step
              196-64-64-5; it needs `glyphs/background.npz` in the folder `FORETUNE_DATA`.
 
 Adam outside. All draw tasks of the same distribution and make the same number of steps from the same
-weights. `minimize` stores what the program by hand stores, `Reverse("everything", unroll=5)`; beside it
-its default, which does the same for so few steps, and first order. Programs come one after another in
-each round, and a ratio is taken between neighbours. Seconds are of the processor, so that other
-programs on the machine do not count.
+weights: 10,000 on sinusoids and 3,000 on glyphs, unless `--steps` says otherwise. `minimize` stores
+what the program by hand stores, `Reverse("everything", unroll=5)`; beside it its default and first
+order. Programs come one after another in each round, and a ratio is taken between neighbours. Seconds
+are of the processor, so that other programs on the machine do not count.
 The errors are those on 1,000 fresh tasks after 1, 5 and 10 inner steps, with standard errors; `--long
 N` is one run of N steps by `minimize` on sinusoids, nothing beside it.
 """
@@ -52,6 +52,7 @@ class Case(NamedTuple):
     sizes: tuple[int, ...]  # of the network
     tasks: int
     rate: float  # of the inner steps
+    steps: int  # outer ones
 
 
 def start(sizes: tuple[int, ...]) -> Weights:
@@ -109,8 +110,8 @@ def glyphs() -> jax.Array:
 
 
 CASES = {
-    "sinusoids": lambda: Case((), sinusoid, squared, (1, 40, 40, 1), 25, 0.01),
-    "glyphs": lambda: Case(glyphs(), letters, entropy, (196, 64, 64, 5), 16, 0.1),
+    "sinusoids": lambda: Case((), sinusoid, squared, (1, 40, 40, 1), 25, 0.01, 10_000),
+    "glyphs": lambda: Case(glyphs(), letters, entropy, (196, 64, 64, 5), 16, 0.1, 3000),
 }
 
 
@@ -178,9 +179,10 @@ def errors(case: Case, weights: Weights) -> dict[str, list[float]]:
     return found
 
 
-def beside_by_hand(name: str, steps: int, rounds: int) -> list[dict[str, Any]]:
+def beside_by_hand(name: str, steps: int | None, rounds: int) -> list[dict[str, Any]]:
     """Return steps per second and errors by `minimize`, beside those of the loop by hand."""
     case = CASES[name]()
+    steps = steps or case.steps
     programs = {"by hand": by_hand(case, steps)}
     programs |= {name: by_minimize(case, engine, steps) for name, engine in ENGINES.items()}
     found: dict[str, Any] = {}
@@ -217,8 +219,8 @@ def main() -> None:
     """Run the benchmark."""
     parser = command_line(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="outer steps")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--long", type=int, help="the steps of one run by minimize")
     arguments = parser.parse_args()
     heads = [f"error, {n} steps" for n in SHOWN]
