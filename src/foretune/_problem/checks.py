@@ -123,7 +123,8 @@ def check_leading_axis(tree: PyTree, name: str, meaning: str = "the examples") -
         raise ValueError(f"{name} holds no array; for none, give `FullBatch(None, steps=T)`.")
     for path, leaf in leaves.items():
         if not eqx.is_array(leaf) or leaf.ndim == 0:
-            raise ValueError(f"{path} is {describe(leaf)}; it needs a leading axis ({meaning}).")
+            needs = f"it needs a leading axis ({meaning}). Give arrays, not lists of numbers."
+            raise ValueError(f"{path} is {describe(leaf)}; {needs}")
     lengths = {leaf.shape[0] for leaf in leaves.values()}
     if len(lengths) > 1:
         listed = describe_tree(tree, name, most=len(leaves))

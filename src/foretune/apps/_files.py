@@ -206,9 +206,10 @@ def summary(found: LabelCleaner, table: Table, trusted: int) -> dict[str, object
     return {
         "headline": f"{count:,} of {n:,} labels are suspicious ({count / n:.1%}).",
         "notes": [
-            f"The labels were judged {helped}, each by models that have not seen its row: {members}. "
-            "Rows count from 0, without a header. suspects.csv lists the suspects, weights.csv every "
-            "row, cleaned.csv (or .npz) the rows without the suspects, or all with --relabel.",
+            f"The labels were judged {helped}, each by models that have not seen its row: {members}; "
+            "a larger number gives a model more say. Rows count from 0, without a header. suspects.csv "
+            "lists the suspects, weights.csv every row, cleaned.csv (or .npz) the rows without the "
+            "suspects, or all with --relabel.",
             "The number of suspects balances false alarms against misses: look at each before you "
             f"change it. {_expected(found)}",
         ],
