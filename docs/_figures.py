@@ -431,7 +431,7 @@ def on_page_content(text: str, page: Page, config: MkDocsConfig, files: Files) -
             return tag[0]
         alt = html.unescape(match[1] if (match := re.search(r'alt="([^"]*)"', tag[0])) else "")
         svg = file.content_string
-        svg = re.sub(r' id="[a-z\d]+_\d+"', "", svg[svg.index("<svg") :]).replace(
+        svg = re.sub(r' id="[a-z\d.]+_\d+"', "", svg[svg.index("<svg") :]).replace(
             _INK, "currentColor"
         )
         width = float((re.search(r'viewBox="0 0 ([\d.]+)', svg) or [0, 400])[1])
