@@ -95,12 +95,8 @@ def schedule(figure: Any) -> None:
     for (name, found), colour, line in styles:
         left.plot(found["rate"], line, color=colour, lw=1.8)
         right.plot(found["test loss"], line, color=colour, lw=1.8, label=name)
-        right.annotate(
-            f"{found['test loss'][-1]:.2f}",
-            (100.5, found["test loss"][-1]),
-            color=colour,
-            va="center",
-        )
+        last = found["test loss"][-1]
+        right.annotate(f"{last:.2f}", (100.5, last), va="center")
     left.set(title="learning rate of each step", xlabel="step", ylim=(0, None))
     right.set(title="test loss", xlabel="step", xlim=(0, 109))
     right.legend(loc="upper right")
@@ -435,11 +431,11 @@ def on_page_content(text: str, page: Page, config: MkDocsConfig, files: Files) -
             return tag[0]
         alt = html.unescape(match[1] if (match := re.search(r'alt="([^"]*)"', tag[0])) else "")
         svg = file.content_string
-        svg = re.sub(r' id="[a-z\d]+_\d+"', "", svg[svg.index("<svg") :]).replace(
+        svg = re.sub(r' id="[a-z\d.]+_\d+"', "", svg[svg.index("<svg") :]).replace(
             _INK, "currentColor"
         )
         width = float((re.search(r'viewBox="0 0 ([\d.]+)', svg) or [0, 400])[1])
-        least = f"min-width:{min(0.8 * width, 480):.0f}px"  # below, its box scrolls
+        least = f"min-width:{0.85 * width:.0f}px"  # below, its box scrolls
         label = f'<svg role="img" aria-label="{html.escape(alt)}" style="{least}"'
         svg = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", svg, count=1)
         kind = "wide figure" if width > 72 * SMALL[0] else "figure"

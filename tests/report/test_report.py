@@ -336,6 +336,15 @@ def test_cells_are_readable(tmp_path):
     ]
 
 
+def test_long_text_has_lines_and_the_rest_of_a_row_has_none(tmp_path):
+    row = {"note": "a long finish that somebody wrote about", "grapes": 3}
+    rows = [row, row | {"note": row["note"] + " at length"}]
+    items = [item(index=i, row=row) for i, row in enumerate(rows)]
+    page = page_of(make_run(tmp_path, gallery={"title": "", "note": "", "items": items}))
+    assert f'<td>{rows[0]["note"]}</td><td class="n">3</td>' in page
+    assert f'<td class="text">{rows[1]["note"]}</td><td class="n">3</td>' in page
+
+
 def test_figures_stand_by_themselves(run):
     for name in ("curves.svg", "weights.svg"):
         svg = (run / "figures" / name).read_text()
