@@ -50,6 +50,17 @@ def test_the_optimal_ridge_coefficient(engine, constraint):
     np.testing.assert_allclose(result.value, closed_form(best), rtol=1e-5)
 
 
+def test_a_result_prints_what_was_found():
+    problem, hparams = regression()
+    result = ft.minimize(
+        problem, hparams, steps=1, constraints=jax.tree.map(lambda _: ft.Box(0, 9), hparams)
+    )
+    lines = repr(result)
+    assert lines.startswith("Result(hparams[") and "; value = " in lines
+    assert lines.endswith("; 2 records, 1 steps done)")
+    assert len(lines) < 300  # neither the state nor the history
+
+
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("constraint", [ft.NonNegative(), ft.Log()], ids=str)
 @pytest.mark.second_tier

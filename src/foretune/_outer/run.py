@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._files.records import Record
+from .._problem.checks import shown
 
 
 class Interrupt:
@@ -65,6 +66,11 @@ class Result(NamedTuple):
     history: list[Record]
     best: Best
     stopped: str
+
+    def __repr__(self) -> str:
+        """Say what was found, without the state and the history."""
+        records = f"{len(self.history)} records, {self.stopped}"
+        return f"Result({shown(self.hparams)}; {shown(self.value, name='value')}; {records})"
 
 
 class Place(NamedTuple):

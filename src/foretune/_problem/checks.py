@@ -67,12 +67,12 @@ def describe_tree(tree: PyTree, name: str, most: int = 6) -> str:
     return "\n".join(leaves[:most] + rest) or f"  {name}: {describe(tree)}, no leaf"
 
 
-def shown(hparams: PyTree, most: int = 6) -> str:
+def shown(hparams: PyTree, most: int = 6, name: str = "hparams") -> str:
     """Return the hyperparameters' values, or their range, the first few of them."""
     parts = []
-    for path, leaf in named_leaves(jax.device_get(hparams), "hparams").items():
+    for path, leaf in named_leaves(jax.device_get(hparams), name).items():
         low, high = float(np.min(leaf)), float(np.max(leaf))
-        parts.append(f"{path} = {low:.4g}" + ("" if leaf.size == 1 else f" to {high:.4g}"))
+        parts.append(f"{path} = {low:.4g}" + ("" if np.size(leaf) == 1 else f" to {high:.4g}"))
     return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
 
 
