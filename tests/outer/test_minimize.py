@@ -56,7 +56,8 @@ def test_a_result_prints_what_was_found():
         problem, hparams, steps=1, constraints=jax.tree.map(lambda _: ft.Box(0, 9), hparams)
     )
     lines = repr(result)
-    assert lines.startswith("Result(hparams[") and "; value = " in lines
+    assert lines.startswith("Result(hparams[")
+    assert "; value = " in lines
     assert lines.endswith("; 2 records, 1 steps done)")
     assert len(lines) < 300  # neither the state nor the history
 
