@@ -10,7 +10,7 @@ WORKERS ?= 2
 .PHONY: demo test test-all test-torch lint types format docs bench dist smoke clean
 
 demo: $(VENV)/.demo
-	@echo "finding the wrong labels among handwritten digits (a few minutes on two CPU cores)"
+	@echo "finding the wrong labels among handwritten digits (about a minute on two CPU cores)"
 	$(BIN)/python -u -m experiments cleaning --data digits --out runs/demo
 
 # The core: within minutes. `make test-all` adds types, estimators, command line, documentation and

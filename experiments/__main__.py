@@ -38,7 +38,7 @@ def _number(value: float | None) -> float | None:
 
 @app.command(
     epilog="Examples:\n\n"
-    "`python -m experiments cleaning` — digits, a few minutes on two CPU cores\n\n"
+    "`python -m experiments cleaning` — digits, about a minute on two CPU cores\n\n"
     "`python -m experiments cleaning --data mnist --seeds 5` — the paper's Table 1, on a GPU\n\n"
     "`python -m experiments cleaning --data mine.npz --quick` — your data, a first look"
 )

@@ -60,7 +60,14 @@ def test_scores_are_those_of_weights_written_out(case, x64):
         np.testing.assert_allclose(found.scores[k] @ direction, measured, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("options", [{"chunk": 2}, {"store": "segments"}, {"store": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk": 2},
+        {"store": "segments"},
+        pytest.param({"store": 3}, marks=pytest.mark.second_tier),
+    ],
+)
 def test_chunks_and_stores_give_the_same(options, found):
     problem, hparams = plain()
     engine = ft.Reverse(store=options.get("store", "states"))

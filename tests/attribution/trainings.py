@@ -133,7 +133,7 @@ CASES = {
         INIT,
     ),
 }
-FIRST = ("penalty", "batch norm")
+FIRST = ("batch norm",)
 
 
 def problem_of(dynamics, objective=error, init=INIT, batches=None, **options):

@@ -171,6 +171,10 @@ def test_verified_rows_are_found_by_row_or_id(iris, tmp_path, by):
         assert left["number"].tolist() == train["number"].tolist()
         lists = pd.read_csv(tmp_path / "out" / "suspects.csv", dtype=str)
         assert set(lists["number"]) <= set(train["number"])
+        items = json.loads((tmp_path / "out" / "result.json").read_text())["gallery"]["items"]
+        assert items
+        assert all(next(iter(item["row"])) == "number" for item in items)
+        assert all(item["row"]["number"] == f"{item['index']:03d}" for item in items)
 
 
 @pytest.mark.parametrize(

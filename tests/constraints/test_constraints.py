@@ -415,3 +415,5 @@ def test_constraints_that_do_not_fit():
     for change, start in ((ft.Log(), 0.0), (ft.Log(), np.inf), (ft.Logit(), 1.0)):
         with pytest.raises(ValueError, match=rf"starts at {start}, .*Start inside"):
             change.check_start(jnp.array(start))
+    with pytest.raises(ValueError, match=r"starts at -3\.5 in 2 of 1,500 entries, outside Log"):
+        ft.Log().check_start(jnp.ones(1500).at[7:9].set(-3.5))

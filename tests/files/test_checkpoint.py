@@ -152,7 +152,9 @@ def test_a_finished_run_can_be_prolonged(tmp_path):
     assert same(longer.best, expected.best)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.second_tier)]
+)
 def test_a_signal_saves(tmp_path, number):
     class Interrupt(ft.Callback):
         def step(self, run):
@@ -257,7 +259,9 @@ def flip(path, line):
     path.write_bytes(b"".join(lines))
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+@pytest.mark.parametrize(
+    "damage", ["flip", *(pytest.param(d, marks=pytest.mark.second_tier) for d in ("cut", "remove"))]
+)
 def test_records_that_are_lost_are_named_and_cost_nothing_else(tmp_path, damage):
     expected = run(tmp_path / "whole", steps=6)
     run(tmp_path / "damaged", steps=4)

@@ -33,17 +33,18 @@ class Change(AbstractConstraint):
 
     def contains(self, x: PyTree, tolerance: float = 0.0) -> Bool[Array, ""]:
         """Return whether all of x lies strictly between the bounds."""
+        return all_true(jax.tree.map(self._inside, x))
 
-        def inside(leaf):
-            lower, upper = self._bounds(leaf.dtype)
-            return (leaf > lower) & (leaf < upper)
-
-        return all_true(jax.tree.map(inside, x))
+    def _inside(self, leaf: Array) -> Bool[Array, "..."]:
+        lower, upper = self._bounds(leaf.dtype)
+        return (leaf > lower) & (leaf < upper)
 
     def check_start(self, x: PyTree, path: str = "x") -> None:
         for name, leaf in named_leaves(x, path).items():
-            if not self.contains(leaf):
-                where = f"at {np.asarray(leaf)!s:.100}, outside {self} or on its border"
+            outside = np.asarray(leaf)[~np.asarray(self._inside(leaf))]
+            if outside.size:
+                many = f" in {outside.size:,} of {leaf.size:,} entries" if leaf.ndim else ""
+                where = f"at {outside[0]!s}{many}, outside {self} or on its border"
                 raise ValueError(f"{name}: it starts {where}, where it cannot move. Start inside.")
 
     def scale(self, u: PyTree, unit: PyTree) -> PyTree:

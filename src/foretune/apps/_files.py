@@ -83,7 +83,13 @@ def run(out: str | Path, settings: Settings) -> Path:
         write_lists(folder, cleaner, written._replace(y=labels), checked.get("checked", ()))
         write_cleaned(folder, cleaner, written, settings.relabel)
         result = summary(cleaner, tables[0], trusted)
-        result |= {"figures": draw(folder, cleaner), "gallery": gallery(folder, cleaner, tables[0])}
+        shown = tables[0]
+        if settings.id is not None:
+            x: Any = shown.x
+            named = {settings.id: written.x[settings.id]}  # pyright: ignore[reportArgumentType]
+            shown = shown._replace(x=x.assign(**named))
+        result |= {"figures": draw(folder, cleaner)}
+        result |= {"gallery": gallery(folder, cleaner, shown, settings.id)}
         folder.write("result.json", result)
     return write_page(folder.path)
 
@@ -235,9 +241,11 @@ def draw(folder: RunFolder, found: LabelCleaner) -> list[dict[str, str]]:
     return [{"file": "figures/weights.svg", "title": "Weights", "caption": "All rows."}]
 
 
-def gallery(folder: RunFolder, found: LabelCleaner, table: Table) -> dict[str, object]:
-    """Return the most suspicious rows, as pictures where rows are images."""
-    first = found.columns_by_importance()
+def gallery(
+    folder: RunFolder, found: LabelCleaner, table: Table, name: str | None
+) -> dict[str, object]:
+    """Return the most suspicious rows, by the column that names them; or as pictures of images."""
+    first = [*([] if name is None else [name]), *found.columns_by_importance()]
     items = [
         {
             "index": int(i),
