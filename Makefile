@@ -77,7 +77,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 $(VENV)/.torch: pyproject.toml | $(BIN)/python
 	@echo "installing foretune and PyTorch into $(VENV) (some minutes the first time)"
 	$(PIP) --upgrade "pip>=25.1" # the first with --group
-	$(PIP) --editable '.[data,torch]' --group test
+	$(PIP) --editable '.[data,torch]' --group test transformers
 	@touch $@
 
 $(BIN)/python:

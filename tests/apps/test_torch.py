@@ -487,6 +487,7 @@ def test_a_missing_extra_is_named(monkeypatch):
 
 
 def test_the_guide_runs():
+    pytest.importorskip("transformers")
     blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs/guides/torch.md").read_text(), re.DOTALL)
     namespace = {}
     for block in blocks:
