@@ -9,7 +9,6 @@ import foretune as ft
 
 from .trainings import (
     CASES,
-    FIRST,
     INDICES,
     INIT,
     QUERIES,
@@ -31,7 +30,7 @@ from .trainings import (
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(name, marks=[] if name in FIRST else [pytest.mark.second_tier])
+        pytest.param(name, marks=() if name == "batch norm" else pytest.mark.second_tier)
         for name in CASES
     ],
 )

@@ -133,7 +133,6 @@ CASES = {
         INIT,
     ),
 }
-FIRST = ("batch norm",)
 
 
 def problem_of(dynamics, objective=error, init=INIT, batches=None, **options):

@@ -138,9 +138,8 @@ def assert_close(actual, expected, rtol, what):
 
 
 VARIANTS = ["plain", "minibatches", "schedule", "has_state", "init", "dict"]
-# The whole table for Optax's own optimizers, its first column for the rest. One cell of each row is in
-# the first tier, of another column in each.
-# In the first tier those that are used most, each in another column.
+# The whole table for Optax's own optimizers, its first column for the rest. In the first tier those
+# that are used most, each in another column.
 USED_MOST = ("sgd", "adam", "adamw", "rmsprop", "lion", "adafactor", "muon")
 CELLS = [
     pytest.param(

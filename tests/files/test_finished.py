@@ -88,7 +88,7 @@ ENDS = {
 @pytest.mark.filterwarnings("ignore:the error or the hypergradient")
 @pytest.mark.parametrize(
     ("kind", "end"),
-    [
+    [  # in the first tier each kind once, with an end of its own
         pytest.param(kind, end, marks=() if end == first else pytest.mark.second_tier)
         for kind, first in zip(RUNS, ENDS, strict=True)
         for end in ENDS

@@ -86,10 +86,10 @@ def run(out: str | Path, settings: Settings) -> Path:
         shown = tables[0]
         if settings.id is not None:
             x: Any = shown.x
-            named = {settings.id: written.x[settings.id]}  # pyright: ignore[reportArgumentType]
-            shown = shown._replace(x=x.assign(**named))
-        result |= {"figures": draw(folder, cleaner)}
-        result |= {"gallery": gallery(folder, cleaner, shown, settings.id)}
+            ids: Any = written.x
+            shown = shown._replace(x=x.assign(**{settings.id: ids[settings.id]}))
+        found = gallery(folder, cleaner, shown, settings.id)
+        result |= {"figures": draw(folder, cleaner), "gallery": found}
         folder.write("result.json", result)
     return write_page(folder.path)
 
