@@ -45,7 +45,7 @@ class Settings(NamedTuple):
     context: int = 64
     batch: int = 16
     steps: int = 1000
-    outer: int = 7
+    outer: int = 6
     draws: int = 8
     validation: int = 256
     test: int = 1024

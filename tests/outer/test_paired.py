@@ -61,6 +61,14 @@ def test_it_ends_at_its_lowest_point():
     assert jnp.sum(result.hparams["x"] ** 2) < 0.2
 
 
+def test_a_mean_of_many_draws_is_compared_early():
+    """Eight steps, of which the last ones climb."""
+    optimizer = optax.sgd(lambda step: jnp.where(step < 4, 0.1, -0.3))
+    draw = ft.Mean.of_draws(bowl(0.1), 8)
+    result = ft.minimize(draw, START, steps=8, optimizer=optimizer, key=KEY)
+    assert jnp.sum(result.hparams["x"] ** 2) < 13 * 0.8**6  # what three steps reach
+
+
 def test_steps_that_are_too_long_are_shortened():
     result = descend(rate=1.05, steps=120)
     assert jnp.sum(result.hparams["x"] ** 2) < 1

@@ -125,6 +125,49 @@ def test_where_the_performance_fails_it_is_repeated_lower():
 
 
 @pytest.mark.second_tier
+def test_from_a_cost_of_5_on_it_is_never_above_its_start():
+    """A training whose rate does harm only when it is long, but not enough to be noticed."""
+
+    def brittle(steps, key):
+        problem = make(steps, key)
+
+        def error(state, h, batch):
+            high = jnp.where((h["lr"] > 3e-3) & (steps == T), 2.0, 0.0)
+            return 100 + loss(state.params, h, batch) + high
+
+        return problem.replace(objective=error)
+
+    start = {"lr": jnp.array(2e-3)}
+    of_start, state = brittle(T, jax.random.key(0)).response(start)
+    options = {"steps": T, "constraints": LOG}
+    assert ft.rehearse(brittle, start, **options, cost=4).value > of_start + 0.5
+    result = ft.rehearse(brittle, start, **options, cost=5)
+    kinds = [record["trial"] for record in result.history]
+    assert kinds[-3:] == ["start", "performance", "performance"]
+    assert result.value == of_start and result.hparams == start
+    jax.tree.map(np.testing.assert_array_equal, result.state.params, state.params)
+
+
+@pytest.mark.second_tier
+def test_other_scales_are_searched_before_a_refinement():
+    """A decay that is far too low and hardly tells in short trainings of few rows."""
+
+    def made(steps, key):
+        problem = make(steps, key)
+
+        def error(state, h, batch):
+            off = jnp.log10(h["decay"]) + 2  # best at 0.01
+            return loss(state.params, h, batch) + jnp.where(steps < T // 4, 0.0, jnp.square(off))
+
+        return problem.replace(objective=error)
+
+    start = {"lr": jnp.array(0.01), "decay": jnp.array(1e-6)}
+    sets = {"lr": ft.Log(), "decay": ft.Log()}
+    result = ft.rehearse(made, start, steps=T, constraints=sets, cost=45)
+    assert 1e-3 < result.hparams["decay"] < 0.1
+
+
+@pytest.mark.second_tier
 @pytest.mark.filterwarnings("ignore:rehearse. as rehearsals have 16 steps")
 def test_nothing_finite_is_an_error():
     def broken(steps, key):
@@ -174,9 +217,9 @@ def test_a_run_resumes_to_the_bit(tmp_path):
 
 @pytest.mark.second_tier
 def test_more_cost_means_over_draws():
-    trials = plan(1024, 30.0, 1)
+    trials = plan(1024, 32.0, 1)
     assert max(trial.number for trial in trials if trial.kind == "descent") > 1
-    result = rehearsed(cost=30)
+    result = rehearsed(cost=32)
     assert result.value < 1e-3
 
 
@@ -202,7 +245,7 @@ def test_a_large_budget_refines_at_full_length(tmp_path):
     options = {"steps": T, "constraints": LOG | {"c": ft.Box(0.0, 1.0)}, "cost": 45}
     whole = ft.rehearse(made, start, **options)
     kinds = [record["trial"] for record in whole.history]
-    assert kinds[-3:] == ["refinement", "choice", "performance"]
+    assert kinds[-4:] == ["refinement", "choice", "start", "performance"]
     assert kinds.count("refinement") == 7
     assert sum(record["cost"] for record in whole.history) <= 45
     assert 0.2 < whole.hparams["c"] < 0.9  # from 0, where rehearsals had it

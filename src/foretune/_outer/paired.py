@@ -13,12 +13,16 @@ accepted, in n draws that both share,
   incumbent, the optimizer anew, with steps of a quarter;
 - else noise decides: on, and the next span is twice as long and compared in twice as many draws.
 
+A draw that is a mean has n differences, one for each of its problems, and S is shorter.
+
 So an optimizer that descends is left alone. Between two comparisons, unless callbacks want to see each,
 the steps are one program; what is not finite ends it, and is evaluated again by itself.
 """
 
+import functools
 from typing import NamedTuple, cast
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +34,7 @@ from .._engines.base import TracedEngine
 from .._engines.nonfinite import check_finite, is_finite
 from .._problem.arguments import filtered
 from .._problem.draws import Drawn
+from .._problem.mean import Mean
 from .._problem.problem import responded
 from .._problem.system import make_system
 from .descent import LONGER, SHORTER, Descent, total
@@ -37,7 +42,7 @@ from .drive import Evaluation
 from .run import Run
 from .update import Outer, select, times
 
-SPAN = 8  # steps to the first comparison
+SPAN, SHORTEST = 8, 2  # steps to the first comparison, and where a draw is a mean of many
 SHARE = 4  # of the steps so far, a span is at least the fourth part
 QUANTILES = {4: (2.35, 4.54), 8: (1.89, 3.00), 16: (1.75, 2.60), 32: (1.70, 2.45)}
 """n -> t of n - 1 degrees of freedom, one side of 95 % and of 99 %."""
@@ -68,7 +73,8 @@ class PairedDescent(Descent):
     def first_carry(self, hparams: PyTree) -> Paired:
         copy = jax.tree.map(jnp.copy, hparams)
         error, share = jnp.array(jnp.inf, float), jnp.ones((), float)
-        since, span, undecided = (jnp.array(n, jnp.int32) for n in (0, SPAN, 0))
+        first = max(SHORTEST, SPAN // self._each)
+        since, span, undecided = (jnp.array(n, jnp.int32) for n in (0, first, 0))
         opt_state = self.outer.init(hparams)
         return Paired(hparams, copy, opt_state, copy, copy, error, share, since, span, undecided)
 
@@ -123,23 +129,31 @@ class PairedDescent(Descent):
 
     def _difference(
         self, step: int, hparams: PyTree, other: PyTree, draws: int
-    ) -> tuple[float, float]:
-        """Return the mean difference of the errors in draws of a step's own, and its deviation."""
+    ) -> tuple[float, float, float]:
+        """Return the mean difference of the errors in draws of a step's own, and t e of both sides."""
         pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), hparams, other)
         at_step = self.problem_at(step)
-        groups = draws // FEWEST, FEWEST  # of draws: one program, however many they are
+        some = -(-FEWEST // self._each)  # draws: one program, however many there are
+        groups = max(1, draws // (some * self._each)), some
         keys = jax.random.split(jax.random.fold_in(at_step.key, 1), groups)
-        errors = np.concatenate([_in_draws(at_step, some, pair) for some in keys], dtype=float)
+        errors = np.concatenate([_in_draws(at_step, some, pair) for some in keys], 1, dtype=float)
+        n = errors.shape[1]
         with np.errstate(invalid="ignore"):  # NaN, where both are infinite, counts as no gain
-            differences = errors[:, 0] - errors[:, 1]
-            deviation = np.std(differences, ddof=1) / np.sqrt(draws)
-        return float(differences.mean()), float(deviation)
+            differences = errors[0] - errors[1]
+            deviation = np.std(differences, ddof=1) / np.sqrt(n)
+        low, high = QUANTILES[max(known for known in QUANTILES if known <= n)]
+        return float(differences.mean()), float(low * deviation), float(high * deviation)
+
+    @functools.cached_property
+    def _each(self) -> int:
+        """How many errors a draw has: that of each problem of a mean."""
+        problem = eqx.filter_eval_shape(self.source.problem)
+        return problem.count if isinstance(problem, Mean) and not problem.trajectory else 1
 
     def _compared(self, carry: Paired, step: int, hparams: PyTree) -> Paired:
         """Return the carry after a comparison at a step."""
         draws = min(FEWEST * 2 ** int(carry.undecided), max(QUANTILES))
-        mean, deviation = self._difference(step, hparams, carry.incumbent, draws)
-        low, high = (t * deviation for t in QUANTILES[draws])
+        mean, low, high = self._difference(step, hparams, carry.incumbent, draws)
         zero = jnp.zeros_like(carry.since)
         if mean < -low:
             carry = carry._replace(incumbent=hparams, error=carry.error + mean)
@@ -147,9 +161,9 @@ class PairedDescent(Descent):
             span = jnp.maximum(carry.span, step // SHARE)
             return carry._replace(share=share, since=zero, span=span, undecided=zero)
         if not mean <= high:  # NaN, too; once more, since tails may be long, and a span is at stake
-            draws = max(QUANTILES)
-            mean, deviation = self._difference(step, hparams, carry.incumbent, draws)
-            if not mean <= QUANTILES[draws][1] * deviation:
+            most = max(QUANTILES)
+            mean, _, high = self._difference(step, hparams, carry.incumbent, most)
+            if not mean <= high:
                 return _back(self.outer, carry, carry.incumbent)
         return carry._replace(since=zero, span=2 * carry.span, undecided=carry.undecided + 1)
 
@@ -216,20 +230,25 @@ def _steps(
 
 
 @filtered
-def errors_of(drawn: Drawn, tried: PyTree) -> Float[Array, " tried"]:
-    """Return the errors of several hyperparameters in one draw."""
+def errors_of(drawn: Drawn, tried: PyTree) -> Float[Array, "tried each"]:
+    """Return the errors of several hyperparameters in one draw; of a mean, that of each problem."""
     problem = drawn.problem()
 
-    def error(hparams):
+    def errors(hparams):
         system = make_system(problem, hparams)
-        return total(system.value(system.errors(system.run(hparams), hparams)))
+        state = system.run(hparams)
+        if isinstance(problem, Mean) and not problem.trajectory:
+            values = problem.values(system.restore(state), hparams)
+            return jnp.asarray(sum(jax.tree.leaves(values)), float)
+        return total(system.value(system.errors(state, hparams)))[None]
 
-    return lax.map(error, tried)
+    return lax.map(errors, tried)
 
 
 @filtered
 def _in_draws(
     drawn: Drawn, keys: Key[Array, " draws"], tried: PyTree
-) -> Float[Array, "draws tried"]:
-    """Return the errors of several hyperparameters in each of some draws."""
-    return lax.map(lambda key: errors_of(drawn.at(key), tried), keys)
+) -> Float[Array, "tried errors"]:
+    """Return the errors of several hyperparameters in some draws."""
+    errors = lax.map(lambda key: errors_of(drawn.at(key), tried), keys)
+    return jnp.concatenate(list(errors), axis=1)

@@ -33,8 +33,8 @@ from .update import select
 
 Make = Callable[[int, Array], Definition]
 SEARCH, DESCENT, LINE, REFINEMENT = "search", "descent", "line", "refinement"
-CHOICE, PERFORMANCE = "choice", "performance"
-DECADES = (8.0, 2.0)  # of the two searches
+CHOICE, START, PERFORMANCE = "choice", "start", "performance"
+DECADES = (8.0, 2.0, 8.0)  # of the searches
 RISE, SLACK = 0.1, 0.01  # of the error and of the bar: no rise
 SIZES = (1.0, 0.7)  # of the first step and of the others, in units
 SPACING = math.log(2.0)  # of the places on a line, in logarithms
@@ -68,6 +68,7 @@ class Rehearsed(NamedTuple):
     first: PyTree  # the lowest place on the first line
     adam: optax.OptState
     way: tuple[PyTree, ...]
+    of_start: Float[Array, ""]  # the error of the start at full length, where it is known
 
 
 class Found(NamedTuple):
@@ -126,7 +127,7 @@ class Rehearsals(Stepper):
         h, begun = self.start, jnp.array(False)
         adam = ADAM.init(zeros)
         return Rehearsed(
-            h, h, zeros, zeros, begun, most, most, secant, leading, h, adam, WAY * (h,)
+            h, h, zeros, zeros, begun, most, most, secant, leading, h, adam, WAY * (h,), most
         )
 
     def check(self) -> None:
@@ -145,6 +146,7 @@ class Rehearsals(Stepper):
             LINE: self._line,
             REFINEMENT: self._refine,
             CHOICE: self._choose,
+            START: self._start,
             PERFORMANCE: self._perform,
         }
         found = do[trial.kind](carry, step)
@@ -180,7 +182,8 @@ class Rehearsals(Stepper):
 
     def _problem(self, trial: Trial) -> Drawn:
         """Return the problem of a trial: one draw for each length."""
-        key = self.key if trial.kind == PERFORMANCE else jax.random.fold_in(self.key, trial.steps)
+        whole = trial.kind in (START, PERFORMANCE)
+        key = self.key if whole else jax.random.fold_in(self.key, trial.steps)
         draws = trial.number if trial.kind == DESCENT else 1
         share = None if trial.steps == self.steps else trial.steps / self.steps
         draw = rehearsal_of(self.make, trial.steps, draws, share)
@@ -197,18 +200,21 @@ class Rehearsals(Stepper):
         return step > 1 and before.kind in (DESCENT, REFINEMENT) and before.steps == trial.steps
 
     def _search(self, carry: Rehearsed, step: int) -> Found:
-        """Find the best candidate: of the leading scale, over decades; then of all, nearby."""
-        trial, decades = self.trials[step - 1], DECADES[step - 1]
-        tried = candidates(self.constraints, carry.hparams, trial.number, decades)
-        values = errors_of(self._problem(trial), tried)
+        """Find the best candidate: of the leading scale, over decades; of all, nearby; of the others."""
+        trial = self.trials[step - 1]
+        nth = sum(before.kind == SEARCH for before in self.trials[: step - 1])
+        tried = candidates(self.constraints, carry.hparams, trial.number, DECADES[nth])
+        values = jnp.mean(errors_of(self._problem(trial), tried), 1)
         counts = jnp.isfinite(values)
-        if step == 1:  # far from the best, others make up for what is wrong with the leading one
+        number = (jnp.arange(len(values)) - 1) // trial.number  # -1: the start
+        if nth == 0:  # far from the best, others make up for what is wrong with the leading one
             leading = leading_scale(values[1:], trial.number)
-            number = (jnp.arange(len(values)) - 1) // trial.number  # -1: the start
             counts &= (number == leading) | (number < 0)
             carry = carry._replace(leading=leading)
+        elif nth == 2:
+            counts &= number != carry.leading
         best = int(jnp.argmin(jnp.where(counts, values, jnp.inf)))
-        if step == 1:  # in another draw the best is still better than half of the candidates
+        if nth == 0:  # in another draw the best is still better than half of the candidates
             typical = jnp.nanmedian(jnp.where(jnp.isfinite(values), values, jnp.nan))
             carry = carry._replace(bar=(values[best] + typical) / 2)
         found = jax.tree.map(lambda leaf: leaf[best], tried)
@@ -289,7 +295,7 @@ class Rehearsals(Stepper):
         halves = [moves.scaled(-SPACING, hparams) for hparams in others]
         tried = jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *others, *halves)
         draws = [self._drawn(step, i) for i in range(self.trials[step - 1].number)]
-        values = jnp.mean(jnp.stack([errors_of(drawn, tried) for drawn in draws]), 0)
+        values = jnp.mean(jnp.stack([errors_of(drawn, tried) for drawn in draws]), (0, 2))
         best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
         found, lowest = jax.tree.map(lambda leaf: leaf[best], tried), values[best].astype(float)
         return Found(carry._replace(hparams=found, lowest=lowest), found, lowest)
@@ -299,16 +305,22 @@ class Rehearsals(Stepper):
         drawn = self._problem(self.trials[step - 1])
         return drawn.at(jax.random.fold_in(jax.random.fold_in(drawn.key, step), number))
 
+    def _start(self, carry: Rehearsed, step: int) -> Found:
+        """Train as was given, in the draw of the performance."""
+        value = responded(self._problem(self.trials[step - 1]), self.start)[0]
+        return Found(carry._replace(of_start=total(value)), self.start, total(value))
+
     def _perform(self, carry: Rehearsed, step: int) -> Found:
-        """Do the whole training; the next one, if any, has a lower leading scale."""
+        """Do the whole training; the next one, if any, is the start's or has a lower leading scale."""
         hparams, drawn = carry.hparams, self._problem(self.trials[step - 1])
         value, state = responded(drawn, hparams)
         if step == len(self.trials) and not is_finite(value):
             why = _why(drawn, hparams, (value, jax.tree.map(jnp.zeros_like, hparams), None))
             raise NonFiniteError(f"{why}\nThis was a performance, with {shown(hparams)}.")
         moves = Moves.about(self.constraints, hparams, carry.leading)
-        carry = carry._replace(hparams=moves.scaled(jnp.log(LOWER), hparams))
-        return Found(carry, hparams, value, None, state)
+        lower = moves.scaled(jnp.log(LOWER), hparams)
+        further = self.start if _above_start(value, carry) else lower
+        return Found(carry._replace(hparams=further), hparams, value, None, state)
 
     def _warn_of(
         self, drawn: Drawn, hparams: PyTree, result: tuple[PyTree, PyTree, PyTree]
@@ -366,9 +378,16 @@ def _most(error: Array, carry: Rehearsed) -> Array:
 
 
 def _failed(value: PyTree, carry: Rehearsed) -> bool:
-    """Return whether a performance is not finite, or worse than a rehearsal."""
+    """Return whether a performance is not finite, or worse than a rehearsal or than the start."""
     error = sum(jax.tree.leaves(value))
-    return not np.isfinite(error) or error > float(_most(carry.lowest, carry))
+    worse = error > float(_most(carry.lowest, carry)) or _above_start(value, carry)
+    return not np.isfinite(error) or worse
+
+
+def _above_start(value: PyTree, carry: Rehearsed) -> bool:
+    """Return whether a performance is worse than one from the start, where that is known."""
+    of_start = float(carry.of_start)
+    return math.isfinite(of_start) and not float(sum(jax.tree.leaves(value))) <= of_start
 
 
 def cut_rows(problem: Problem, share: float, key: Array) -> Problem:

@@ -12,10 +12,13 @@ L / T of the rows: it sees each row as often as the performance will, and overfi
 - *line*: the leading scale times a factor, at T/16 and at T/4. In another draw errors give the same
   best factor to a quarter of a decade, where gradients do not. A larger budget has descents of T/8 and
   T/4 steps between;
-- *refinement*, from a cost of 40 on: hypergradients at T, each in a draw of its own and followed by a
-  step of Adam, from a third of the leading scale: above the best rate gradients mislead;
+- *refinement*, from a cost of 40 on: every other scale alone over eight decades at T/4. Then
+  hypergradients at T, each in a draw of its own and followed by a step of Adam, from a third of the
+  leading scale: above the best rate gradients mislead;
 - *choice*: points of that way, with the leading scale and half of it, are compared in the same draws;
-- *performance*: T steps on all rows. Where it fails, it is repeated with a third of that scale.
+- *start*, from a cost of 5 on: the training as it was given, which the performance must not be above;
+- *performance*: T steps on all rows. Where it fails, it is repeated with a third of the leading scale,
+  or as it was given.
 
 If the best factor falls from T/16 to T/4, the scale is lowered further, by half as much: a rate that is
 too low costs little, one that is too high all.
@@ -48,6 +51,7 @@ from .rehearsals import (
     PERFORMANCE,
     REFINEMENT,
     SEARCH,
+    START,
     WAY,
     Make,
     Rehearsals,
@@ -59,10 +63,12 @@ from .search import count_scales
 PRICE = 3.5  # of a hypergradient, in trainings of the same length
 SHORTEST = 16  # steps of a rehearsal
 CANDIDATES, PER_SCALE = 12, 8  # of each search, at a cost of 4
+OF_OTHERS = 5  # candidates for each scale but the leading one, before a refinement
+GUARDED = 5.0  # a cost that allows to train from the start, too
 PLACES = 4  # on a line, at most
 ENOUGH = 2.5  # a budget for a line at T/4
 DESCENTS = (16, 16, 16, 8, 8, 4, 4)  # T / L of the hypergradients, the shortest first
-BEFORE, FEWEST = 3.0, 6  # trainings that a refinement follows on, and its hypergradients
+BEFORE, FEWEST = 3.0, 5  # trainings that a refinement follows on, and its hypergradients
 DRAWS = 2  # of a choice
 MOST = 10_000  # trainings
 AGAIN = 2  # performances after the first, at most
@@ -160,10 +166,14 @@ def plan(steps: int, cost: float, scales: int) -> list[Trial]:
     def line(divisor, more=0):
         return Trial(LINE, length(divisor), places, (places + more) * share(divisor))
 
-    budget = cost - 1
+    start = [Trial(START, steps, 1, 1.0)] * (cost >= GUARDED)
+    budget = cost - 1 - len(start)
+    others = OF_OTHERS * max(scales - 1, 0)
+    wide = [Trial(SEARCH, length(4), OF_OTHERS, (1 + others) * share(4))] * (others > 0)
     choice = Trial(CHOICE, steps, DRAWS, DRAWS * (2 * WAY - 1))
-    refinements = int((budget - BEFORE - choice.cost) / PRICE)
-    refined = [Trial(REFINEMENT, steps, 1, PRICE)] * refinements + [choice]
+    before = BEFORE + choice.cost + sum(trial.cost for trial in wide)
+    refinements = int((budget - before) / PRICE)
+    refined = [*wide, *[Trial(REFINEMENT, steps, 1, PRICE)] * refinements, choice]
     if refinements < FEWEST:
         refined = []
     budget -= sum(trial.cost for trial in refined)
@@ -183,4 +193,4 @@ def plan(steps: int, cost: float, scales: int) -> list[Trial]:
             left -= price
             found[divisor].append(Trial(DESCENT, length(divisor), draws, price))
     rehearsals = (*searches, *found[16], lines[0], *found[8], *found[4], lines[1], *refined)
-    return [*rehearsals, *[Trial(PERFORMANCE, steps, 1, 1.0)] * (1 + AGAIN)]
+    return [*rehearsals, *start, *[Trial(PERFORMANCE, steps, 1, 1.0)] * (1 + AGAIN)]
