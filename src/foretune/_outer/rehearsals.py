@@ -41,7 +41,7 @@ SPACING = math.log(2.0)  # of the places on a line, in logarithms
 LOWER = 1 / 3  # the leading scale, before a refinement or where the performance failed
 ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(0.7, 0.9))
 SIZE = 0.3  # of the first step of a refinement, in units; it falls to 0 as a cosine
-WAY = 4  # points of a refinement that are compared: the first, and the last of each third
+WAY = 4  # points that a choice compares: before a refinement, and at the end of each third of it
 
 
 class Trial(NamedTuple):
@@ -212,7 +212,7 @@ class Rehearsals(Stepper):
             counts &= (number == leading) | (number < 0)
             carry = carry._replace(leading=leading)
         elif nth == 2:
-            counts &= number != carry.leading
+            counts &= number != carry.leading  # which is far above its best in most of the places
         best = int(jnp.argmin(jnp.where(counts, values, jnp.inf)))
         if nth == 0:  # in another draw the best is still better than half of the candidates
             typical = jnp.nanmedian(jnp.where(jnp.isfinite(values), values, jnp.nan))
@@ -266,6 +266,7 @@ class Rehearsals(Stepper):
             begun=jnp.array(True),
             lowest=jnp.array(lowest),
             first=first,
+            way=(hparams, *carry.way[1:]),
         )
         return Found(carry, hparams, carry.lowest, cost=count * trial.steps / self.steps)
 
@@ -274,7 +275,7 @@ class Rehearsals(Stepper):
         moves = Moves.about(self.constraints, carry.origin, carry.leading, wide=True)
         if not self._continues(step):
             lower = moves.scaled(jnp.log(LOWER), carry.hparams)
-            carry = carry._replace(hparams=lower, way=(carry.hparams, *carry.way[1:]))
+            carry = carry._replace(hparams=lower)
         drawn, hparams = self._drawn(step, 0), carry.hparams
         with check_finite(False):
             value, grad, _ = self.engine(drawn, hparams)
