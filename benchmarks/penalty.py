@@ -1,6 +1,6 @@
 """A rate and a penalty on few rows: `rehearse` beside its own start and a grid of full trainings.
 
-    python -m benchmarks.penalty [--tasks wide ...] [--seeds 3] [--costs 4 40] [--out FILE.json]
+    python -m benchmarks.penalty [--tasks wide ...] [--seeds 3] [--costs 4 5 40] [--out FILE.json]
 
 Hundreds of rows, so that a rehearsal of T/32 steps has a few dozen. The training is Adam with a cosine,
 its loss the error plus `decay` times the sum of squared weights. All figures are validation errors
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--costs", nargs="+", type=float, default=[4, 40])
+    parser.add_argument("--costs", nargs="+", type=float, default=[4, 5, 40])
     arguments = parser.parse_args()
     shown = [f"cost {cost:g}{more}" for cost in arguments.costs for more in ("", ", a quarter")]
     table, found = Table("task", "rate", "penalty", "start", *shown), []

@@ -314,7 +314,7 @@ def rehearsal(figure: Any) -> None:
 def language(figure: Any) -> None:
     rows: dict[str, list[float]] = {}
     names = {"uniform": "even mixture", "foretune, descent": "foretune, descent"}
-    names |= {name: name for name in ("foretune, real time", "random search", "TPE")}
+    names |= {name: name for name in ("random search", "TPE")}
     for row in recorded("language-h200")["values"]:
         if name := names.get(row["method"]):
             rows.setdefault(name, []).append(float(np.mean(row["test"])))

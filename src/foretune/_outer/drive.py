@@ -213,6 +213,8 @@ def _named(record: dict[str, PyTree]) -> Record:
 
 
 def _plain(tree: PyTree, name: str) -> PyTree:
+    if type(tree) in (float, int, bool, str):
+        return tree
     if isinstance(tree, np.ndarray | np.generic):
         return tree.tolist()
     if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):

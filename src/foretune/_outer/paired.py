@@ -16,10 +16,12 @@ accepted, in n draws that both share,
 A draw that is a mean has n differences, one for each of its problems, and S is shorter.
 
 So an optimizer that descends is left alone. Between two comparisons, unless callbacks want to see each,
-the steps are one program; what is not finite ends it, and is evaluated again by itself.
+the steps are one program, or several of about a second; what is not finite ends it, and is evaluated
+again by itself.
 """
 
 import functools
+import time
 from typing import NamedTuple, cast
 
 import equinox as eqx
@@ -47,7 +49,8 @@ SHARE = 4  # of the steps so far, a span is at least the fourth part
 QUANTILES = {4: (2.35, 4.54), 8: (1.89, 3.00), 16: (1.75, 2.60), 32: (1.70, 2.45)}
 """n -> t of n - 1 degrees of freedom, one side of 95 % and of 99 %."""
 FEWEST = 4  # n
-MOST = 256  # steps of one program
+MOST, FEW = 1024, 32  # steps of one program, and of the first ones
+SECONDS = 1.0  # that a program may take, about: callbacks and interrupts wait for it
 
 
 class Paired(NamedTuple):
@@ -69,6 +72,7 @@ class PairedDescent(Descent):
     """The steps of `minimize` on a draw."""
 
     source: Drawn
+    _most = FEW  # steps of the next program
 
     def first_carry(self, hparams: PyTree) -> Paired:
         copy = jax.tree.map(jnp.copy, hparams)
@@ -86,7 +90,7 @@ class PairedDescent(Descent):
         carry: Paired = run.carry
         before = []
         if run.coarse and not run.begins and isinstance(self.engine, TracedEngine):
-            ahead = min(int(carry.span - carry.since), cast(int, run.steps) - step + 1, MOST) - 1
+            ahead = min(int(carry.span - carry.since), cast(int, run.steps) - step + 1, self._most) - 1
             carry, before = self._many(carry, step, ahead)
             step += len(before)
         hparams = carry.hparams
@@ -101,7 +105,7 @@ class PairedDescent(Descent):
             elif finite and int(carry.since) >= int(carry.span):
                 carry = self._compared(carry, step, hparams)
             record["paired"] = carry.error
-            error = np.asarray(run.carry.error)
+            error = float(run.carry.error)
             before = [record | {"paired": error} for record in before]
         return Evaluation(carry, hparams, *hyper, record, finite, before)
 
@@ -121,11 +125,15 @@ class PairedDescent(Descent):
         """Make `count` steps in one program, or those before one that is not finite; and records."""
         if count < 1:
             return carry, []
-        place = jnp.array([step, count], jnp.int32)
+        place, began = jnp.array([step, count], jnp.int32), time.monotonic()
         with check_finite(False):
             carry, made, rows = _steps(self.engine, self.outer, self.source, carry, place)
-        rows = jax.device_get(rows)
-        return carry, [jax.tree.map(lambda leaf, i=i: leaf[i], rows) for i in range(int(made))]
+        columns, structure = jax.tree.flatten(jax.device_get(rows))
+        columns = [column[: int(made)].tolist() for column in columns]
+        if count + 1 == self._most and jax.process_count() == 1:  # where clocks differ, so would they
+            quick = time.monotonic() - began < SECONDS / 2
+            self._most = min(MOST, 2 * self._most) if quick else max(FEW, self._most // 2)
+        return carry, [structure.unflatten(row) for row in zip(*columns, strict=True)]
 
     def _difference(
         self, step: int, hparams: PyTree, other: PyTree, draws: int
