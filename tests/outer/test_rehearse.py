@@ -164,6 +164,8 @@ def test_other_scales_are_searched_before_a_refinement():
     start = {"lr": jnp.array(0.01), "decay": jnp.array(1e-6)}
     sets = {"lr": ft.Log(), "decay": ft.Log()}
     result = ft.rehearse(made, start, steps=T, constraints=sets, cost=45)
+    (others,) = (record for record in result.history if record["trial"] == "others")
+    assert others["length"] == T // 2 and others["cost"] == 3.5
     assert 1e-3 < result.hparams["decay"] < 0.1
 
 

@@ -32,9 +32,9 @@ from .search import candidates, leading_scale, lowest_on_line
 from .update import select
 
 Make = Callable[[int, Array], Definition]
-SEARCH, DESCENT, LINE, REFINEMENT = "search", "descent", "line", "refinement"
-CHOICE, START, PERFORMANCE = "choice", "start", "performance"
-DECADES = (8.0, 2.0, 8.0)  # of the searches
+SEARCH, DESCENT, LINE, OTHERS = "search", "descent", "line", "others"
+REFINEMENT, CHOICE, START, PERFORMANCE = "refinement", "choice", "start", "performance"
+DECADES, FAR = (8.0, 2.0), 12.0  # of the two searches, and of that of the others
 RISE, SLACK = 0.1, 0.01  # of the error and of the bar: no rise
 SIZES = (1.0, 0.7)  # of the first step and of the others, in units
 SPACING = math.log(2.0)  # of the places on a line, in logarithms
@@ -144,6 +144,7 @@ class Rehearsals(Stepper):
             SEARCH: self._search,
             DESCENT: self._descend,
             LINE: self._line,
+            OTHERS: self._search_others,
             REFINEMENT: self._refine,
             CHOICE: self._choose,
             START: self._start,
@@ -200,26 +201,32 @@ class Rehearsals(Stepper):
         return step > 1 and before.kind in (DESCENT, REFINEMENT) and before.steps == trial.steps
 
     def _search(self, carry: Rehearsed, step: int) -> Found:
-        """Find the best candidate: of the leading scale, over decades; of all, nearby; of the others."""
-        trial = self.trials[step - 1]
-        nth = sum(before.kind == SEARCH for before in self.trials[: step - 1])
-        tried = candidates(self.constraints, carry.hparams, trial.number, DECADES[nth])
+        """Find the best candidate: of the leading scale, over decades; then of all, nearby."""
+        trial, decades = self.trials[step - 1], DECADES[step - 1]
+        tried = candidates(self.constraints, carry.hparams, trial.number, decades)
         values = jnp.mean(errors_of(self._problem(trial), tried), 1)
         counts = jnp.isfinite(values)
-        number = (jnp.arange(len(values)) - 1) // trial.number  # -1: the start
-        if nth == 0:  # far from the best, others make up for what is wrong with the leading one
+        if step == 1:  # far from the best, others make up for what is wrong with the leading one
             leading = leading_scale(values[1:], trial.number)
+            number = (jnp.arange(len(values)) - 1) // trial.number  # -1: the start
             counts &= (number == leading) | (number < 0)
             carry = carry._replace(leading=leading)
-        elif nth == 2:
-            counts &= number != carry.leading  # which is far above its best in most of the places
         best = int(jnp.argmin(jnp.where(counts, values, jnp.inf)))
-        if nth == 0:  # in another draw the best is still better than half of the candidates
+        if step == 1:  # in another draw the best is still better than half of the candidates
             typical = jnp.nanmedian(jnp.where(jnp.isfinite(values), values, jnp.nan))
             carry = carry._replace(bar=(values[best] + typical) / 2)
         found = jax.tree.map(lambda leaf: leaf[best], tried)
         carry = carry._replace(hparams=found, origin=found)
         return Found(carry._replace(accepted=self._moves(carry).to(found)), found, values[best])
+
+    def _search_others(self, carry: Rehearsed, step: int) -> Found:
+        """Find the best candidate of the scales that do not lead, over decades."""
+        trial, leading = self.trials[step - 1], int(carry.leading)
+        tried = candidates(self.constraints, carry.hparams, trial.number, FAR, without=leading)
+        values = jnp.mean(errors_of(self._problem(trial), tried), 1)
+        best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
+        found = jax.tree.map(lambda leaf: leaf[best], tried)
+        return Found(carry._replace(hparams=found, origin=found), found, values[best])
 
     def _descend(self, carry: Rehearsed, step: int) -> Found:
         """Go to where the derivatives would be 0; or back, where the error has risen."""

@@ -12,9 +12,9 @@ L / T of the rows: it sees each row as often as the performance will, and overfi
 - *line*: the leading scale times a factor, at T/16 and at T/4. In another draw errors give the same
   best factor to a quarter of a decade, where gradients do not. A larger budget has descents of T/8 and
   T/4 steps between;
-- *refinement*, from a cost of 40 on: every other scale alone over eight decades at T/2. Then
-  hypergradients at T, each in a draw of its own and followed by a step of Adam, from a third of the
-  leading scale: above the best rate gradients mislead;
+- *others*, from a cost of 40 on: each scale but the leading one alone over twelve decades, at T/2;
+- *refinement*: hypergradients at T, each in a draw of its own and followed by a step of Adam, from a
+  third of the leading scale: above the best rate gradients mislead;
 - *choice*: points of that way, with the leading scale and half of it, are compared in the same draws;
 - *start*, from a cost of 5 on: the training as it was given, which the performance must not be above;
 - *performance*: T steps on all rows. Where it fails, it is repeated with a third of the leading scale,
@@ -48,6 +48,7 @@ from .rehearsals import (
     CHOICE,
     DESCENT,
     LINE,
+    OTHERS,
     PERFORMANCE,
     REFINEMENT,
     SEARCH,
@@ -63,7 +64,7 @@ from .search import count_scales
 PRICE = 3.5  # of a hypergradient, in trainings of the same length
 SHORTEST = 16  # steps of a rehearsal
 CANDIDATES, PER_SCALE = 12, 8  # of each search, at a cost of 4
-OF_OTHERS = 4  # candidates for each scale but the leading one, before a refinement
+OF_OTHERS = 6  # candidates for each scale but the leading one, before a refinement
 GUARDED = 5.0  # a cost that allows to train from the start, too
 PLACES = 4  # on a line, at most
 ENOUGH = 2.5  # a budget for a line at T/4
@@ -168,12 +169,12 @@ def plan(steps: int, cost: float, scales: int) -> list[Trial]:
 
     start = [Trial(START, steps, 1, 1.0)] * (cost >= GUARDED)
     budget = cost - 1 - len(start)
-    others = OF_OTHERS * max(scales - 1, 0)
-    wide = [Trial(SEARCH, length(2), OF_OTHERS, (1 + others) * share(2))] * (others > 0)
+    price = (1 + OF_OTHERS * (scales - 1)) * share(2)
+    others = [Trial(OTHERS, length(2), OF_OTHERS, price)] * (scales > 1)
     choice = Trial(CHOICE, steps, DRAWS, DRAWS * (2 * WAY - 1))
-    before = BEFORE + choice.cost + sum(trial.cost for trial in wide)
+    before = BEFORE + choice.cost + sum(trial.cost for trial in others)
     refinements = int((budget - before) / PRICE)
-    refined = [*wide, *[Trial(REFINEMENT, steps, 1, PRICE)] * refinements, choice]
+    refined = [*others, *[Trial(REFINEMENT, steps, 1, PRICE)] * refinements, choice]
     if refinements < FEWEST:
         refined = []
     budget -= sum(trial.cost for trial in refined)

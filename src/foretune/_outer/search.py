@@ -23,14 +23,17 @@ def count_scales(constraints: PyTree) -> int:
     return sum(map(is_scale, jax.tree.leaves(constraints, is_leaf=is_constraint)))
 
 
-def candidates(constraints: PyTree, start: PyTree, each: int, decades: float) -> PyTree:
-    """Return the start, and `each` more for every scale, which alone is moved; stacked.
+def candidates(
+    constraints: PyTree, start: PyTree, each: int, decades: float, without: int | None = None
+) -> PyTree:
+    """Return the start, and `each` more for every scale (but one), which alone is moved; stacked.
 
     A scale is multiplied by factors evenly spread, in logarithms, over `decades` decades about 1.
     """
     sets, structure = jax.tree.flatten(constraints, is_leaf=is_constraint)
     found = [start]
-    for i in (i for i, constraint in enumerate(sets) if is_scale(constraint)):
+    of_scales = [i for i, constraint in enumerate(sets) if is_scale(constraint)]
+    for i in (i for number, i in enumerate(of_scales) if number != without):
         for place in range(each):
             parts = structure.flatten_up_to(start)
             factor = 10.0 ** (decades * ((place + 0.5) / each - 0.5))
