@@ -10,8 +10,8 @@ glyphs       16 tasks of five letters, one image of each (14 x 14), 5 inner step
 Adam outside. All draw tasks of the same distribution and make the same number of steps from the same
 weights: 10,000 on sinusoids and 3,000 on glyphs, unless `--steps` says otherwise. `minimize` stores
 what the program by hand stores, `Reverse("everything", unroll=5)`; beside it its default and first
-order. Programs come one after another in each round, and a ratio is taken between neighbours. On a CPU
-seconds are of the processor, so that other programs on the machine do not count; on a GPU, by the clock.
+order. Programs come one after another in each round, and a ratio is taken between neighbours. Seconds
+are of the processor, so that other programs on the machine do not count; on a GPU, of the clock.
 The errors are those on 1,000 fresh tasks after 1, 5 and 10 inner steps, with standard errors; `--long
 N` is one run of N steps by `minimize` on sinusoids, nothing beside it.
 """

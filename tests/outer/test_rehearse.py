@@ -144,7 +144,8 @@ def test_from_a_cost_of_5_on_it_is_never_above_its_start():
     result = ft.rehearse(brittle, start, **options, cost=5)
     kinds = [record["trial"] for record in result.history]
     assert kinds[-3:] == ["start", "performance", "performance"]
-    assert result.value == of_start and result.hparams == start
+    assert result.value == of_start
+    assert result.hparams == start
     jax.tree.map(np.testing.assert_array_equal, result.state.params, state.params)
 
 
@@ -165,7 +166,8 @@ def test_other_scales_are_searched_before_a_refinement():
     sets = {"lr": ft.Log(), "decay": ft.Log()}
     result = ft.rehearse(made, start, steps=T, constraints=sets, cost=45)
     (others,) = (record for record in result.history if record["trial"] == "others")
-    assert others["length"] == T // 2 and others["cost"] == 3.5
+    assert others["length"] == T // 2
+    assert others["cost"] == 3.5
     assert 1e-3 < result.hparams["decay"] < 0.1
 
 

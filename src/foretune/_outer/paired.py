@@ -90,7 +90,9 @@ class PairedDescent(Descent):
         carry: Paired = run.carry
         before = []
         if run.coarse and not run.begins and isinstance(self.engine, TracedEngine):
-            ahead = min(int(carry.span - carry.since), cast(int, run.steps) - step + 1, self._most) - 1
+            ahead = (
+                min(int(carry.span - carry.since), cast(int, run.steps) - step + 1, self._most) - 1
+            )
             carry, before = self._many(carry, step, ahead)
             step += len(before)
         hparams = carry.hparams
@@ -130,7 +132,9 @@ class PairedDescent(Descent):
             carry, made, rows = _steps(self.engine, self.outer, self.source, carry, place)
         columns, structure = jax.tree.flatten(jax.device_get(rows))
         columns = [column[: int(made)].tolist() for column in columns]
-        if count + 1 == self._most and jax.process_count() == 1:  # where clocks differ, so would they
+        if (
+            count + 1 == self._most and jax.process_count() == 1
+        ):  # where clocks differ, so would they
             quick = time.monotonic() - began < SECONDS / 2
             self._most = min(MOST, 2 * self._most) if quick else max(FEW, self._most // 2)
         return carry, [structure.unflatten(row) for row in zip(*columns, strict=True)]
