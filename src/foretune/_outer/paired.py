@@ -90,10 +90,8 @@ class PairedDescent(Descent):
         carry: Paired = run.carry
         before = []
         if run.coarse and not run.begins and isinstance(self.engine, TracedEngine):
-            ahead = (
-                min(int(carry.span - carry.since), cast(int, run.steps) - step + 1, self._most) - 1
-            )
-            carry, before = self._many(carry, step, ahead)
+            left = int(carry.span - carry.since), cast(int, run.steps) - step + 1
+            carry, before = self._many(carry, step, min(*left, self._most) - 1)
             step += len(before)
         hparams = carry.hparams
         hyper = self.evaluated(step, hparams)
@@ -132,9 +130,7 @@ class PairedDescent(Descent):
             carry, made, rows = _steps(self.engine, self.outer, self.source, carry, place)
         columns, structure = jax.tree.flatten(jax.device_get(rows))
         columns = [column[: int(made)].tolist() for column in columns]
-        if (
-            count + 1 == self._most and jax.process_count() == 1
-        ):  # where clocks differ, so would they
+        if count + 1 == self._most and jax.process_count() == 1:  # the clocks of several differ
             quick = time.monotonic() - began < SECONDS / 2
             self._most = min(MOST, 2 * self._most) if quick else max(FEW, self._most // 2)
         return carry, [structure.unflatten(row) for row in zip(*columns, strict=True)]
@@ -145,9 +141,9 @@ class PairedDescent(Descent):
         """Return the mean difference of the errors in draws of a step's own, and t e of both sides."""
         pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), hparams, other)
         at_step = self.problem_at(step)
-        some = -(-FEWEST // self._each)  # draws: one program, however many there are
-        groups = max(1, draws // (some * self._each)), some
-        keys = jax.random.split(jax.random.fold_in(at_step.key, 1), groups)
+        group = -(-FEWEST // self._each)  # draws: one program, however many there are
+        shape = max(1, draws // (group * self._each)), group
+        keys = jax.random.split(jax.random.fold_in(at_step.key, 1), shape)
         errors = np.concatenate([_in_draws(at_step, some, pair) for some in keys], 1, dtype=float)
         n = errors.shape[1]
         with np.errstate(invalid="ignore"):  # NaN, where both are infinite, counts as no gain
@@ -173,8 +169,7 @@ class PairedDescent(Descent):
             span = jnp.maximum(carry.span, step // SHARE)
             return carry._replace(share=share, since=zero, span=span, undecided=zero)
         if not mean <= high:  # NaN, too; once more, since tails may be long, and a span is at stake
-            most = max(QUANTILES)
-            mean, _, high = self._difference(step, hparams, carry.incumbent, most)
+            mean, _, high = self._difference(step, hparams, carry.incumbent, max(QUANTILES))
             if not mean <= high:
                 return _back(self.outer, carry, carry.incumbent)
         return carry._replace(since=zero, span=2 * carry.span, undecided=carry.undecided + 1)
