@@ -34,7 +34,7 @@ class Callback:
     resumes: bool = False
     """Whether `start` may resume an earlier run: it comes before that of others, `step` after."""
     coarse: bool = False
-    """Whether one call will do for several steps (of a draw), with their records in `run.new`."""
+    """Whether one call will do for several steps (of a draw), their records in `run.new`, no state."""
 
     def start(self, run: Run) -> None:
         """Do what is to be done before the first evaluation."""

@@ -38,7 +38,7 @@ class Evaluation(NamedTuple):
     state: PyTree
     record: dict[str, PyTree]  # all but the step and the metrics
     counts: bool | Bool[Array, ""] = True  # whether it may be the best
-    before: Sequence[dict[str, PyTree]] = ()  # records of steps made on the way, on the host
+    before: dict[str, PyTree] | None = None  # records of steps made on the way, NumPy's columns
     arguments: tuple[PyTree, PyTree] | None = None  # of `evaluate`: state and hparams, if not these
 
 
@@ -121,7 +121,7 @@ def _note(
     run: Run, step: int, found: Evaluation, evaluate: Metrics | None, score: Score | None
 ) -> None:
     """Move the run to where a step has led."""
-    run.new = [_named({"step": step + i, **record}) for i, record in enumerate(found.before)]
+    run.new = [] if found.before is None else _rows(step, found.before)
     run.history.extend(run.new)
     step += len(run.new)
     record = {"step": step, **found.record}
@@ -210,6 +210,16 @@ def plain(record: dict[str, PyTree]) -> Record:
 
 def _named(record: dict[str, PyTree]) -> Record:
     return {name: _plain(part, name) for name, part in sorted(record.items())}
+
+
+def _rows(step: int, columns: dict[str, PyTree]) -> list[Record]:
+    """Return the records of the steps from one on, whose columns these are."""
+    arrays, structure = jax.tree.flatten(columns)
+    steps, last = np.arange(step, step + len(arrays[0])), len(arrays)
+    named = _named({"step": last, **structure.unflatten(range(last))})
+    places, structure = jax.tree.flatten(named)
+    lists = [[*arrays, steps][place].tolist() for place in places]
+    return [structure.unflatten(row) for row in zip(*lists, strict=True)]
 
 
 def _plain(tree: PyTree, name: str) -> PyTree:

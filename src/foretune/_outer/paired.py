@@ -17,12 +17,13 @@ A draw that is a mean has n differences, one for each of its problems, and S is 
 
 So an optimizer that descends is left alone. Between two comparisons, unless callbacks want to see each,
 the steps are one program, or several of about a second; what is not finite ends it, and is evaluated
-again by itself.
+again by itself. Programs make whole blocks of B steps, and a span S > B is rounded up to some: after
+each the host decides whether to go on, and an accelerator waits for it.
 """
 
 import functools
 import time
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._engines.base import TracedEngine
 from .._engines.nonfinite import check_finite, is_finite
@@ -48,7 +49,9 @@ SPAN, SHORTEST = 8, 2  # steps to the first comparison, and where a draw is a me
 SHARE = 4  # of the steps so far, a span is at least the fourth part
 QUANTILES = {4: (2.35, 4.54), 8: (1.89, 3.00), 16: (1.75, 2.60), 32: (1.70, 2.45)}
 """n -> t of n - 1 degrees of freedom, one side of 95 % and of 99 %."""
+_folded = jax.jit(jax.random.fold_in)
 FEWEST = 4  # n
+BLOCK = 8  # B
 MOST, FEW = 1024, 32  # steps of one program, and of the first ones
 SECONDS = 1.0  # that a program may take, about: callbacks and interrupts wait for it
 
@@ -83,31 +86,23 @@ class PairedDescent(Descent):
         return Paired(hparams, copy, opt_state, copy, copy, error, share, since, span, undecided)
 
     def problem_at(self, step: int) -> Drawn:
-        return self.source.at(jax.random.fold_in(self.source.key, step))
+        return self.source.at(_folded(self.source.key, step))
 
     def advance(self, run: Run, step: int) -> Evaluation | str:
         """Make the steps up to the next comparison, or one; and compare, where it is time."""
-        carry: Paired = run.carry
-        before = []
-        if run.coarse and not run.begins and isinstance(self.engine, TracedEngine):
-            left = int(carry.span - carry.since), cast(int, run.steps) - step + 1
-            carry, before = self._many(carry, step, min(*left, self._most) - 1)
-            step += len(before)
-        hparams = carry.hparams
-        hyper = self.evaluated(step, hparams)
-        carry, finite, norm = _moved(self.outer, carry, hyper.value, hyper.grad)
-        if not finite:
-            self.report(run, step, hparams, hyper)
-        record = {"value": hyper.value, "gradient_norm": norm, "rejected": ~finite}
-        if len(jax.tree.leaves(hyper.value)) == 1:
-            if run.begins:
-                carry = carry._replace(error=total(hyper.value))
-            elif finite and int(carry.since) >= int(carry.span):
-                carry = self._compared(carry, step, hparams)
-            record["paired"] = carry.error
-            error = float(run.carry.error)
-            before = [record | {"paired": error} for record in before]
-        return Evaluation(carry, hparams, *hyper, record, finite, before)
+        found = self._many(run, step) or self._one(run, step)
+        if len(jax.tree.leaves(found.value)) > 1:
+            return found
+        carry = found.carry
+        if before := found.before:
+            step += (made := len(before["rejected"]))
+            before["paired"] = np.broadcast_to(run.carry.error, made)
+        if run.begins:
+            carry = carry._replace(error=total(found.value))
+        elif found.counts and int(carry.since) >= int(carry.span):
+            carry = self._compared(carry, step, found.hparams)
+        found.record["paired"] = carry.error
+        return found._replace(carry=carry)
 
     def result(self, run: Run) -> tuple[PyTree, PyTree, PyTree]:
         """Return the incumbent, or the last point, where that is lower (of several objectives: it)."""
@@ -121,30 +116,48 @@ class PairedDescent(Descent):
         hparams = carry.last if lower else carry.incumbent
         return hparams, *responded(self.problem_at(run.step), hparams)
 
-    def _many(self, carry: Paired, step: int, count: int) -> tuple[Paired, list[dict[str, PyTree]]]:
-        """Make `count` steps in one program, or those before one that is not finite; and records."""
-        if count < 1:
-            return carry, []
-        place, began = jnp.array([step, count], jnp.int32), time.monotonic()
+    def _many(self, run: Run, step: int) -> Evaluation | None:
+        """Make steps in one program: to the next comparison, the last step, or what is not finite."""
+        carry: Paired = run.carry
+        if run.begins or not run.coarse or not isinstance(self.engine, TracedEngine):
+            return None
+        span, since = jax.device_get((carry.span, carry.since))
+        count = min(int(span) - int(since), cast(int, run.steps) - step, self._most)
+        if (count := count // BLOCK * BLOCK) < 1:
+            return None
+        place, began = np.array([step, count], np.int32), time.monotonic()
         with check_finite(False):
-            carry, made, rows = _steps(self.engine, self.outer, self.source, carry, place)
-        columns, structure = jax.tree.flatten(jax.device_get(rows))
-        columns = [column[: int(made)].tolist() for column in columns]
-        if count + 1 == self._most and jax.process_count() == 1:  # the clocks of several differ
+            carry, grad, made, rows = _steps(self.engine, self.outer, self.source, carry, place)
+        made, rows = jax.device_get((made, rows))
+        if count == self._most and jax.process_count() == 1:  # the clocks of several differ
             quick = time.monotonic() - began < SECONDS / 2
             self._most = min(MOST, 2 * self._most) if quick else max(FEW, self._most // 2)
-        return carry, [structure.unflatten(row) for row in zip(*columns, strict=True)]
+        if not made:
+            return None
+        record = jax.tree.map(lambda rows: rows[made - 1], rows)
+        before = jax.tree.map(lambda rows: rows[: made - 1], rows)
+        return Evaluation(carry, carry.last, record["value"], grad, None, record, before=before)
+
+    def _one(self, run: Run, step: int) -> Evaluation:
+        """Make one step."""
+        carry: Paired = run.carry
+        hyper = self.evaluated(step, carry.hparams)
+        moved, finite, norm = _moved(self.outer, carry, hyper.value, hyper.grad)
+        value, norm, finite = jax.device_get((hyper.value, norm, finite))
+        if not finite:
+            self.report(run, step, carry.hparams, hyper)
+        record = {"value": value, "gradient_norm": norm, "rejected": ~finite}
+        return Evaluation(moved, carry.hparams, *hyper, record, finite)
 
     def _difference(
         self, step: int, hparams: PyTree, other: PyTree, draws: int
     ) -> tuple[float, float, float]:
         """Return the mean difference of the errors in draws of a step's own, and t e of both sides."""
-        pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), hparams, other)
-        at_step = self.problem_at(step)
+        at_step, pair = self.problem_at(step), (hparams, other)
         group = -(-FEWEST // self._each)  # draws: one program, however many there are
-        shape = max(1, draws // (group * self._each)), group
-        keys = jax.random.split(jax.random.fold_in(at_step.key, 1), shape)
-        errors = np.concatenate([_in_draws(at_step, some, pair) for some in keys], 1, dtype=float)
+        times = range(max(1, draws // (group * self._each)))
+        found = [_in_draws(at_step, pair, group, np.array(i, np.int32)) for i in times]
+        errors = np.concatenate(jax.device_get(found), 1, dtype=float)
         n = errors.shape[1]
         with np.errstate(invalid="ignore"):  # NaN, where both are infinite, counts as no gain
             differences = errors[0] - errors[1]
@@ -160,19 +173,27 @@ class PairedDescent(Descent):
 
     def _compared(self, carry: Paired, step: int, hparams: PyTree) -> Paired:
         """Return the carry after a comparison at a step."""
-        draws = min(FEWEST * 2 ** int(carry.undecided), max(QUANTILES))
+        share, span, undecided = jax.device_get((carry.share, carry.span, carry.undecided))
+        draws = min(FEWEST * 2 ** int(undecided), max(QUANTILES))
         mean, low, high = self._difference(step, hparams, carry.incumbent, draws)
-        zero = jnp.zeros_like(carry.since)
         if mean < -low:
+            share, span = min(LONGER * share, 1), max(span, step // SHARE)
             carry = carry._replace(incumbent=hparams, error=carry.error + mean)
-            share = jnp.minimum(LONGER * carry.share, 1)
-            span = jnp.maximum(carry.span, step // SHARE)
-            return carry._replace(share=share, since=zero, span=span, undecided=zero)
+            return _counted(carry, span, share=share, undecided=0)
         if not mean <= high:  # NaN, too; once more, since tails may be long, and a span is at stake
             mean, _, high = self._difference(step, hparams, carry.incumbent, max(QUANTILES))
             if not mean <= high:
                 return _back(self.outer, carry, carry.incumbent)
-        return carry._replace(since=zero, span=2 * carry.span, undecided=carry.undecided + 1)
+        return _counted(carry, 2 * span, undecided=undecided + 1)
+
+
+def _counted(carry: Paired, span: Any, **others: Any) -> Paired:
+    """Return the carry with a new span, of whole blocks where it is longer than one."""
+    if span > BLOCK:
+        span = -(-span // BLOCK) * BLOCK
+    numbers = {"since": 0, "span": span, **others}
+    arrays = {name: jnp.asarray(n, getattr(carry, name).dtype) for name, n in numbers.items()}
+    return carry._replace(**arrays)
 
 
 @filtered
@@ -183,7 +204,7 @@ def _moved(
     finite = is_finite((value, grad))
     ahead = _ahead(outer, carry, value, grad)
     back = _back(outer, carry, carry.finite)._replace(finite=carry.incumbent)
-    carry = select(finite, ahead, back)._replace(last=carry.hparams)
+    carry = select(finite, ahead, back._replace(last=carry.hparams))
     return carry, finite, optax.tree.norm(grad)
 
 
@@ -191,8 +212,8 @@ def _ahead(outer: Outer, carry: Paired, value: PyTree, grad: PyTree) -> Paired:
     """Return the carry after a step by the optimizer."""
     direction, opt_state = outer.direction(carry.hparams, carry.opt_state, value, grad)
     moved = outer.moved(carry.hparams, times(carry.share, direction))
-    since = carry.since + 1
-    return carry._replace(hparams=moved, opt_state=opt_state, finite=carry.hparams, since=since)
+    here, since = carry.hparams, carry.since + 1
+    return carry._replace(hparams=moved, last=here, opt_state=opt_state, finite=here, since=since)
 
 
 def _back(outer: Outer, carry: Paired, to: PyTree) -> Paired:
@@ -208,32 +229,41 @@ def _back(outer: Outer, carry: Paired, to: PyTree) -> Paired:
 
 @filtered
 def _steps(
-    engine: TracedEngine, outer: Outer, source: Drawn, carry: Paired, place: Int[Array, " 2"]
-) -> tuple[Paired, Int[Array, ""], dict[str, PyTree]]:
-    """Make the steps from a first one on, a number of them, while they are finite.
+    engine: TracedEngine,
+    outer: Outer,
+    source: Drawn,
+    carry: Paired,
+    place: Int[Array, " 2"],
+) -> tuple[Paired, PyTree, Int[Array, ""], dict[str, PyTree]]:
+    """Make the steps from a first one on, a number of whole blocks, while they are finite.
 
-    Returns the carry, how many were made, and their records. One that is not finite is not made.
+    Returns the carry, the last gradient, how many steps were made, and their records. One that is not
+    finite is not made.
     """
     first, count = place
 
-    def step(carried):
-        carry, i, rows, _ = carried
+    def step(carried, _):
+        carry, last, i, rows, going = carried
         drawn = source.at(jax.random.fold_in(source.key, first + i))
         value, grad, _ = engine(drawn, carry.hparams)
         norm = optax.tree.norm(grad)
-        finite = is_finite((value, norm))  # a norm that overflows is none here
+        finite = going & is_finite((value, norm))  # a norm that overflows is none here
         row = {"value": value, "gradient_norm": norm, "rejected": ~finite}
         rows = jax.tree.map(lambda rows, leaf: rows.at[i].set(leaf), rows, row)
-        carry = select(finite, _ahead(outer, carry, value, grad), carry)
-        return carry, i + finite.astype(i.dtype), rows, finite
+        ahead = _ahead(outer, carry, value, grad), grad, i + 1
+        return (*select(finite, ahead, (carry, last, i)), rows, finite), None
 
     def shapes():
         value, grad, _ = engine(source, carry.hparams)
         return {"value": value, "gradient_norm": optax.tree.norm(grad), "rejected": jnp.array(True)}
 
     rows = jax.tree.map(lambda leaf: jnp.zeros(MOST, leaf.dtype), jax.eval_shape(shapes))
-    begin = carry, jnp.zeros((), jnp.int32), rows, jnp.array(True)
-    return lax.while_loop(lambda carried: carried[3] & (carried[1] < count), step, begin)[:3]
+    none = jax.tree.map(jnp.zeros_like, carry.hparams), jnp.zeros((), jnp.int32)
+    return lax.while_loop(
+        lambda carried: carried[4] & (carried[2] < count),
+        lambda carried: lax.scan(step, carried, length=BLOCK)[0],
+        (carry, *none, rows, jnp.array(True)),
+    )[:4]
 
 
 @filtered
@@ -254,8 +284,10 @@ def errors_of(drawn: Drawn, tried: PyTree) -> Float[Array, "tried each"]:
 
 @filtered
 def _in_draws(
-    drawn: Drawn, keys: Key[Array, " draws"], tried: PyTree
+    drawn: Drawn, tried: tuple[PyTree, ...], count: int, part: Int[Array, ""]
 ) -> Float[Array, "tried errors"]:
-    """Return the errors of several hyperparameters in some draws."""
-    errors = lax.map(lambda key: errors_of(drawn.at(key), tried), keys)
+    """Return the errors of several hyperparameters in a part of the draws that follow from one."""
+    key = jax.random.fold_in(jax.random.fold_in(drawn.key, 1), part)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *tried)
+    errors = lax.map(lambda key: errors_of(drawn.at(key), stacked), jax.random.split(key, count))
     return jnp.concatenate(list(errors), axis=1)

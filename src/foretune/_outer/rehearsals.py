@@ -211,22 +211,19 @@ class Rehearsals(Stepper):
             number = (jnp.arange(len(values)) - 1) // trial.number  # -1: the start
             counts &= (number == leading) | (number < 0)
             carry = carry._replace(leading=leading)
-        best = int(jnp.argmin(jnp.where(counts, values, jnp.inf)))
+        found, lowest = _lowest(tried, jnp.where(counts, values, jnp.inf))
         if step == 1:  # in another draw the best is still better than half of the candidates
             typical = jnp.nanmedian(jnp.where(jnp.isfinite(values), values, jnp.nan))
-            carry = carry._replace(bar=(values[best] + typical) / 2)
-        found = jax.tree.map(lambda leaf: leaf[best], tried)
+            carry = carry._replace(bar=(lowest + typical) / 2)
         carry = carry._replace(hparams=found, origin=found)
-        return Found(carry._replace(accepted=self._moves(carry).to(found)), found, values[best])
+        return Found(carry._replace(accepted=self._moves(carry).to(found)), found, lowest)
 
     def _search_others(self, carry: Rehearsed, step: int) -> Found:
         """Find the best candidate of the scales that do not lead, over decades."""
         trial, leading = self.trials[step - 1], int(carry.leading)
         tried = candidates(self.constraints, carry.hparams, trial.number, FAR, without=leading)
-        values = jnp.mean(errors_of(self._problem(trial), tried), 1)
-        best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
-        found = jax.tree.map(lambda leaf: leaf[best], tried)
-        return Found(carry._replace(hparams=found, origin=found), found, values[best])
+        found, lowest = _lowest(tried, jnp.mean(errors_of(self._problem(trial), tried), 1))
+        return Found(carry._replace(hparams=found, origin=found), found, lowest)
 
     def _descend(self, carry: Rehearsed, step: int) -> Found:
         """Go to where the derivatives would be 0; or back, where the error has risen."""
@@ -304,8 +301,7 @@ class Rehearsals(Stepper):
         tried = jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *others, *halves)
         draws = [self._drawn(step, i) for i in range(self.trials[step - 1].number)]
         values = jnp.mean(jnp.stack([errors_of(drawn, tried) for drawn in draws]), (0, 2))
-        best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
-        found, lowest = jax.tree.map(lambda leaf: leaf[best], tried), values[best].astype(float)
+        found, lowest = _lowest(tried, values.astype(float))
         return Found(carry._replace(hparams=found, lowest=lowest), found, lowest)
 
     def _drawn(self, step: int, number: int) -> Drawn:
@@ -337,6 +333,12 @@ class Rehearsals(Stepper):
             self._warned = True
             why = f"a hypergradient of rehearse is {_why(drawn, hparams, result)}"
             warn(f"{why}\nSuch trials move nothing.", RuntimeWarning)
+
+
+def _lowest(tried: PyTree, values: Float[Array, " tried"]) -> tuple[PyTree, Float[Array, ""]]:
+    """Return the hyperparameters with the lowest error that is finite, and it."""
+    best = int(jnp.argmin(jnp.where(jnp.isfinite(values), values, jnp.inf)))
+    return jax.tree.map(lambda leaf: leaf[best], tried), values[best]
 
 
 def _why(drawn: Drawn, hparams: PyTree, result: tuple[PyTree, PyTree, PyTree]) -> str:
