@@ -109,7 +109,9 @@ class Cell:
         draws = jax.random.split(jax.random.fold_in(self.key, 1), DRAWS)
         self._errors = jax.jit(lambda h: jnp.mean(jax.vmap(lambda k: self._error(h, k))(draws)))
         starts = jax.random.split(jax.random.fold_in(self.key, 2), 4)
-        self._judge = jax.jit(lambda h: jax.vmap(lambda k: self._accuracy(h, k))(starts))
+        self._judge = jax.jit(
+            lambda h, test: jax.vmap(lambda k: self._accuracy(h, k, test))(starts)
+        )
 
     @staticmethod
     def _arrays(x: Any, y: Any) -> tuple[Array, Array]:
@@ -154,10 +156,9 @@ class Cell:
     def _error(self, hparams: Hparams, key: Array) -> Array:
         return self.draw(key).response(hparams)[0]
 
-    def _accuracy(self, hparams: Hparams, key: Array) -> Array:
-        _, state = self.problem(key, jnp.arange(self.labels), self.test).response(hparams)
-        right = jnp.argmax(network(state.params, self.test[0]), 1) == self.test[1]
-        return 100 * jnp.mean(right)
+    def _accuracy(self, hparams: Hparams, key: Array, test: tuple[Array, Array]) -> Array:
+        _, state = self.problem(key, jnp.arange(self.labels), test).response(hparams)
+        return 100 * jnp.mean(jnp.argmax(network(state.params, test[0]), 1) == test[1])
 
     def error(self, hparams: Hparams) -> float:
         """Return the mean validation error of a trial."""
@@ -165,7 +166,8 @@ class Cell:
 
     def accuracies(self, hparams: Hparams) -> list[float]:
         """Return the test accuracy, in percent, of trainings on all the labels."""
-        return np.asarray(self._judge(jax.tree.map(jnp.float32, hparams)), float).tolist()
+        found = self._judge(jax.tree.map(jnp.float32, hparams), self.test)
+        return np.asarray(found, float).tolist()
 
 
 def _gathered(data: Any, rows: Array) -> tuple[Array, Array, Array]:

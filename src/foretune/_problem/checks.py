@@ -71,8 +71,11 @@ def shown(hparams: PyTree, most: int = 6, name: str = "hparams") -> str:
     """Return the hyperparameters' values, or their range, the first few of them."""
     parts = []
     for path, leaf in named_leaves(jax.device_get(hparams), name).items():
-        low, high = float(np.min(leaf)), float(np.max(leaf))
-        parts.append(f"{path} = {low:.4g}" + ("" if np.size(leaf) == 1 else f" to {high:.4g}"))
+        if isinstance(leaf, np.ndarray | np.generic | float | int):
+            low, high = float(np.min(leaf)), float(np.max(leaf))
+            parts.append(f"{path} = {low:.4g}" + ("" if np.size(leaf) == 1 else f" to {high:.4g}"))
+        else:  # of a result whose leaves were replaced, by their shapes say
+            parts.append(f"{path} = {leaf!r:.60}")
     return ", ".join(parts[:most] + ["..."] * (len(parts) > most))
 
 
