@@ -17,8 +17,8 @@ A draw that is a mean has n differences, one for each of its problems, and S is 
 
 So an optimizer that descends is left alone. Between two comparisons, unless callbacks want to see each,
 the steps are one program, or several of about a second; what is not finite ends it, and is evaluated
-again by itself. Programs make whole blocks of B steps, and a span S > B is rounded up to some: after
-each the host decides whether to go on, and an accelerator waits for it.
+again by itself. Programs make whole blocks of B steps, and a span S > B is a multiple of B: a GPU waits
+for the host, which decides whether to go on, after each block alone.
 """
 
 import functools
