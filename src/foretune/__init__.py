@@ -38,7 +38,6 @@ from ._outer.rehearse import rehearse as rehearse
 from ._outer.run import Result as Result
 from ._outer.run import Run as Run
 from ._outer.stopping import NoImprovement as NoImprovement
-from ._outer.stopping import SmallGradient as SmallGradient
 from ._outer.stopping import TimeLimit as TimeLimit
 from ._problem.batches import FullBatch as FullBatch
 from ._problem.batches import Minibatches as Minibatches

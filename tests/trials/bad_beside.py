@@ -83,8 +83,6 @@ ROWS = [
     ("a patience of 0", lambda: ft.NoImprovement(0), ValueError, "patience=0"),
     ("a patience of half", lambda: ft.NoImprovement(0.5), ValueError, "patience=0.5"),
     ("a patience of text", lambda: ft.NoImprovement("3"), ValueError, "patience='3'"),
-    ("a norm of NaN", lambda: ft.SmallGradient(NAN), ValueError, "norm=nan"),
-    ("a negative norm", lambda: ft.SmallGradient(-1.0), ValueError, "norm=-1.0"),
     ("seconds of NaN", lambda: ft.TimeLimit(NAN), ValueError, "seconds=nan"),
     ("negative seconds", lambda: ft.TimeLimit(-1), ValueError, "seconds=-1"),
     ("Optuna: a default of integers", lambda: fo().warm_start(trial(), {"lr": 1}), TypeError, "hparams['lr']"),

@@ -56,8 +56,8 @@ def minimize(
         key: a random key for `draw`, which gets `jax.random.fold_in(key, step)`.
         callbacks: `Progress()`, `History(file)`, `Checkpoint(directory)`, `TensorBoard(directory)`
             or your own `Callback`.
-        stop: stopping rules, `NoImprovement(10)`, `SmallGradient(1e-4)`, `TimeLimit(600)` or any
-            function of the `Run` that returns a reason to stop, or None.
+        stop: stopping rules, `NoImprovement(10)`, `TimeLimit(600)` or any function of the `Run` that
+            returns a reason to stop, or None.
         evaluate: `evaluate(state, hparams) -> dict` of further scalars on the final inner state.
         score: what `best` is lowest in, as a function of a record, `lambda r: -r["accuracy"]` say;
             by default its `value` (the sum, where the objective is a dict).
