@@ -169,7 +169,13 @@ def test_several_objectives_are_not_compared():
         return problem.replace(objective={"x": problem.objective, "y": lambda s, h, v: s["y"] ** 2})
 
     start = START | {"y": jnp.array(1.0)}
-    result = ft.minimize(draw, start, steps=20, key=KEY, optimizer=optax.sgd(0.1))
+    options = {"steps": 40, "key": KEY, "optimizer": optax.sgd(0.1)}
+    result = ft.minimize(draw, start, **options)
+    single = ft.minimize(draw, start, **options, callbacks=[Each()])
+    assert [r["step"] for r in result.history] == list(range(41))
+    for a, b in zip(result.history, single.history, strict=True):
+        assert a["value"].keys() == b["value"].keys() == {"x", "y"}
+        np.testing.assert_allclose(a["value"]["x"], b["value"]["x"], rtol=1e-4)
     assert "paired" not in result.history[-1]
     assert jnp.sum(result.hparams["x"] ** 2) < 1
     assert result.hparams["y"] < 0.1

@@ -91,15 +91,16 @@ class PairedDescent(Descent):
     def advance(self, run: Run, step: int) -> Evaluation | str:
         """Make the steps up to the next comparison, or one; and compare, where it is time."""
         found = self._many(run, step) or self._one(run, step)
-        if len(jax.tree.leaves(found.value)) > 1:
-            return found
         carry = found.carry
+        due = found.counts and int(carry.since) >= int(carry.span)
+        if len(jax.tree.leaves(found.value)) > 1:  # is not compared
+            return found._replace(carry=_counted(carry, 2 * int(carry.span))) if due else found
         if before := found.before:
             step += (made := len(before["rejected"]))
             before["paired"] = np.broadcast_to(run.carry.error, made)
         if run.begins:
             carry = carry._replace(error=total(found.value))
-        elif found.counts and int(carry.since) >= int(carry.span):
+        elif due:
             carry = self._compared(carry, step, found.hparams)
         found.record["paired"] = carry.error
         return found._replace(carry=carry)
