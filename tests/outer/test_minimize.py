@@ -60,7 +60,7 @@ def test_a_result_prints_what_was_found():
     assert "; value = " in lines
     assert lines.endswith("; 2 records, 1 steps done)")
     assert len(lines) < 300  # neither the state nor the history
-    assert "value = 'ArrayImpl'" in repr(jax.tree.map(lambda leaf: type(leaf).__name__, result))
+    assert "value = 'x'" in repr(jax.tree.map(lambda _: "x", result))
 
 
 @pytest.mark.usefixtures("x64")

@@ -216,7 +216,7 @@ def _rows(step: int, columns: dict[str, PyTree]) -> list[Record]:
     """Return the records of the steps from one on, whose columns these are."""
     arrays, structure = jax.tree.flatten(columns)
     steps, last = np.arange(step, step + len(arrays[0])), len(arrays)
-    named = _named({"step": last, **structure.unflatten(range(last))})
+    named = _named({"step": last, **structure.unflatten(range(last))})  # of columns' numbers
     places, structure = jax.tree.flatten(named)
     lists = [[*arrays, steps][place].tolist() for place in places]
     return [structure.unflatten(row) for row in zip(*lists, strict=True)]

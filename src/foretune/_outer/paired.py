@@ -49,11 +49,12 @@ SPAN, SHORTEST = 8, 2  # steps to the first comparison, and where a draw is a me
 SHARE = 4  # of the steps so far, a span is at least the fourth part
 QUANTILES = {4: (2.35, 4.54), 8: (1.89, 3.00), 16: (1.75, 2.60), 32: (1.70, 2.45)}
 """n -> t of n - 1 degrees of freedom, one side of 95 % and of 99 %."""
-_folded = jax.jit(jax.random.fold_in)
 FEWEST = 4  # n
 BLOCK = 8  # B
 MOST, FEW = 1024, 32  # steps of one program, and of the first ones
 SECONDS = 1.0  # that a program may take, about: callbacks and interrupts wait for it
+
+_folded = jax.jit(jax.random.fold_in)  # one program, where it would be several
 
 
 class Paired(NamedTuple):
